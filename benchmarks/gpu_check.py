@@ -1,6 +1,6 @@
 """All that can only be known on a GPU, in one command: what must be right there, and what it costs.
 
-    python benchmarks/gpu_check.py [--parts kernels,dumps] [--json] [--out benchmarks/gpu]
+    python benchmarks/gpu_check.py [--parts kernels,parity] [--json] [--out benchmarks/gpu]
     python benchmarks/gpu_check.py --device cpu    # the same code on a CPU at the sizes of a test; three minutes
 
 It takes about eight minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in a process of its
@@ -79,17 +79,14 @@ PARTS = (
     Part("streams", "gpu_parts.streams", 25, needs_transformer_engine=False),
     Part("hopper", "gpu_parts.recipes", 60, capability="9.0"),
     Part("blackwell", "gpu_parts.recipes", 60, capability="10.0"),
-    Part("coverage", "gpu_parts.coverage", 60),
     Part("gemm_error", "gpu_parts.gemm_error", 60),
     Part("capture", "gpu_parts.capture", 45),
     Part("ranks", "gpu_parts.ranks", 60, gpus=2),
     Part("parity", "gpu_parts.parity", 60),
     Part("launches", "gpu_parts.launches", 40),
-    Part("dumps", "gpu_parts.dumps", 30),
     Part("healthy", "gpu_parts.healthy", 150),
     Part("planted", "gpu_parts.planted", 150),
     Part("overflow", "gpu_parts.overflow", 25, needs_transformer_engine=False),
-    Part("memory", "gpu_parts.memory", 40),
     Part("bandwidth", "gpu_parts.bandwidth", 75),
     Part("speed", "gpu_parts.speed", 60),
     Part("overhead", "gpu_parts.overhead", 150),

@@ -15,7 +15,7 @@ Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.
 - **Autocast.** A weight in float32 that a feature has quantized may be used under torch's autocast.
 - **Caches.** The memory kept for a call does not grow with the iterations.
 - **Statistics and dumps.** This folder's features measure and dump through the run's
-  :class:`te_precision_callbacks.observation.Observation`: a session's, or that of ``features/plain.py``.
+  :class:`te_precision_callbacks.observation.Observation`: a session's, or the one in ``features/plain.py``.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class TransformerEngineAPI(UpstreamAPI):
         return found
 
     def _ask(self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[bool, int | None]:
-        """Merge the answers of features: whether one of them wants the call, and the next iteration to ask again."""
+        """Merge the answers of features: whether any wants the call, and the next iteration to query."""
         layer, api_name, tensor, gemm = key
         vetoes = api_name == "fp8_gemm_enabled"
         if not calls:
@@ -254,9 +254,9 @@ class TransformerEngineAPI(UpstreamAPI):
         return decided, min(upcoming, default=None)
 
     def _due(self, calls: Sequence[_Call], key: tuple[Any, ...]) -> Iterable[_Call]:
-        """The features that wanted this call when they were asked last; all features if none was ever asked.
+        """Return the features that wanted this call in the last query; all features before the first query.
 
-        A backward may come after the step of its forward, in which the features were asked.
+        A backward may come after the step of its forward, when the features were queried.
         """
         answers = self._answers.get(key) or self._answers.get((*key[:3], None))
         if answers is None:
@@ -309,7 +309,7 @@ class TransformerEngineAPI(UpstreamAPI):
     def _refuse_forbidden(self, call: _Call, key: tuple[Any, ...], made: Any) -> None:
         """Refuse a quantized operand of a GEMM that another feature keeps in high precision.
 
-        Transformer Engine does not ask the other feature if this one replaces the tensor. With both operands replaced,
+        Transformer Engine does not query the other feature if this one replaces the tensor. With both replaced,
         the other feature would have no effect; with one operand replaced, the GEMM could not run at all.
         """
         layer, _, tensor, gemm = key
@@ -414,7 +414,7 @@ class TransformerEngineAPI(UpstreamAPI):
         self.observation.plan(frozenset(options.schedule for options in held if isinstance(options, measured)))
 
     def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
-        """The statistics that a layer's features collect of a tensor, by the names that were asked for."""
+        """Return the statistics that a layer's features collect of a tensor, by their requested names."""
         return collected(list(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {}))), tensor)
 
     def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
@@ -476,7 +476,7 @@ def _warn_if_never_called(name: str, feature: Any) -> None:
 
 
 def _answer(call: _Call, layer: str, arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
-    """What a feature answers, and the next iteration to ask it again.
+    """Answer of a feature, and the next iteration to query it again.
 
     Raises:
         FeatureError: it failed, or answered with something else.
@@ -500,7 +500,7 @@ def _is_answer(answer: Any) -> bool:
 
 
 def _in_words(returned: Any) -> str:
-    """What a feature returned, without the numbers in a tensor."""
+    """Format a feature's return value, without tensor contents."""
     if isinstance(returned, torch.Tensor):
         return f"a {type(returned).__name__} of {returned.dtype} and shape {tuple(returned.shape)}"
     if isinstance(returned, (tuple, list)):
@@ -514,7 +514,6 @@ def _fail(text: str, options: Mapping[str, Any], layer: str) -> None:
 
 
 def _is_own_method(method: Any, api_name: str) -> bool:
-    """Whether a feature defines a method itself instead of inheriting the default."""
     return getattr(method, "__func__", method) is not getattr(TEDefaultFeatures, api_name)
 
 

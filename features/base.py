@@ -32,11 +32,11 @@ Options = dict[str, Any]
 def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str | None) -> list[Options]:
     """The options of a user's own feature that hold for a tensor and a GEMM, one for each entry that names them.
 
-    Without ``tensors`` and ``tensors_struct`` the options hold for every tensor; likewise for GEMMs.
+    Without ``tensors`` and ``tensors_struct`` the options hold for every tensor; the same applies to GEMMs.
 
     Args:
         config: the feature's options in the config.
-        tensor, gemm: of the call; None where the call has none.
+        tensor, gemm: of the call; None if not applicable.
     """
     found: list[tuple[Options, Nested]] = [({}, Nested.of(config))]
     calls: tuple[tuple[Literal["gemm", "tensor"], str | None], ...] = (("gemm", gemm), ("tensor", tensor))
@@ -85,11 +85,11 @@ class Feature:
 
 
 class HighPrecisionFeature(Feature):
-    """Base class of the features whose GEMMs run in high precision, in every iteration or in spans of iterations."""
+    """Base class of features that keep GEMMs in high precision, in all iterations or in spans of iterations."""
 
     @api_method
     def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
-        """No in the iterations of the options, and the next iteration in which to ask again; None: never."""
+        """Return no in the iterations of the options, and the next iteration to query; None for never."""
         acts, upcoming = _steps(config).at(iteration)
         return not acts, upcoming
 
@@ -101,13 +101,13 @@ class ModifyingFeature(Feature):
     def modify_tensor_enabled(
         self, config: Any, layer_name: str, tensor_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Yes in the iterations of the options, and the next iteration in which to ask again; None: never."""
+        """Return yes in the iterations of the options, and the next iteration to query; None for never."""
         due: tuple[bool, int | None] = _steps(config).at(iteration)
         return due
 
 
 def _steps(options: Any) -> Schedule:
-    """The steps of a feature's options; every step if they have no schedule, as those of a user's own feature."""
+    """Return the schedule of a feature's options; every step if they have none, as for a custom feature."""
     found: Schedule = getattr(options, "schedule", EVERY_STEP)
     return found
 
@@ -120,12 +120,12 @@ class ScheduledFeature(Feature):
     """
 
     def due(self, options: Any, iteration: int) -> tuple[bool, int | None]:
-        """Whether to look at a tensor in an iteration, and the next iteration in which to ask again; None: never."""
+        """Return whether to observe a tensor in an iteration, and the next iteration to query; None for never."""
         due: tuple[bool, int | None] = options.schedule.at(iteration)
         return due
 
     def look(self, options: Any, watched: Watched) -> None:
-        """Take what the options want of a tensor, which must not change before the engine has measured it."""
+        """Queue the requested statistics of a tensor, which must not change before the engine measures it."""
         raise NotImplementedError
 
     @api_method
@@ -187,7 +187,7 @@ class Watcher(NamedTuple):
 
 
 class StatisticsFeature(ScheduledFeature):
-    """Base class of the features that log statistics: they ask the engine for them."""
+    """Base class of features that request statistics from the engine."""
 
     def look(self, options: LoggedTensor[Any], watched: Watched) -> None:
         """Note the statistics that are wanted. The engine measures the tensor once, after all features have looked."""

@@ -57,7 +57,7 @@ class DumpTensors(ScheduledFeature):
         ]
 
     def due(self, options: Wanted, iteration: int) -> tuple[bool, int | None]:
-        """Whether a dump is due, and in which iteration the next one is; never again once the budget is used up.
+        """Return whether a dump is due, and the next due iteration; never after the budget is used up.
 
         With several ranks the schedule alone decides: a layer that is looked at gathers its tensors with other
         collectives than one that is not, so a budget that is used up on one rank must not change the answer there.
@@ -77,6 +77,5 @@ class DumpTensors(ScheduledFeature):
 
 
 def _collected(layer: str, tensor: str) -> dict[str, Collected]:
-    """The statistics that the layer's features collect of a tensor."""
     found: dict[str, Collected] = namespace().api.collected(layer, tensor)
     return found

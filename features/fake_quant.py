@@ -29,7 +29,7 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
     """
 
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> Sequence[object]:
-        """The options that hold for a call; of a GEMM those of each of its tensors, whose steps may differ."""
+        """Return the options of a call; for a GEMM, the options of each tensor, since their steps may differ."""
         if tensor is not None:
             found: Sequence[object] = super().options_for(options, tensor, gemm)
             return found

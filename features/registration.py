@@ -81,7 +81,7 @@ def _put(name: str, instance: Any) -> None:
 
 
 def is_upstream(kind: type) -> bool:
-    """Whether a class was defined in Transformer Engine's folder of features, however it was executed."""
+    """Return whether a class comes from Transformer Engine's folder of features, in any way of execution."""
     codes = [getattr(getattr(member, "__func__", member), "__code__", None) for member in vars(kind).values()]
     return any(code is not None and code.co_filename.startswith(_upstream_folders()) for code in codes)
 

@@ -97,8 +97,8 @@ def test_step() -> None:
 
 
 NAMES = (
-    *("kernels", "large", "streams", "hopper", "blackwell", "coverage", "gemm_error", "capture"),
-    *("ranks", "parity", "launches", "dumps", "overflow", "memory", "bandwidth"),
+    *("kernels", "large", "streams", "hopper", "blackwell", "gemm_error", "capture"),
+    *("ranks", "parity", "launches", "overflow", "bandwidth"),
     *("speed", "overhead"),
 )
 
@@ -149,15 +149,9 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert rows_of(found, "large")["16,448 elements, transposed"]["ok"] is True
     assert rows_of(found, "streams")["statistics, growing vectors: wrong numbers"]["value"] == 0
     assert rows_of(found, "ranks")["two ranks over gloo: activation std, step 2, rank 1"]["ok"] is True
-    assert rows_of(found, "dumps")["the host in the first dump"]["value"] > 0
-    covered = rows_of(found, "coverage")
-    for model in ("torch", "Transformer Engine"):
-        for kind in ("none", "reentrant", "non-reentrant"):
-            assert covered[f"{model}, checkpoint: {kind}: multiply-adds"]["value"] > 10**7
     gemms = rows_of(found, "gemm_error")
     assert gemms["block, 128, wgrad: error over its tolerance"]["ok"] is True
     assert gemms["mxfp8"]["note"] == "this GPU does not have it"
-    assert rows_of(found, "dumps")["tensors equal to those of the step, bit for bit"]["value"] == 12
     assert rows_of(found, "overflow")["host waits added to a step"]["value"] == 1
     assert rows_of(found, "overhead")["debug, every 10th step: a step"]["value"] > 0
     assert rows_of(found, "speed")["fp8_current_scaling, 64x64x128, fprop: speed-up"]["value"] > 0

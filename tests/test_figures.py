@@ -31,7 +31,7 @@ def test_the_pages_have_the_tables_of_what_was_measured(figures: Any) -> None:
 
 def test_a_number_that_no_case_has_is_no_empty_column(figures: Any) -> None:
     with pytest.raises(KeyError, match="no case has other_ms"):
-        figures._cases(figures.kept("overflow"), {"dtype": "dtype", "other, ms": "other_ms"})
+        figures._cases(figures.kept("overflow"), {"dtype": "case", "other, ms": "other_ms"})
 
 
 @pytest.mark.parametrize("asked", ["stepp", "accuracy"])

@@ -7,7 +7,7 @@
     if __name__ == "__main__":
         run_part("dumps", check)
 
-A part is started as ``python -m gpu_parts.dumps --rows FILE --device cuda``. Each row is written as soon as it is
+A part is started as ``python -m gpu_parts.parity --rows FILE --device cuda``. Each row is written as soon as it is
 found, so that a part which breaks later has told what it had found before.
 """
 

@@ -10,7 +10,7 @@ runs a line of this package before it imports torch and Transformer Engine. But 
 ``sitecustomize``, so its folder goes into PYTHONPATH, and the arguments into an environment variable. Both stay in the
 environment of the parent for as long as the parent runs, since it may start a child at any time.
 
-A child may also run on another machine, to which a job scheduler has copied the environment. A child with a GPU and a
+A child may also run on another machine, if a job scheduler has copied the environment. A child with a GPU and a
 compiled Transformer Engine uses that, and logs so, unless the parent asked for the backend in all children.
 
 The start of a child costs only a look at the environment: the backend is installed when torch or Transformer Engine is
@@ -40,14 +40,14 @@ from te_precision_callbacks.reference.inherited import (
 logger = logging.getLogger(__name__)
 
 
-def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
+def arguments_here(settings: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
     """The arguments of ``install`` in a child; None if the child uses the compiled Transformer Engine.
 
     Args:
-        told: the settings of the parent.
+        settings: the parent's settings.
         has_gpu: whether torch sees a GPU here.
     """
-    if has_gpu and not told.always and compiled_extension.why_unavailable() is None:
+    if has_gpu and not settings.always and compiled_extension.why_unavailable() is None:
         logger.warning(
             "The parent process has the reference backend. This process uses the compiled Transformer Engine, since"
             " there are a GPU and a compiled build. To have the reference backend here too, call"
@@ -60,14 +60,14 @@ def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
             " process does so too."
         )
     return {
-        "pretend_cuda": told.pretend_cuda and not has_gpu,
-        "capability": told.capability,
-        "always_in_children": told.always,
+        "pretend_cuda": settings.pretend_cuda and not has_gpu,
+        "capability": settings.capability,
+        "always_in_children": settings.always,
     }
 
 
 def install_when_needed() -> None:
-    """Install the backend, as the environment asks, when torch or Transformer Engine is imported."""
+    """Install the backend from the environment when torch or Transformer Engine is imported."""
     if os.environ.get(ENVIRONMENT_VARIABLE):
         sys.meta_path.insert(0, _Trigger())
 
@@ -75,7 +75,7 @@ def install_when_needed() -> None:
 class _Trigger(MetaPathFinder, PendingInstallation):
     """Gives torch and Transformer Engine loaders that install the backend.
 
-    Looking for them does not install it: libraries look to know whether the packages exist.
+    A lookup does not install it: libraries check whether the packages exist.
     """
 
     def find_spec(
@@ -91,15 +91,15 @@ class _Trigger(MetaPathFinder, PendingInstallation):
         return None
 
     def install(self) -> None:
-        """Install the backend as the environment asks."""
-        told = inherited()
-        if told is None:
+        """Install the backend from the environment."""
+        settings = inherited()
+        if settings is None:
             return
         import torch
 
         from te_precision_callbacks.reference.install import install
 
-        arguments = arguments_here(told, has_gpu=torch.cuda.is_available())
+        arguments = arguments_here(settings, has_gpu=torch.cuda.is_available())
         if arguments is not None:
             install(**arguments)
 

@@ -10,8 +10,8 @@ Usage::
 
 An entry is a file in ``te-precision-callbacks/rewritten`` of the user's cache folder (``$XDG_CACHE_HOME``, else
 ``~/.cache``). Its name has a hash of all that the code depends on: another source, rewriter or Python has another
-entry. Who writes the first entry of a process removes those that are older than :data:`KEPT_DAYS`. If Python writes no
-bytecode (``python -B``), none is written here either; if the folder cannot be used, there is silently no entry.
+entry; an environment has some 4 MB. If Python writes no bytecode (``python -B``), none is written here either; if the
+folder cannot be used, there is silently no entry.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ import marshal
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import CodeType
 
 from te_precision_callbacks.reference import rewrite
-
-KEPT_DAYS = 90
-"""Each environment has entries of its own, some 4 MB, also when it is long gone."""
 
 
 class CachedCode:
@@ -40,7 +36,7 @@ class CachedCode:
     Args:
         source: the module's source.
         path: the path of its file, which is part of the code.
-        how: the choices by which the module is rewritten.
+        how: the options of the rewrite.
     """
 
     def __init__(self, source: bytes, path: str, how: str) -> None:
@@ -62,7 +58,6 @@ class CachedCode:
             return
         with contextlib.suppress(OSError, RuntimeError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            _remove_old(self._file.parent)
             descriptor, unfinished = tempfile.mkstemp(dir=self._file.parent)
             try:
                 with os.fdopen(descriptor, "wb") as file:
@@ -79,16 +74,6 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _remove_old(folder: Path) -> None:
-    oldest = time.time() - KEPT_DAYS * 86_400
-    for file in folder.iterdir():
-        with contextlib.suppress(OSError):  # another process has removed it
-            if file.stat().st_mtime < oldest:
-                file.unlink()
-
-
-@functools.cache
 def _rewriter() -> bytes:
-    """The sources and versions that the code of all modules depends on."""
     rules = Path(rewrite.__file__).read_bytes()
     return importlib.util.MAGIC_NUMBER + bytes([sys.flags.optimize]) + rules

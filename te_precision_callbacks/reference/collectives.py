@@ -18,7 +18,7 @@ writes through torch's operators, which refuse leaves and split views that autog
 refuses to gather tensors of one shape into as many numbers of another. Given a tensor with gaps, such as every second
 element of another, gloo takes the numbers in the gaps instead; NCCL refuses the tensor, and so does the backend.
 
-**Groups.** Ranks may ask NCCL for disjoint groups at the same time, each rank for its own group only. torch gives such
+**Groups.** Ranks may create disjoint NCCL groups at the same time, each rank for its own group only. torch gives such
 groups one name, under which gloo's ranks look for one another, and find the ranks of another group.
 """
 
@@ -64,7 +64,7 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = F
 
     Raises:
         ValueError: the group is in a manager already, as in torch.
-        ReferenceBackendError: collectives or reductions of different kinds, all of which torch would run as the first.
+        ReferenceBackendError: different collectives or reductions; torch would run all of them as the first.
     """
     from torch.distributed import distributed_c10d
 
@@ -94,7 +94,7 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = F
 
 
 def make_gloo_stand_for_nccl() -> None:
-    """Replace the functions of torch.distributed in which gloo differs from NCCL. For the rest of the process."""
+    """Replace functions of torch.distributed where gloo differs from NCCL, for the rest of the process."""
     from torch.distributed import _functional_collectives, distributed_c10d
 
     for names, moves in ((_MOVING, True), (_REDUCING, False)):
@@ -136,7 +136,7 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
 
 
 def _memory(value: Any, *, as_bytes: bool) -> Any:
-    """A tensor, or those of a list, without autograd, and float8 as bytes; other values, and subclasses, unchanged."""
+    """Return tensors without autograd, and float8 as bytes; other values and subclasses unchanged."""
     if isinstance(value, (list, tuple)):
         return type(value)(_memory(item, as_bytes=as_bytes) for item in value) if _holds_tensors(value) else value
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -158,7 +158,7 @@ def _refuse_gaps(name: str, values: list[Any]) -> None:
 
 
 def _flat(values: list[Any]) -> list[Any]:
-    """The values, with tensors flattened, unless one of them is not contiguous memory of its own."""
+    """Flatten the tensors, unless any of them is not contiguous."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in tensors):
         return values
@@ -177,7 +177,7 @@ def _gathering_one_by_one(gather: Callable[..., torch.Tensor]) -> Callable[..., 
 
 
 def _meeting_in_a_store_of_its_own(create: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of ``torch.distributed`` that makes groups, with the ranks in the names under which they meet."""
+    """Wrap ``torch.distributed``'s function for new groups so that rendezvous names include the ranks."""
 
     from torch.distributed.distributed_c10d import PrefixStore
 

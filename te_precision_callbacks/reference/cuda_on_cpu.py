@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -41,7 +42,7 @@ def is_on_device(tensor: Any) -> bool:
 
 
 def current_torch_device() -> torch.device:
-    """Replaces ``torch.cuda.current_device()``, whose number Transformer Engine gives to torch as a device."""
+    """Replaces ``torch.cuda.current_device()``, which Transformer Engine passes to torch as a device."""
     return torch.device("cpu")
 
 
@@ -122,27 +123,6 @@ def _zero(*_arguments: Any, **_options: Any) -> int:
 # --- the device ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DeviceProperties:
-    """The result of ``get_device_properties`` for the pretended device."""
-
-    name: str
-    major: int
-    minor: int
-    total_memory: int
-    multi_processor_count: int = 132
-    warp_size: int = 32
-    regs_per_multiprocessor: int = 65536
-    max_threads_per_multi_processor: int = 2048
-    shared_memory_per_block: int = 49152
-    shared_memory_per_block_optin: int = 232448
-    shared_memory_per_multiprocessor: int = 233472
-    L2_cache_size: int = 50 * 2**20
-    is_integrated: bool = False
-    is_multi_gpu_board: bool = False
-    gcnArchName: str = ""
-
-
 is_available = is_initialized = is_bf16_supported = _yes
 can_device_access_peer = _no
 init = _lazy_init = _nothing
@@ -189,9 +169,26 @@ def get_device_name(device: Any = None) -> str:
     return "CPU (reference backend of te-precision-callbacks, compute capability {}.{})".format(*capability())
 
 
-def get_device_properties(device: Any = None) -> DeviceProperties:
+def get_device_properties(device: Any = None) -> SimpleNamespace:
+    """Return the properties of the pretended device, with the limits of an H100."""
     major, minor = capability()
-    return DeviceProperties(get_device_name(), major, minor, _memory("SC_PHYS_PAGES"))
+    return SimpleNamespace(
+        name=get_device_name(),
+        major=major,
+        minor=minor,
+        total_memory=_memory("SC_PHYS_PAGES"),
+        multi_processor_count=132,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+        L2_cache_size=50 * 2**20,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        gcnArchName="",
+    )
 
 
 def get_arch_list() -> list[str]:
@@ -227,7 +224,7 @@ synchronize = set_stream = _nothing
 
 
 class GenericStream:
-    """Replaces ``torch.Stream``: a stream whose work is always done."""
+    """Replaces ``torch.Stream``: a stream without pending work."""
 
     cuda_stream = 0
     stream_id = 0
@@ -258,7 +255,7 @@ class Stream(GenericStream):
 
 
 class GenericEvent:
-    """Replaces ``torch.Event``: an event that keeps the wall-clock time at which it was recorded."""
+    """Replaces ``torch.Event``: an event with its wall-clock time."""
 
     cuda_event = 0
     event_id = 0
@@ -369,40 +366,9 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return _memory(free if free in os.sysconf_names else "SC_PHYS_PAGES"), _memory("SC_PHYS_PAGES")
 
 
-_MEMORY_STATISTICS = {
-    **{
-        f"{quantity}.{pool}.{moment}": 0
-        for quantity in (
-            *("allocation", "segment", "active", "inactive_split"),
-            *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
-        )
-        for pool in ("all", "small_pool", "large_pool")
-        for moment in ("current", "peak", "allocated", "freed")
-    },
-    **{
-        f"{quantity}.{moment}": 0
-        for quantity in ("oversize_allocations", "oversize_segments")
-        for moment in ("current", "peak", "allocated", "freed")
-    },
-    **dict.fromkeys(("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc"), 0),
-    "num_device_free": 0,
-    "max_split_size": -1,
-}  # the keys of torch 2.13's documentation of memory_stats
-
-
 def memory_stats(device: Any = None) -> dict[str, Any]:
-    return dict(_MEMORY_STATISTICS)
-
-
-def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for name, value in _MEMORY_STATISTICS.items():
-        *path, last = name.split(".")
-        inner = nested
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return nested
+    """Return 0 for every statistic."""
+    return defaultdict(int)
 
 
 def memory_snapshot(*_arguments: Any, **_options: Any) -> list[Any]:
@@ -517,7 +483,6 @@ __all__ = [
     "memory_reserved",
     "memory_snapshot",
     "memory_stats",
-    "memory_stats_as_nested_dict",
     "memory_summary",
     "nvtx",
     "reset_accumulated_memory_stats",

@@ -1,6 +1,6 @@
 """The replacement for ``torch.cuda`` in Transformer Engine's modules if there is a real GPU.
 
-The compute capability, and the CUDA version with which Transformer Engine compares it, are those that the backend
+The compute capability, and the CUDA version that Transformer Engine compares it with, are the ones that the backend
 emulates, whatever the GPU: the layouts of the backend follow from them. All else is the real ``torch.cuda``.
 """
 

@@ -1,6 +1,6 @@
 """The exceptions of the reference backend.
 
-``except ReferenceBackendError`` catches them all. Each message has what is wrong, where, and what to do about it.
+``except ReferenceBackendError`` catches all of them.
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ def rounding_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _result_types(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """The type of the result, or of each, found without computing them."""
     with torch.no_grad():
         result = function(
             *(

@@ -152,7 +152,6 @@ def _launch_grouped_dbias(
 
 
 def _attn_forward_func_with_cp(*_arguments: Any, **_options: Any) -> NoReturn:
-    """Replaces Transformer Engine's function of this name."""
     raise no_attention(ValueError("attn_forward_func_with_cp"), context_parallel=True)
 
 

@@ -1,7 +1,7 @@
 """The settings that a process with the reference backend passes to child processes in their environment.
 
 install_in_children(pretend_cuda=True, capability=(9, 0), always=False)
-told = inherited()                       # in a process that was started since
+settings = inherited()                       # in a process that was started since
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def install_in_children(*, pretend_cuda: bool, capability: tuple[int, int], alwa
 
 
 def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> dict[str, str]:
-    """The environment variables with which a Python process installs the backend by itself."""
+    """Environment variables that make a Python process install the backend."""
     before = os.environ.get("PYTHONPATH")
     folders = before.split(os.pathsep) if before else []  # an empty entry is the current folder
     if _STARTUP_FOLDER not in folders:
@@ -62,9 +62,9 @@ def inherited() -> Inherited | None:
     if not text:
         return None
     try:
-        told = json.loads(text)
-        major, minor = told["capability"]
-        return Inherited(bool(told["pretend_cuda"]), (major, minor), bool(told.get("always", False)))
+        settings = json.loads(text)
+        major, minor = settings["capability"]
+        return Inherited(bool(settings["pretend_cuda"]), (major, minor), bool(settings.get("always", False)))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise InstallError(
             f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: a process with the reference backend sets this"
@@ -81,7 +81,7 @@ class PendingInstallation(ABC):
 
 
 def install_if_pending() -> None:
-    """Install the backend now, if the environment asks for it and no import has installed it yet."""
+    """Install the backend now if the environment requires it and no import has installed it yet."""
     for finder in sys.meta_path:
         if isinstance(finder, PendingInstallation):
             sys.meta_path.remove(finder)
@@ -90,5 +90,5 @@ def install_if_pending() -> None:
 
 
 def forget_pending() -> None:
-    """Never install the backend in this process, unless it is installed already or a call asks for it."""
+    """Never install the backend in this process, unless it is already installed or explicitly requested."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, PendingInstallation)]

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Installation:
-    """How the reference backend is installed.
+    """Settings of the installed reference backend.
 
     Attributes:
         capability: the compute capability that the backend emulates.
@@ -42,13 +42,13 @@ _installed: Installation | None = None
 
 
 def installed() -> Installation | None:
-    """Gives the settings with which the reference backend is installed in this process; None if it is not."""
+    """Return the settings of the reference backend in this process; None if it is not installed."""
     inherited.install_if_pending()
     return _installed
 
 
 def is_installed() -> bool:
-    """Whether the reference backend is installed in this process."""
+    """Return whether the reference backend is installed in this process."""
     return installed() is not None
 
 
@@ -122,7 +122,7 @@ def install_where_needed(capability: tuple[int, int] | None = None) -> Installat
     For scripts that run on any machine. Call this before the first import of ``transformer_engine``.
 
     Args:
-        capability: as of :func:`install`.
+        capability: see :func:`install`.
 
     Returns:
         The settings of the installed backend; None if the compiled Transformer Engine is used.

@@ -42,7 +42,7 @@ class CommandError(PrecisionDebugError, ValueError):
 
 
 class Backend(str, enum.Enum):
-    """Which Transformer Engine a script runs on."""
+    """The Transformer Engine for a script."""
 
     AUTO = "auto"
     """The compiled Transformer Engine if there is a GPU and it can be imported, else the reference backend."""
@@ -71,7 +71,7 @@ def plan_launch(backend: Backend) -> Launch:
     Raises:
         TransformerEngineVersionError: there is no Transformer Engine, or the reference backend was written for another
             version.
-        InstallError: the compiled Transformer Engine was asked for but cannot be imported.
+        InstallError: the compiled Transformer Engine was requested but cannot be imported.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         raise TransformerEngineVersionError(
@@ -127,7 +127,7 @@ def _python() -> list[str]:
 
 
 def _is_python(program: Path) -> bool:
-    """Whether a program is text that names Python as its interpreter, or as what a shell starts it with."""
+    """Return whether a program is a script for Python, directly or through a shell."""
     try:
         with program.open("rb") as file:
             start = file.read(_START_OF_PROGRAM)
@@ -137,7 +137,6 @@ def _is_python(program: Path) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Whether this may be a module; its packages are not imported, since they may import Transformer Engine."""
     top, *_ = parts = name.split(".")
     return all(map(str.isidentifier, parts)) and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
 

@@ -12,7 +12,7 @@ VERSION = (2, 27, 3)
 
 
 class Options:
-    """Options of an NCCL group: they can be set, and are dropped when a group is made, since gloo has none of them."""
+    """Options of an NCCL group: they can be set, and are dropped for new groups, since gloo lacks them."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream

@@ -37,7 +37,7 @@ class _Absent:
 
 
 def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """A decorator, with and without arguments, whose kernel cannot be launched."""
+    """A decorator, with and without arguments, for a kernel that cannot be launched."""
     return jit if function is None else _Absent(f"the triton kernel {function.__name__}")
 
 

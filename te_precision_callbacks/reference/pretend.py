@@ -169,7 +169,7 @@ def _constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _communicate_on_cpu() -> None:
-    """Let gloo do what NCCL was asked for, and let the wrappers for several processes ignore GPUs."""
+    """Use gloo in place of NCCL, and let the wrappers for several processes ignore GPUs."""
     if not torch.distributed.is_available():
         return
     from torch.distributed import device_mesh, distributed_c10d
@@ -219,7 +219,7 @@ def _compile_for_cpu() -> None:
     """Let ``torch.compile`` treat the CPU as it does without CUDA. Read from torch 2.13.
 
     Inductor calls ``has_triton`` (torch/utils/_triton.py), and then lets Triton's driver load libcuda, even for kernels
-    of the CPU; torch's modules import the function by name. Inductor also asks for CUDA's allocator, which a torch
+    of the CPU; torch's modules import the function by name. Inductor also requests CUDA's allocator, which a torch
     without CUDA lacks, before it excludes a graph on the CPU from CUDA graphs (torch/_inductor/cudagraph_utils.py).
     """
     from torch.utils import _triton
@@ -232,7 +232,7 @@ def _compile_for_cpu() -> None:
 
 
 def _profile_cpu() -> None:
-    """Let the profilers record only the CPU: asked for CUDA, a torch without CUDA ends the process."""
+    """Let the profilers record only the CPU: with CUDA requested, a torch without CUDA ends the process."""
     kineto, legacy = torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile
     original_kineto: Callable[..., None] = kineto.__init__
     original_legacy: Callable[..., None] = legacy.__init__

@@ -22,7 +22,7 @@ _MARK = "_pinned_on_the_pretended_gpu"
 
 
 def pin_as_on_gpu() -> None:
-    """Replace torch's functions that pin, or that ask whether memory is pinned. For the rest of the process."""
+    """Replace torch's functions for pinned memory, for the rest of the process."""
     methods: Any = torch.Tensor
     methods.pin_memory, methods.is_pinned = _pin_memory, _asking(torch.Tensor.is_pinned)
     _load_pinned()

@@ -9,7 +9,7 @@ Usage::
     torch.rand(2, device="cuda")  # draws from the GPU's
     torch.rand(2), torch.empty(2).uniform_()  # draw from the CPU's
 
-A tensor does not know whether it would be on the GPU, since all tensors are on the CPU. So draws that do not name a
+It is unknown whether a tensor would be on the GPU, since all tensors are on the CPU. So draws that do not name a
 device use the GPU's generator (dropout, in-place draws on results of operations), as in a script that works on the GPU.
 The CPU's generator serves functions that create tensors, unless they are given "cuda", and draws into such tensors,
 until they are moved to "cuda": the weights of a module that is made on the CPU, the samplers of a DataLoader.
@@ -59,7 +59,7 @@ def draw_apart() -> None:
 
 
 def is_on_host(tensor: Any) -> bool:
-    """Whether ``tensor`` was created explicitly on the CPU, and has not been moved to the pretended GPU since."""
+    """Return whether ``tensor`` was created explicitly on the CPU and never moved to the pretended GPU."""
     if not isinstance(tensor, torch.Tensor) or torch.compiler.is_dynamo_compiling():
         return False
     try:
@@ -80,7 +80,7 @@ def mark(tensor: Any, *, on_host: bool) -> None:
 
 
 def creates_on_host(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether a function that creates tensors, called like this, creates them explicitly on the CPU."""
+    """Return whether a call creates tensors explicitly on the CPU."""
     if torch.compiler.is_dynamo_compiling():
         return False
     device = options.get("device")

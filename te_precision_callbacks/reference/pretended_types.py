@@ -63,7 +63,7 @@ class Device(metaclass=_DeviceType):
 
 
 class Generator(metaclass=_GeneratorType):
-    """Replaces ``torch.Generator``: that of a GPU is one of the CPU."""
+    """Replaces ``torch.Generator``: a GPU's generator becomes a CPU's."""
 
 
 for _class in (Device, Generator):  # pickle finds a class by its name
@@ -73,12 +73,12 @@ _CPU = _RealDevice("cpu")
 
 
 def is_device_number(device: Any) -> bool:
-    """Whether ``device`` is a bare number, which means a GPU."""
+    """Return whether ``device`` is a bare number, which means a GPU."""
     return isinstance(device, int) and not isinstance(device, bool)
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether ``device`` means CUDA in one of torch's ways: ``"cuda:0"``, ``torch.device("cuda")``, ``0``."""
+    """Return whether ``device`` means CUDA in any of torch's forms: ``"cuda:0"``, ``torch.device("cuda")``, ``0``."""
     if isinstance(device, _RealDevice):
         return bool(device.type == "cuda")
     if isinstance(device, str):

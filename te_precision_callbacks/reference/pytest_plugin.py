@@ -28,7 +28,7 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_report_header() -> str | None:
-    """One line at the top of the report: what the tests run on."""
+    """Line at the top of the report with the device of the tests."""
     installation = installed()
     if installation is None:
         return None

@@ -40,7 +40,7 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 def is_concerned(source: bytes) -> bool:
-    """Whether ``source`` may need rewriting; if not, Python's cached bytecode will do."""
+    """Return whether ``source`` may need rewriting; otherwise Python's cached bytecode is used."""
     return any(mark.encode() in source for mark in _MARKS)
 
 

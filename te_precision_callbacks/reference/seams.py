@@ -25,7 +25,7 @@ class Seam:
     Attributes:
         upstream: the file, as it is imported.
         text: the source text there.
-        answer: what the backend does instead.
+        answer: the backend's replacement.
         reason: the reason.
         everywhere: whether this also holds with a real GPU; otherwise only where the CPU replaces the GPU.
     """

@@ -10,11 +10,11 @@ On GPUs such a group has two independent backends: gloo for tensors on the CPU, 
 Asynchronous checkpoints rely on that: a thread gathers objects over gloo while the training reduces gradients over
 NCCL. With one gloo for both, the messages of the thread and of the training would be mixed up: gloo aborts, or the
 ranks hang. So a group that was requested with two backends gets a second gloo. The default group has two backends
-unless one is named, and other groups inherit those of the default group.
+unless one is named, and other groups inherit the default group's backends.
 
 The second gloo carries what the first would mix up: objects and barriers, as on GPUs, and the tensors of every thread
-but the one that made the group. A pretended GPU's tensors lie on the CPU, so a tensor does not tell to which of the two
-it belongs; tensors of the thread that made the group need no second gloo, since all ranks send them in one order. Read
+but the one that made the group. A pretended GPU's tensors are on the CPU, so a tensor does not show which of the two
+it belongs to. Tensors of the thread that made the group need no second gloo: all ranks send them in one order. Read
 from torch 2.13 (torch/distributed/distributed_c10d.py).
 """
 

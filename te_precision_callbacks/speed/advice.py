@@ -125,7 +125,7 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
 def _low_instead(
     times: Sequence[ProductTime], device: Device, recipe: str, table: Calibration | None
 ) -> Iterator[Advice]:
-    """Suggest low precision for layers whose reason for high precision can be changed."""
+    """Suggest low precision for layers with a removable reason for high precision."""
     of_reason: dict[Reason, list[Product]] = defaultdict(list)
     for one in times:
         reason = one.product.reason

@@ -3,7 +3,7 @@
     table = calibrate(with_recipes(products, recipes))     # with CUDA events
     table.write(Path("speed_calibration.json"))
     table = Calibration.read(Path("speed_calibration.json"))
-    timed(with_recipes(products, recipes), device, table=table)   # the model fills in what was not measured
+    timed(with_recipes(products, recipes), device, table=table)   # with the model for missing times
 
 Three kinds of times: ``high`` is ``torch.matmul`` in BF16, ``gemm`` Transformer Engine's GEMM of quantized operands,
 and ``cast`` the quantizer of an operand in the directions that its GEMMs read. On a CPU the same code runs on the

@@ -176,7 +176,7 @@ def speed_of_step(
     calibrate: bool = False,
     table: Path | None = None,
 ) -> StepSpeed:
-    """Return the expected speed of a step, with measured times as a command's options ask.
+    """Return the expected speed of a step, with measured times according to a command's options.
 
     Raises:
         SpeedError: as in :func:`~te_precision_callbacks.speed.estimate.estimate_step`.

@@ -24,7 +24,7 @@ nvfp4               2 (amax), 2 (cast); columnwise   1/2 + 1/16                 
                     activations and gradients 2 more                               activations and gradients; swizzles
 =================== ================================ ============================= =====================================
 
-A swizzle reads and writes a direction's scales. Blackwell emulates block scaling by MXFP8, whose casts count there.
+A swizzle reads and writes a direction's scales. Blackwell emulates block scaling by MXFP8, so MXFP8's casts count.
 
 Read from Transformer Engine 2.20.2: ``pytorch/csrc/quantizer.cpp``,
 ``common/gemm/cublaslt_gemm.cu``, and ``pytorch/module/linear.py`` for the directions.

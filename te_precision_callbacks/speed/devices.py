@@ -118,7 +118,7 @@ class Device(BaseModel):
 
     @property
     def is_measured(self) -> bool:
-        """Whether its constants were measured on this device, not on a similar one."""
+        """True if its constants were measured on this device, not on a similar one."""
         return self.fitted.measured_on == self.title
 
     def peak_tflops(self, kernel: str) -> float | None:

@@ -79,7 +79,7 @@ class Times:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether low precision is faster: ``not resolved`` if the interval includes 1."""
+        """Result for low precision: ``not resolved`` if the interval includes 1."""
         low, high = self.interval
         return "unknown" if math.isnan(low) else "faster" if low > 1 else "slower" if high < 1 else "not resolved"
 
@@ -225,7 +225,7 @@ def timed(
 
 
 def alike(times: Sequence[ProductTime]) -> list[list[list[ProductTime]]]:
-    """Group layers whose products and times are equal, and whose names differ only in numbers.
+    """Group layers with equal products and times, and with names that differ only in numbers.
 
     Returns:
         Groups of layers, each with its products.
@@ -244,7 +244,7 @@ def alike(times: Sequence[ProductTime]) -> list[list[list[ProductTime]]]:
 
 
 def layers_without_gain(times: Iterable[ProductTime]) -> set[str]:
-    """Return the layers whose products in low precision, including casts, take at least as long as in BF16."""
+    """Return the layers that take at least as long in low precision, including casts, as in BF16."""
     added: dict[str, float] = defaultdict(float)
     for time in times:
         if time.cost is not None:
@@ -342,12 +342,12 @@ def speedup_interval(
 ) -> Interval:
     """Return the interval of a speed-up, from the scatter of published times around the model.
 
-    Errors of kernels and casts are relative, and independent between parts; a run has an error of its own. The interval
+    Errors of kernels and casts are relative, and independent between parts, and each run adds an error. The interval
     is symmetric in the logarithm. Constants measured on another device add the error of that transfer.
 
     Args:
         high, low: the time in BF16 and as it runs, in milliseconds.
-        parts: of products whose errors are independent, the time in BF16 and the cost in low precision.
+        parts: time in BF16 and cost in low precision of products with independent errors.
         device: the device.
         measured: the variance of measured times that ``low`` includes, in square milliseconds.
     """

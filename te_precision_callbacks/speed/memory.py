@@ -5,7 +5,7 @@
     memory.added(lives="always")                 # bytes that low precision adds from step to step
     show(memory)
 
-What each class saves was read from Transformer Engine 2.20.2. M are the tokens of a forward, K a layer's inputs, N its
+The saved tensors were read from Transformer Engine 2.20.2. M are the tokens of a forward, K a layer's inputs, N its
 outputs, F the inputs of fc2, b the bytes of a number in high precision:
 
 ================ ======================================================= ============================================
@@ -77,7 +77,7 @@ _MOST_NAMES = 4
 
 
 class UnknownMemoryError(PrecisionDebugError, TypeError):
-    """A layer whose bytes are unknown, such as one with a quantizer of a custom recipe."""
+    """The bytes of a layer are unknown, as with a quantizer of a custom recipe."""
 
 
 class Bytes(NamedTuple):
@@ -108,8 +108,8 @@ class Memory:
         capability: compute capability of the planned GPU.
         tokens: tokens of one forward; None if unknown.
         cached: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
-        not_planned: layers whose memory is unknown -> the reason.
-        notes: assumptions, and what is unknown.
+        not_planned: layers with unknown memory -> the reason.
+        notes: assumptions and limits.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -165,7 +165,7 @@ def plan_memory(
 ) -> Memory:
     """Plan the memory of a training step on this rank.
 
-    Each layer is assumed to run on its fused path, with an input of its own that needs a gradient; experts of a
+    Each layer is assumed to run on its fused path, with a separate input that needs a gradient; experts of a
     GroupedLinear share the tokens equally.
 
     Args:
@@ -373,7 +373,7 @@ class _MemoryPlanner:
     def _saved_operand(
         self, linear: _Linear, *, original: bool = False, rowwise: bool = False, columnwise: bool = True
     ) -> None:
-        """Plan what is saved of the operand that wgrad reads.
+        """Plan the saved operand of wgrad.
 
         Args:
             linear: the layer.
@@ -470,7 +470,7 @@ def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool, colu
 
 
 def show(memory: Memory) -> None:
-    """Print the bytes by kind beside high precision, and notes."""
+    """Print the bytes by kind, compared with high precision, and notes."""
     weights = "kept over micro-batches" if memory.cached else "made in each forward"
     tokens = "unknown tokens" if memory.tokens is None else f"{memory.tokens:,} tokens a forward"
     if memory.tokens is None and memory.bytes(lives="to_backward").high:

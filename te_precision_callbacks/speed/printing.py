@@ -93,7 +93,7 @@ def show_step(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> 
 
 
 def show_run(known: RunSpeed) -> None:
-    """Print the speed of a run: expected times beside measured ones, and the measured step."""
+    """Print the speed of a run: expected and measured times, and the measured step."""
     if known.expected is not None:
         show_step(known.expected, known.measured_layers)
     if known.measured is not None:

@@ -97,7 +97,7 @@ class RunSpeed:
         measured: the times of a step in a trace; None without one.
         trace: the trace.
         trace_problem: the reason why the run's own trace cannot be used; empty if it can.
-        notes: what is unknown, and why; unreadable parts of the run come first.
+        notes: unknown facts with their reasons; unreadable parts of the run come first.
     """
 
     expected: StepSpeed | None = None
@@ -109,7 +109,7 @@ class RunSpeed:
 
     @property
     def not_compared(self) -> str:
-        """The reason why measured times are not shown beside expected ones; empty if they are."""
+        """The reason for not comparing measured and expected times; empty if they are compared."""
         if self.expected is None or self.measured is None:
             return "There are no expected times to compare with measured ones."
         if not self.expected.device.is_called(self.measured.device):

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformer_engine.pytorch as te
 
 from tests.clients.__main__ import main
 from tests.clients.comparing import Notes, check_statistics, compare_gemms, compare_losses
-from tests.clients.inside.tensors import E4M3, E5M2, Summary, digest, losses_of_quantization, read_by_gemm
-from tests.clients.known import CLIENTS, tree_of
+from tests.clients.inside.tensors import E4M3, E5M2, Summary
+from tests.clients.known import CLIENTS
 from tests.clients.table import BEGIN, END, write_table
 from tests.clients.trial import Trial, why_it_failed
 
@@ -105,23 +102,6 @@ def test_the_numbers_of_the_codes_are_torchs(table: np.ndarray[Any, Any], dtype:
 
 
 @pytest.mark.processes
-def test_a_folder_is_named_as_git_names_it(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "file").write_text("two\n", encoding="utf-8")
-    (tmp_path / "b.py").write_text("one\n", encoding="utf-8")
-    (tmp_path / "__pycache__").mkdir()
-    git = shutil.which("git")
-    if git is None:
-        pytest.fail("git is what this is compared with")
-    shutil.copytree(tmp_path, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__", "copy"))
-    for arguments in (["init", "-q"], ["add", "."]):
-        subprocess.run([git, *arguments], cwd=tmp_path / "copy", check=True)
-    tree = subprocess.run([git, "write-tree"], cwd=tmp_path / "copy", check=True, capture_output=True, text=True)
-    shutil.rmtree(tmp_path / "copy")
-    assert tree_of(tmp_path) == tree.stdout[:10]
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("present", [True, False])
 def test_a_folder_without_anything_known_is_refused(
     present: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -171,47 +151,6 @@ def test_the_table_says_what_differs_and_leaves_the_page_around_it(tmp_path: Pat
     assert (same.good, other.good, stopped.good) == (True, False, False)
 
 
-def test_a_page_keeps_what_it_says_of_clients_that_were_not_run(tmp_path: Path) -> None:
-    page = tmp_path / "clients.md"
-    page.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
-    first = Trial("megatron-core/one", "a loop", "01", ran="runs", differs="the norm", losses="loss 0")
-    second = Trial("esm2_peft_te", "a loop", "23", ran="without the debugger: exit code 1", fails="PEFT")
-    write_table(page, [first, second])
-    before = page.read_text(encoding="utf-8")
-
-    write_table(page, [])
-    assert page.read_text(encoding="utf-8") == before
-    write_table(page, [Trial("megatron-core/one", "a loop", "45", ran="runs", steps=3)])
-
-    text = page.read_text(encoding="utf-8")
-    assert "| `esm2_peft_te` | a loop | without the debugger: exit code 1 |" in text
-    assert "- `esm2_peft_te`: PEFT." in text
-    assert "- `megatron-core/one`: folder `45`" in text
-    assert "the same, 3 steps" in text
-    assert "the norm" not in text
-    assert "folder `01`" not in text
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--src", "", "esm2_native_te"], "make clients SRC=FOLDER"),
-        (["--src", "{here}", "esm2_native_te"], "esm2_native_te is esm2_native_te/train_ddp.py"),
-        (["--src", "{here}", "esm2"], "esm2: not a client; known are accelerate/non_distributed"),
-        (["--src", "{here}", "--table", "{here}/none.md", "megatron-core/one"], "none.md: there is no such file"),
-    ],
-)
-def test_wrong_use_is_told_before_anything_runs(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([argument.format(here=tmp_path) for argument in arguments] + ["--cache", str(tmp_path / "cache")])
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "cache").exists()
-
-
 def test_a_known_difference_is_no_failure_and_its_end_is() -> None:
     known = Trial("esm2_native_te", "a loop", "0123456789", ran="runs", losses="loss 0 of rank 0", differs="the norm")
     ended = Trial("esm2_native_te", "a loop", "0123456789", ran="runs", differs="the norm")
@@ -219,14 +158,6 @@ def test_a_known_difference_is_no_failure_and_its_end_is() -> None:
     assert (known.good, ended.good, wrong.good) == (True, False, False)
     assert "known: the norm" in known.verdict
     assert "nothing differs any more" in ended.verdict
-
-
-def test_a_known_failure_without_the_debugger_is_no_failure_of_ours() -> None:
-    known = Trial("peft", "a loop", "0123456789", ran="without the debugger: exit code 1: AttributeError", fails="PEFT")
-    ours = Trial("peft", "a loop", "0123456789", ran="with the debugger: exit code 1: KeyError", fails="PEFT")
-    mended = Trial("peft", "a loop", "0123456789", ran="runs", fails="PEFT")
-    assert (known.good, ours.good, mended.good) == (True, False, False)
-    assert "known: PEFT" in known.verdict
 
 
 def test_of_a_failed_script_its_own_exception_is_told_not_its_launchers() -> None:
@@ -241,57 +172,3 @@ def test_of_a_failed_script_its_own_exception_is_told_not_its_launchers() -> Non
 
     assert why_it_failed(output) == "ValueError: no such column: text"
     assert why_it_failed("usage: train.py\ntrain.py: no such option\n") == "train.py: no such option"
-
-
-def test_the_spy_reads_a_weight_that_is_kept_in_fp8_as_torch_does() -> None:
-    quantizer = te.Float8CurrentScalingQuantizer(fp8_dtype=te.DType.kFloat8E4M3, device="cpu")
-    weight = quantizer(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).bfloat16())
-    wanted = (weight._data.view(torch.float8_e4m3fn).float() * weight._scale_inv).bfloat16()
-
-    found = Summary.of_quantized(weight)
-
-    assert found is not None
-    assert np.array_equal(found.array, wanted.double().numpy().reshape(-1))
-
-
-def mxfp8(tensor: torch.Tensor, *, optimize_for_gemm: bool) -> Any:
-    quantizer = te.MXFP8Quantizer(te.DType.kFloat8E4M3)
-    quantizer.optimize_for_gemm = optimize_for_gemm
-    return quantizer(tensor)
-
-
-def nvfp4(tensor: torch.Tensor, *, optimize_for_gemm: bool) -> Any:
-    quantizer = te.NVFP4Quantizer()
-    quantizer.optimize_for_gemm = optimize_for_gemm
-    return quantizer(tensor)
-
-
-@pytest.mark.parametrize("quantized", [mxfp8, nvfp4])
-@pytest.mark.parametrize("rowwise", [True, False])
-def test_the_spy_reads_scales_alike_in_either_order(quantized: Any, rowwise: bool) -> None:
-    """The debug path keeps scales in rows and columns until a GEMM takes them; the usual path swizzles them at once."""
-    tensor = (
-        torch.randn(288, 160, generator=torch.Generator().manual_seed(0)).bfloat16()
-        * torch.logspace(-3, 3, 160).bfloat16()
-    )
-    plain, swizzled = (quantized(tensor, optimize_for_gemm=choice) for choice in (False, True))
-    assert (plain._with_gemm_swizzled_scales, swizzled._with_gemm_swizzled_scales) == (False, True)
-
-    read = [read_by_gemm(plain, rowwise=rowwise), read_by_gemm(swizzled, rowwise=rowwise)]
-
-    for of_plain, of_swizzled in zip(*read, strict=True):
-        assert torch.equal(of_plain, of_swizzled)
-    assert len(read[0][-1].unique()) > 4
-
-
-def test_the_spy_leaves_storage_resizable() -> None:
-    """FSDP2 takes the memory of gathered parameters away after each forward."""
-    exact = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    quantized = te.Float8CurrentScalingQuantizer(fp8_dtype=te.DType.kFloat8E4M3, device="cpu")(exact.float())
-
-    digest(read_by_gemm(quantized, rowwise=True))
-    losses_of_quantization(Summary.of(exact).array, quantized)
-
-    for tensor in (exact, quantized._data):
-        tensor.untyped_storage().resize_(0)
-        assert tensor.untyped_storage().size() == 0

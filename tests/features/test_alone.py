@@ -144,11 +144,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return answers_of(SCRIPT + MORE, tmp_path_factory.mktemp("alone"), "-W", "ignore")
 
 
-@pytest.fixture(scope="module")
-def with_warnings_as_errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return answers_of(SCRIPT, tmp_path_factory.mktemp("strict"), "-W", "error::DeprecationWarning")
-
-
 @pytest.mark.parametrize("listed", ["ours", "ours, theirs", "theirs, ours"])
 def test_twice_in_a_process_in_any_order_of_folders_and_files(alone: dict[str, Any], listed: str) -> None:
     """The second time, modules that were imported are not executed again and the registry is empty."""
@@ -158,17 +153,6 @@ def test_twice_in_a_process_in_any_order_of_folders_and_files(alone: dict[str, A
             assert found["rows"] == LOGGED
             assert found["theirs"] == (["TestDummyFeature"] if "theirs" in listed else [])
     assert alone["session"] == []  # the session was not needed for it
-
-
-@pytest.mark.parametrize("listed", ["ours", "ours, theirs"])
-def test_warnings_as_errors_do_not_end_the_process(with_warnings_as_errors: dict[str, Any], listed: str) -> None:
-    assert [run["rows"] for runs in with_warnings_as_errors[listed] for run in runs] == [LOGGED] * 4
-
-
-def test_warnings_as_errors_with_transformer_engines_folder_first(with_warnings_as_errors: dict[str, Any]) -> None:
-    """Its aliases warn, and upstream exits, before anything of ours is executed. docs/custom-features.md says so."""
-    for found in with_warnings_as_errors["theirs, ours"]:
-        assert found.startswith("SystemExit: DeprecationWarning")
 
 
 def test_every_spelling_loads_and_does_what_its_name_says(alone: dict[str, Any]) -> None:

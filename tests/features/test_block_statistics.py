@@ -13,11 +13,10 @@ import yaml
 
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.sinks import MetricSelection, StepRecords
-from te_precision_callbacks.sinks.loggers import add_to_tensorboard, wandb_histogram
+from te_precision_callbacks.sinks.loggers import add_to_tensorboard
 from te_precision_callbacks.sinks.metrics import Histogram
 from te_precision_callbacks.statistics.series import family_of
 from tests.engine import recipes
-from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.recipes import Pair, quantize
 from tests.features import layers
 from tests.reference.processes import REPOSITORY, python
@@ -103,26 +102,6 @@ def test_gradients(found: dict[str | None, Found], layer: str | None) -> None:
                 assert_same(found[layer][f"gradient {recipe}_{name}"], value, name)
 
 
-@pytest.mark.slow
-def test_both_features_ask_for_nvfp4(found: dict[str | None, Found]) -> None:
-    """A statistic of both is logged once, one of LogNvfp4TensorStats alone beside it."""
-    for layer in LAYERS:
-        for tensor in ("activation", "weight"):
-            of_nvfp4 = expected("nvfp4", tensor)
-            assert_same(found[layer][f"{tensor} nvfp4_underflows%"], of_nvfp4["underflows%"], "underflows%")
-            assert_same(found[layer][f"{tensor} nvfp4_scale_inv_p90"], of_nvfp4["scale_inv_p90"], "scale_inv_p90")
-
-
-def test_the_tensors_show_something_of_everything() -> None:
-    """So that no comparison above is of zeros only."""
-    values = {name: set() for name in BLOCK_STATISTICS}  # type: dict[str, set[str]]
-    for recipe in layers.BLOCK_RECIPES:
-        for name, value in expected(recipe, "activation").items():
-            values.get(name, set()).add(str(value))
-    always_zero = {name for name, different in values.items() if different == {"0.0"}}
-    assert always_zero == {"flushed_scales%"}, "see tests/engine/test_block_statistics.py for that one"
-
-
 # --- histograms in loggers --------------------------------------------------------------------------------------------
 
 
@@ -152,24 +131,6 @@ def test_a_histogram_of_scales_in_tensorboard(tmp_path: Path) -> None:
     assert (event.step, value.num, value.min, value.max) == (4, 8.0, -127.0, 0.25)
     filled = {limit: count for limit, count in zip(value.bucket_limit, value.bucket, strict=True) if count}
     assert filled == {-126.875: 5.0, 0.125: 2.0, 0.25: 1.0}
-
-
-@pytest.mark.slow
-def test_a_histogram_of_scales_in_wandb() -> None:
-    """Which takes 512 bins: neighbours are put together."""
-    pytest.importorskip("wandb")
-    (counts,) = histograms().values()
-    histogram = wandb_histogram(counts)
-    assert (len(histogram.histogram), len(histogram.bins)) == (509, 510)
-    assert sum(histogram.histogram) == 8
-    filled = {edge: count for edge, count in zip(histogram.bins, histogram.histogram, strict=False) if count}
-    assert filled == {-127.0: 5.0, 0.0: 3.0}
-    assert histogram.bins[-1] == 0.25
-
-
-def test_a_histogram_of_nothing() -> None:
-    counts = Histogram([0.0] * 513, family_of("activation", "block_dynamic_range_histogram").bins)
-    assert (wandb_histogram(counts).histogram, wandb_histogram(counts).bins) == ([0.0], [0.0, 0.125])
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +11,10 @@ import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.debug.features.api import TEDefaultFeatures
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
 from te_precision_callbacks.session import InspectSession
 from tests.combinations import half
-from tests.conftest import Keeper
 from tests.features import probes
 from tests.features.plain import OURS, linear, plain, train
 
@@ -33,11 +29,6 @@ def nothing_seen_yet() -> Iterator[None]:
     probes.SEEN.clear()
     yield
     probes.SEEN.clear()
-
-
-def test_the_recent_signatures_are_the_installed_ones() -> None:
-    for call, names in probes.RECENT.items():
-        assert ", ".join([*inspect.signature(getattr(TEDefaultFeatures, call)).parameters][1:]) == names
 
 
 def alone_from_folder(log_dir: Path, options: Any, **how: Any) -> None:
@@ -243,65 +234,6 @@ def test_a_feature_that_answers_with_a_bool_is_asked_in_every_step(
     assert seen_by_other == {"every third": [0, 3, 6], "a bool every third": [0, 3, 6], "once": [0]}.get(other, [])
 
 
-@pytest.mark.parametrize(
-    ("answers", "merged"),
-    [
-        ([True], (True, 4)),
-        ([(False, 9)], (False, 9)),
-        ([(False, None)], (False, None)),
-        ([False, False], (False, 4)),
-        ([(False, None), False], (False, 4)),
-        ([(False, None), (False, None)], (False, None)),
-        ([(False, 7), (True, 9)], (True, 7)),
-        ([(False, 7), True], (True, 4)),
-        ([(True, None), (False, 5)], (True, 5)),
-    ],
-)
-def test_answers_are_merged(tmp_path: Path, answers: list[Any], merged: tuple[bool, int | None]) -> None:
-    """Iteration 3; one that wants the tensor is enough, and the earliest that wants to be asked again is kept."""
-    classes = [watcher(f"W{number}", lambda _, answer=answer: answer)[0] for number, answer in enumerate(answers)]
-    options = {"enabled": True, "tensors": ["activation"]}
-    with plain({found.__name__: options for found in classes}, tmp_path, classes=classes):
-        api = debug_api.transformer_engine
-        assert api.inspect_tensor_enabled(layer_name="linear", tensor_name="activation", iteration=3) == merged
-        assert api.inspect_tensor_enabled(layer_name="linear", tensor_name="weight", iteration=3) == (False, None)
-        assert api.inspect_tensor_enabled(layer_name="other", tensor_name="activation", iteration=3) == (False, None)
-
-
-@pytest.mark.parametrize(
-    ("answers", "allowed"),
-    [
-        ([], True),
-        ([True], True),
-        ([True, (True, None)], True),
-        ([True, False], False),
-        ([(False, 4), (True, None)], False),
-        ([(True, 9), (False, None), True], False),
-    ],
-)
-def test_every_feature_must_allow_quantization(tmp_path: Path, answers: list[Any], allowed: bool) -> None:
-    def allowing(number: int, answer: Any) -> type:
-        def fp8_gemm_enabled(self: Any, config: Any, layer_name: str, gemm: str, iteration: int) -> Any:
-            return answer if gemm == "fprop" else True
-
-        return type(f"A{number}", (), {"fp8_gemm_enabled": fp8_gemm_enabled})
-
-    classes = [allowing(number, answer) for number, answer in enumerate(answers)]
-    watching = {"LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"]}}
-    features = {**{found.__name__: {"enabled": True} for found in classes}, **watching}
-    with plain(features, tmp_path / "alone", classes=classes):
-        api = debug_api.transformer_engine
-        assert api.fp8_gemm_enabled(layer_name="linear", gemm="fprop", iteration=0)[0] is allowed
-        assert api.fp8_gemm_enabled(layer_name="linear", gemm="dgrad", iteration=0)[0] is True
-    net = te.Linear(32, 32)
-    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
-    with InspectSession(config, model=net, log_dir=tmp_path, features=classes, strict=True) as session:
-        train(net, 1, session)
-        formats = {entry.gemm: set(entry.operands.values()) for entry in session.precision}
-    assert formats["fprop"] == ({"FP8 E4M3"} if allowed else {"FP32"})
-    assert formats["dgrad"] == {"FP8 E4M3", "FP8 E5M2"}
-
-
 def test_features_that_modify_a_tensor_in_turns(tmp_path: Path) -> None:
     turns: list[tuple[str, int]] = []
 
@@ -323,58 +255,6 @@ def test_features_that_modify_a_tensor_in_turns(tmp_path: Path) -> None:
             net(torch.ones(16, 32)).sum().backward()
             debug_api.step()
     assert turns == [("Even", 0), ("Odd", 1), ("Even", 2), ("Odd", 3)]
-
-
-def test_methods_of_unusual_kinds(tmp_path: Path) -> None:
-    """Static and class methods, names after ``*``, a partial: what takes the arguments is called with them."""
-    seen: list[Any] = []
-
-    class Unusual:
-        inspect_tensor_postquantize_enabled = functools.partial(lambda config, layer_name, iteration: True)
-
-        @staticmethod
-        def inspect_tensor_enabled(config: Any, layer_name: str, *, iteration: int) -> bool:
-            return True
-
-        @classmethod
-        def inspect_tensor(cls, config: Any, layer_name: str, *_: Any, iteration: int, tp_size: int = 5) -> None:
-            seen.append(("inspect_tensor", iteration, tp_size))
-
-        def inspect_tensor_postquantize(self, config: Any, layer: str, *, gemm: str, more: str = "more") -> None:
-            seen.append(("inspect_tensor_postquantize", gemm, more))
-
-    with plain({"Unusual": {"enabled": True, "tensors": "weight"}}, tmp_path, classes=[Unusual]):
-        train(linear())
-    assert seen == [
-        ("inspect_tensor", 0, 1),
-        ("inspect_tensor_postquantize", "fprop", "more"),
-        ("inspect_tensor_postquantize", "dgrad", "more"),
-    ]
-
-
-def test_a_feature_on_top_of_one_of_transformer_engine(tmp_path: Path, keeper: Keeper) -> None:
-    """Its statistics go through Transformer Engine's own buffers, and arrive."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "mine.py").write_text(
-        "from nvdlfw_inspect.registry import Registry\n"
-        "from transformer_engine.debug.features.log_tensor_stats import LogTensorStats\n"
-        "@Registry.register_feature(namespace='transformer_engine')\n"
-        "class Mine(LogTensorStats):\n"
-        "    pass\n"
-    )
-    features = {"Mine": {"enabled": True, "tensors": ["activation"], "stats": ["max"], "freq": 2}}
-    features["LogTensorStats"] = {**features["Mine"], "stats": ["numel"], "freq": 3}
-    with plain(features, tmp_path / "alone", folders=[tmp_path / "mine", OURS]) as logged:
-        train(linear(), 4)
-    assert logged.iterations("linear_activation_max") == [0, 2]
-    assert logged.iterations("linear_activation_numel") == [0, 3]
-    net = te.Linear(32, 32)
-    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
-    keywords: dict[str, Any] = {"sinks": [keeper], "strict": True, "feature_dirs": tmp_path / "mine"}
-    with InspectSession(config, model=net, log_dir=tmp_path / "session", **keywords) as session:
-        train(net, 4, session)
-    assert sorted(keeper.values("max")) == [0, 2]
-    assert sorted(keeper.values("numel")) == [0, 3]
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -6,17 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nvdlfw_inspect
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
 import yaml
-from nvdlfw_inspect.registry import Registry
 from transformer_engine.common.recipe import DelayedScaling
 
-import te_precision_callbacks.features
-from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper
 from tests.docs.pages import blocks
@@ -97,42 +93,6 @@ def test_alone(tmp_path: Path) -> None:
             output.backward(gradient())
             debug_api.step()
     assert logged.rows == {"linear_gradient_clipped%": dict.fromkeys((1, 2), 100 * 2 / (64 * 32))}
-
-
-def test_the_three_ways_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    names = {
-        "ClipOutliers": keywords_for("class", tmp_path)["features"][0],
-        "InspectSession": InspectSession,
-        "model": Net(),
-        "nvdlfw_inspect": nvdlfw_inspect,
-        "te_precision_callbacks": te_precision_callbacks,
-    }
-    keywords_for("folder", tmp_path / "my_features")
-    by_folder, by_class, alone = STARTS.splitlines()
-    for start in (by_folder, by_class):
-        with eval(start, names) as session:
-            assert [layer.name for layer in session.layers if layer.features] == ["fc2"]
-    snapshot = Snapshot()
-    try:
-        exec(alone, names)
-        assert "ClipOutliers" in Registry.data["transformer_engine"].features
-    finally:
-        debug_api.end_debug()
-        snapshot.restore()
-
-
-def test_the_answer_of_a_feature_that_acts_rarely() -> None:
-    names: dict[str, Any] = {}
-    exec(RARELY, names)
-    asked, acted, iteration = [], [], 0
-    while iteration < 100:
-        acts, following = names["inspect_tensor_enabled"](None, {"freq": 10}, "fc2", "gradient", iteration)
-        asked.append(iteration)
-        acted += [iteration] if acts else []
-        iteration = following
-    assert asked == acted == list(range(0, 100, 10))
 
 
 def test_the_table_has_the_calls_and_their_arguments(tmp_path: Path) -> None:

@@ -106,30 +106,6 @@ def test_both_operands(tmp_path: Path, case: str) -> None:
         assert torch.equal(dumps.dequantize(dump), expected)
 
 
-@pytest.mark.parametrize("kind", ["MXFP8", "NVFP4"])
-def test_scales_that_are_swizzled_and_padded(tmp_path: Path, kind: str) -> None:
-    """Numbers from the file alone, with the scales' blocks spread by hand; the same as the tensor's own."""
-    from transformer_engine.pytorch import DType, MXFP8Quantizer, NVFP4Quantizer
-
-    quantizer = MXFP8Quantizer(DType.kFloat8E4M3) if kind == "MXFP8" else NVFP4Quantizer()
-    quantizer.optimize_for_gemm = True
-    x = torch.randn(96, 160, generator=torch.Generator().manual_seed(0))
-    became = quantizer(x)
-    assert became._with_gemm_swizzled_scales
-    assert became._rowwise_scale_inv.shape == (128, 8 if kind == "MXFP8" else 12), "padded"
-    with plain({"DumpTensors": BOTH}, tmp_path):
-        inspect("linear", x, became, became)
-        debug_api.step()
-    (name,) = files(tmp_path)
-    found = dumps.load(tmp_path / "tensor_dumps/rank_0" / name).tensors
-    if kind == "MXFP8":
-        values = found["rowwise_data"].float() * found["rowwise_block_scale_inv_values"].repeat_interleave(32, 1)
-    else:
-        factors = found["rowwise_block_scale_inv_values"] * found["amax_rowwise"] * (1.0 / (6 * 448))
-        values = found["rowwise_data_unpacked_values"] * factors.repeat_interleave(16, 1)
-    assert torch.equal(values, became.dequantize())
-
-
 def test_a_weight_that_exists_only_quantized(tmp_path: Path) -> None:
     with te.quantized_model_init(enabled=True, recipe=Float8CurrentScaling()):
         net = linear()
@@ -165,10 +141,3 @@ def test_conditions_without_a_session(tmp_path: Path, caplog: pytest.LogCaptureF
     assert len(errors) == 2
     assert "'mse > 1' of DumpTensors would never hold: its statistic is not collected for 'activation'" in errors[0]
     assert "because activation overflow detection is off" in errors[1]
-
-
-def test_nothing_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with plain({"DumpTensors": {"enabled": True, "tensors": ["activation"]}}, tmp_path):
-        train(linear(), steps=2)
-    assert not files(tmp_path)
-    assert caplog.text.count("neither high_precision_tensor nor quantized_tensor is set") == 1

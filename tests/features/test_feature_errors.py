@@ -72,13 +72,6 @@ def test_a_call_that_raises(tmp_path: Path, method: str) -> None:
             train(linear())
 
 
-@pytest.mark.parametrize("method", CALLS)
-def test_an_argument_that_does_not_exist(tmp_path: Path, method: str) -> None:
-    with plain({"Broken": EVERYWHERE}, tmp_path, classes=[asking(method)]):
-        with pytest.raises(FeatureError, match=wrong(method) + r".*'tensor_nam'.* only .*iteration"):
-            train(linear())
-
-
 def float32(*, tensor: torch.Tensor, **_: Any) -> torch.Tensor:
     return tensor.float()
 
@@ -116,15 +109,6 @@ def test_a_tensor_of_a_wrong_dtype(tmp_path: Path) -> None:
         "The feature Broken returned a Tensor of torch.float32 and shape (16, 32) from modify_tensor for the layer"
         " 'linear': expected a tensor of torch.bfloat16."
     )
-
-
-def test_something_returned_beside_out(tmp_path: Path) -> None:
-    broken = giving("modify_tensor", lambda tensor, **_: tensor)
-    with plain({"Broken": {**EVERYWHERE, "tensors": "weight"}}, tmp_path, classes=[broken]):
-        net = linear()
-        net(torch.ones(16, 32), is_first_microbatch=True)
-        with pytest.raises(FeatureError, match=wrong("modify_tensor") + ".*expected None, after writing into 'out'"):
-            net(torch.ones(16, 32), is_first_microbatch=True)
 
 
 def test_two_features_that_modify_one_tensor(tmp_path: Path) -> None:
@@ -207,19 +191,6 @@ def test_a_broken_precision_call_ends_the_run(
         in_session(te.Linear(32, 32), make(method), tmp_path, keeper)
 
 
-def test_a_modify_call_on_an_output_ends_the_run_too(tmp_path: Path, keeper: Keeper) -> None:
-    for method in ("modify_tensor_enabled", "modify_tensor"):
-        config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}}}
-        options = {"enabled": True, "tensors": ["output", "wgrad"]}
-        config["s"]["transformer_engine"] = {"Broken": options}
-        net = te.Linear(32, 32)
-        with pytest.raises(FeatureError, match=wrong(method)):
-            with InspectSession(
-                config, model=net, log_dir=tmp_path / method, features=[giving(method, slip)]
-            ) as session:
-                train(net, 1, session)
-
-
 def test_methods_that_are_never_called_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Typo:
         def inspect_tensr(self) -> None: ...
@@ -231,31 +202,3 @@ def test_methods_that_are_never_called_are_told(tmp_path: Path, caplog: pytest.L
         pass
     assert "The feature Typo is never called" in caplog.text
     assert "modify_tensor of the feature Alone is never called: modify_tensor_enabled is missing" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda t: t[:8], "the shape of the tensor that it was given"),
-        (lambda t: t.double(), "a tensor of torch.float32"),
-    ],
-)
-def test_an_output_of_another_kind(tmp_path: Path, change: Any, expected: str) -> None:
-    class Changes:
-        def modify_tensor_enabled(self, config: Any, layer_name: str, **_: Any) -> bool:
-            return True
-
-        def modify_tensor(self, config: Any, layer_name: str, tensor: torch.Tensor, **_: Any) -> torch.Tensor:
-            return change(tensor)
-
-    config = {
-        "s": {
-            "enabled": True,
-            "layers": {"layer_types": ["all"]},
-            "transformer_engine": {"Changes": {"enabled": True, "tensors": ["output"], "gemms": ["fprop"]}},
-        }
-    }
-    net = te.Linear(32, 32)
-    with InspectSession(config, model=net, log_dir=tmp_path, features=[Changes]):
-        with pytest.raises(FeatureError, match=expected):
-            net(torch.randn(16, 32))

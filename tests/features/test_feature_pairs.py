@@ -190,10 +190,6 @@ def test_a_pair_that_is_taken_holds(
             assert (float(matrix._scale_inv) != 1.0) == ((gemm, tensor) in scaled), (gemm, tensor)
 
 
-def test_all_features_are_paired() -> None:
-    assert {choice.feature for choice in CHOICES} == set(FEATURES)
-
-
 FORBIDS = {"enabled": True}
 SCALES = {"enabled": True, "gemms": ["fprop"], "tensors": ["weight"]}
 
@@ -222,18 +218,3 @@ def test_what_no_schema_could_tell_is_an_error_where_it_happens(
         with pytest.raises(FeatureError, match=told.replace("'linear'", "'linear'")):
             with InspectSession(config, model=net, log_dir=tmp_path, features=[Forbids]) as session:
                 train(net, 1, session)
-
-
-def test_a_users_feature_may_modify_a_gemm_in_high_precision(tmp_path: Path) -> None:
-    class Halves:
-        def modify_tensor_enabled(self, config: Any, layer_name: str, **_: Any) -> bool:
-            return True
-
-        def modify_tensor(self, config: Any, layer_name: str, tensor: torch.Tensor, **_: Any) -> torch.Tensor:
-            return tensor / 2
-
-    options = {"enabled": True, "gemms": ["fprop"], "tensors": ["activation"]}
-    with plain({"Halves": options, "DisableFP8Layer": FORBIDS}, tmp_path, classes=[Halves]):
-        net, x = linear(bias=False), torch.randn(16, 32)
-        with te.autocast(enabled=True, recipe=DelayedScaling()):
-            assert torch.allclose(net(x), (x / 2) @ net.weight.T, atol=1e-6)

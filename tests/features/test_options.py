@@ -12,7 +12,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.debug.features.api import TEConfigAPIMapper
 
-from te_precision_callbacks.config import ConfigError, levels
+from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.features import base
 from te_precision_callbacks.features.base import matching_options
 from te_precision_callbacks.instrumentation.upstream import Snapshot
@@ -57,24 +57,6 @@ def test_as_upstream_where_upstream_takes_it(options: dict[str, Any]) -> None:
     assert config == {"enabled": True, **options}
 
 
-def test_more_than_upstream() -> None:
-    """Tensors beside gemms_struct, a bare name, several items of one tensor, and no choice at all."""
-    beside = {"tensors": "weight", "margin": 1, "gemms_struct": [{"gemm": "fprop"}, {"gemm": "dgrad", "margin": 2}]}
-    assert matching_options(beside, tensor="weight", gemm="dgrad") == [
-        {"gemm": "dgrad", "tensor": "weight", "margin": 2}
-    ]
-    assert matching_options(beside, tensor="weights", gemm="fprop") == []  # a name, not a part of one
-    inner = {"tensors": ["weight"], "gemms_struct": [{"gemm": "fprop", "tensors": ["activation"]}]}
-    assert matching_options(inner, tensor="weight", gemm="fprop") == []
-    assert matching_options(inner, tensor="activation", gemm="fprop") == [{"gemm": "fprop", "tensor": "activation"}]
-    several = {"freq": 1, "tensors_struct": [{"tensor": "weight"}, {"tensor": "weight", "freq": 5}]}
-    assert matching_options(several, tensor="weight", gemm=None) == [
-        {"tensor": "weight", "freq": 1},
-        {"tensor": "weight", "freq": 5},
-    ]
-    assert matching_options({"enabled": True, "mine": 1}, tensor="weight", gemm="fprop") == [{"mine": 1}]
-
-
 READ = {
     "LogTensorStats": {
         "enabled": True,
@@ -99,20 +81,6 @@ def test_options_are_read_once_for_an_entry_of_the_config(tmp_path: Path) -> Non
         assert scheduled.call_count == 4
     assert logged.iterations("linear_activation_max") == logged.iterations("linear_2_activation_max") == [0, 2]
     assert logged.iterations("linear_2_weight_min") == [0, 1, 2]
-
-
-def test_nothing_is_read_in_a_session_that_was_started(tmp_path: Path) -> None:
-    net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": READ}}
-    with InspectSession(config, model=net, log_dir=tmp_path, strict=True) as session:
-        with (
-            mock.patch.object(levels.FeatureSchema, "model_validate", side_effect=AssertionError),
-            mock.patch.object(Schedule, "of", side_effect=AssertionError),
-        ):
-            train(net, 3, session)
-    assert {(row.layer, row.tensor, row.statistic) for row in session.last_statistics} == {
-        (layer, *number) for layer in "01" for number in (("activation", "max"), ("weight", "min"))
-    }
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from transformer_engine.pytorch import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from te_precision_callbacks.base.errors import FeatureError
-from te_precision_callbacks.session import InspectSession
-from tests.features.plain import linear, plain
+from tests.features.plain import plain
 
 FP8 = {"FP8E4M3": (448.0, DType.kFloat8E4M3), "FP8E5M2": (57344.0, DType.kFloat8E5M2)}
 ALL: dict[str, Any] = {
@@ -204,64 +203,3 @@ def step(net: te.Linear, **keywords: Any) -> torch.Tensor:
     output.sum().backward()
     debug_api.step()
     return output.detach()
-
-
-@pytest.mark.parametrize("name", ["PerTensorScaling", "FakeQuant"])
-def test_a_cached_weight_is_made_anew_in_place(tmp_path: Path, name: str) -> None:
-    """With ``is_first_microbatch`` Transformer Engine hands out the cached weight as ``out``."""
-    torch.manual_seed(1)
-    options = {**ALL, "quant_format": "FP8E4M3"} if name == "FakeQuant" else {**ALL, "margin": 1}
-    with plain({name: options}, tmp_path):
-        net = linear(bias=False)
-        step(net, is_first_microbatch=True)
-        with torch.no_grad():
-            net.weight.mul_(0.25)
-        anew = step(net, is_first_microbatch=True)
-        assert torch.equal(anew, step(net, is_first_microbatch=False))
-        assert torch.equal(anew, step(net))
-
-
-def test_per_tensor_scaling_of_a_float32_weight_under_autocast(tmp_path: Path) -> None:
-    """Transformer Engine 2.20's fails there: what it quantized is called float32, and the GEMM's is bfloat16."""
-    with plain({"PerTensorScaling": ALL}, tmp_path):
-        net = linear(bias=False)
-        for cached in (None, True, False, True):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                output = step(net, is_first_microbatch=cached)
-            assert output.dtype == torch.bfloat16
-            assert output.isfinite().all()
-    quantized = modified(
-        {"PerTensorScaling": ALL},
-        tmp_path,
-        net.weight.detach(),
-        name="weight",
-        default_quantizer=delayed(),
-        dtype=torch.bfloat16,
-    )
-    as_it_was = modified(
-        {"PerTensorScaling": ALL}, tmp_path, net.weight.detach(), name="weight", default_quantizer=delayed()
-    )
-    assert (quantized.dtype, as_it_was.dtype) == (torch.bfloat16, torch.float32)
-    assert torch.equal(quantized._data, as_it_was._data)
-    assert torch.equal(quantized._scale_inv, as_it_was._scale_inv)
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"FakeQuant": {**ALL, "quant_format": "FP8E4M3"}},
-        {"FakeQuant": {**ALL, "quant_format": "MXFP8E4M3"}},
-        {"PerTensorScaling": ALL},
-        {"PerTensorScaling": {**ALL, "margin": 2}},
-    ],
-)
-def test_an_expert_that_gets_no_token(tmp_path: Path, section: dict[str, Any]) -> None:
-    net = te.GroupedLinear(2, 32, 32)
-    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": section}}
-    with InspectSession(config, model=net, log_dir=tmp_path) as session:
-        for splits in ([16, 16], [32, 0]):
-            with te.autocast(enabled=True, recipe=DelayedScaling()):
-                out = net(torch.randn(32, 32, requires_grad=True), splits)
-            out.sum().backward()
-            session.step()
-    assert out.isfinite().all()

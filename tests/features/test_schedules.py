@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import nvdlfw_inspect.api as debug_api
 import pytest
-import torch
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks.session import InspectSession
@@ -55,19 +53,6 @@ def test_the_keys_of_a_schedule(tmp_path: Path, keeper: Keeper, options: dict[st
     assert sorted(keeper.values("max")) == iterations
 
 
-def test_features_on_one_tensor_keep_their_own(tmp_path: Path) -> None:
-    features = {
-        **stats(freq=1),
-        **stats("LogFp8TensorStats", freq=3),
-        **stats("LogNvfp4TensorStats", freq=4, start_step=4),
-    }
-    assert acted(features, 9, tmp_path) == {
-        "activation_max": [0, 1, 2, 3, 4, 5, 6, 7, 8],
-        "activation_mse": [0, 3, 6],
-        "activation_nvfp4_mse": [4, 8],
-    }
-
-
 def test_a_custom_feature_is_not_dragged_along(tmp_path: Path) -> None:
     inspected: list[int] = []
 
@@ -92,19 +77,6 @@ DUMP = {"enabled": True, "tensors": ["activation"], "high_precision_tensor": Tru
 """Of Transformer Engine's own feature."""
 
 
-def test_two_entries_for_one_tensor(tmp_path: Path) -> None:
-    struct = [
-        {"tensor": "activation", "stats": ["max"], "freq": 1},
-        {"tensor": "activation", "stats": ["min"], "freq": 3},
-        {"tensor": "weight", "stats": ["max"], "freq": 2},
-    ]
-    assert acted(stats(tensors_struct=struct), 5, tmp_path) == {
-        "activation_max": [0, 1, 2, 3, 4],
-        "activation_min": [0, 3],
-        "weight_max": [0, 2, 4],
-    }
-
-
 def test_keys_beside_the_struct_hold_for_its_entries(tmp_path: Path) -> None:
     """As LogFp8TensorStats has start_step and end_step in Transformer Engine's examples; an entry's own goes before."""
     struct = [
@@ -126,13 +98,3 @@ def test_nothing_is_asked_again_after_the_last_iteration(tmp_path: Path) -> None
             runs.append(net.next_iter_when_debug_should_be_run)
         assert logged.iterations("linear_activation_max") == [0, 4]
     assert runs == [4, 4, 4, 4, None, None, None, None]
-
-
-def test_micro_batches_of_an_iteration_are_all_seen(tmp_path: Path) -> None:
-    with plain({**stats(freq=1, stats=["numel"]), **stats("LogFp8TensorStats", freq=2)}, tmp_path) as logged:
-        net = linear()
-        for _ in range(3):
-            for _ in range(3):
-                net(torch.ones(16, 32)).sum().backward()
-            debug_api.step()
-    assert logged.rows["linear_activation_numel"] == dict.fromkeys(range(3), 3 * 16 * 32)

@@ -60,16 +60,6 @@ def test_causal_softmax(dtype: torch.dtype) -> None:
     _check(scores, masked, value, tex.scaled_upper_triang_masked_softmax_backward, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("queries", [1, 4, 16])
-def test_causal_softmax_with_the_last_query_at_the_last_key(dtype: torch.dtype, queries: int) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(2, 3, queries, 16).to(dtype)
-    ahead = torch.arange(16) > torch.arange(queries).unsqueeze(1) + 16 - queries
-    value = tex.scaled_aligned_causal_masked_softmax_forward(scores, SCALE)
-    _check(scores, ahead.expand(2, 3, queries, 16), value, tex.scaled_aligned_causal_masked_softmax_backward, dtype)
-
-
 @pytest.mark.parametrize("kind", ["p2p", "a2a", "all_gather"])
 def test_context_parallelism_says_that_it_is_missing_and_what_to_use(kind: str) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -83,20 +73,6 @@ def test_context_parallelism_says_that_it_is_missing_and_what_to_use(kind: str) 
             attention(inputs, inputs, inputs)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_inputs_that_unfused_attention_does_not_take() -> None:
-    attention = te.DotProductAttention(2, 16, qkv_format="bshd", return_max_logit=True)
-    inputs = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
-    with pytest.raises(MissingFunctionError, match=r"No dot product attention .* has fused attention in FP8 alone"):
-        attention(inputs, inputs, inputs, num_splits=2)
-
-
-def test_types_and_shapes_that_the_gpu_refuses() -> None:
-    with pytest.raises(ReferenceBackendError, match="float32"):
-        tex.scaled_softmax_forward(torch.zeros(1, 1, 8, 8), 1.0)
-    with pytest.raises(ReferenceBackendError, match="4 dimensions, not 3"):
-        tex.scaled_softmax_forward(torch.zeros(1, 8, 8).bfloat16(), 1.0)
 
 
 def test_tokens_to_padded_sequences_and_back() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.base.numerics import conversions, gemm_shapes
+from te_precision_callbacks.base.numerics import gemm_shapes
 
 reference.install()
 
@@ -26,7 +26,6 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
-from te_precision_callbacks.reference.extension import gemm as gemms
 from te_precision_callbacks.reference.extension import products
 from tests.reference import block_formats as spec
 
@@ -104,14 +103,6 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
     _close(out, expected, torch.float32)
 
 
-def test_leading_dimensions_of_b_stay() -> None:
-    a, b = torch.randn(N, K), torch.randn(2, 3, K)
-    assert _gemm(a, b, "TN")[0].shape == (2, 3, N)
-    torch.testing.assert_close(_gemm(a, b, "TN")[0], F.linear(b, a), rtol=1e-5, atol=1e-5)
-    x, grad = torch.randn(2, 3, K), torch.randn(2, 3, N)
-    torch.testing.assert_close(_gemm(x, grad, "NT")[0], torch.einsum("abn,abk->nk", grad, x), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bias(dtype: torch.dtype) -> None:
     a, b, expected = _operands("TN", dtype)
@@ -131,27 +122,6 @@ def test_bfloat16_is_rounded_once(layout: str, with_bias: bool) -> None:
     half_a_unit = torch.ldexp(torch.full_like(exact, 2.0**-9), exponent)
     assert found.dtype == torch.bfloat16
     assert bool(((found.double() - exact).abs() <= half_a_unit + 1e-5).all())
-
-
-@pytest.mark.parametrize("dim", [1, 2])
-def test_powers_of_two_as_scales_of_blocks_need_no_float64(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
-    a, b = torch.randn(256, 384), 1e3 * torch.randn(128, 384)
-    for power_of_2 in (True, False):
-        operands = [_block(dim, power_of_2=power_of_2)(a), _block(power_of_2=power_of_2)(b)]
-        seen: list[bool] = []
-        ask = gemms._are_exact_factors
-
-        def asked(*scales: torch.Tensor, ask: Any = ask, seen: list[bool] = seen) -> bool:
-            seen.append(ask(*scales))
-            return seen[-1]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(gemms, "_are_exact_factors", asked)
-            found, *_ = _gemm(*operands, "TN", out_dtype=torch.float32)
-            patch.setattr(gemms, "_are_exact_factors", lambda *scales: False)
-            in_float64, *_ = _gemm(*operands, "TN", out_dtype=torch.float32)
-        assert seen == [power_of_2]
-        assert torch.equal(found, in_float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -229,14 +199,6 @@ def test_fp8_sums_are_exact_where_float32_is() -> None:
 
 
 @pytest.mark.usefixtures("either_gpu")
-def test_tiny_scales_do_not_vanish_together() -> None:
-    # The product of the two inverse scales is 5e-44, which float32 holds with 5 bits; the result is a normal number.
-    a, b = tex.quantize(torch.full((16, 16), 1e-20), _current()), tex.quantize(torch.full((16, 16), 1e-18), _current())
-    out = _gemm(a, b, "TN", out_dtype=torch.float32)[0]
-    torch.testing.assert_close(out, torch.full((16, 16), 16e-38), rtol=1e-5, atol=0)
-
-
-@pytest.mark.usefixtures("either_gpu")
 def test_output_in_fp8_straight_from_fp8() -> None:
     a, b, _ = _operands("TN", torch.float32)
     operands = tex.quantize(a, _current()), tex.quantize(b, _current())
@@ -246,29 +208,6 @@ def test_output_in_fp8_straight_from_fp8() -> None:
     assert out.dtype == torch.bfloat16
     assert torch.equal(out._data, tex.quantize(exact, _delayed(7.0))._data)
     assert quantizer.amax.item() == exact.abs().max().item()
-
-
-@pytest.mark.usefixtures("either_gpu")
-def test_output_in_fp8_rounded_first() -> None:
-    a, b, _ = _operands("TN", torch.bfloat16)
-    rounded = _gemm(a, b, "TN", out_dtype=torch.bfloat16)[0]
-    for make in (_delayed, _current):
-        out = _gemm(a, b, "TN", out_dtype=torch.bfloat16, quantizer=make())[0]
-        assert torch.equal(out._data, tex.quantize(rounded, make())._data)
-    operands = tex.quantize(a, _current()), tex.quantize(b, _current())
-    rounded = _gemm(*operands, "TN", out_dtype=torch.bfloat16)[0]
-    out = _gemm(*operands, "TN", out_dtype=torch.bfloat16, quantizer=_current())[0]
-    assert torch.equal(out._data, tex.quantize(rounded, _current())._data)
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_without_rows(accumulate: bool) -> None:
-    weight, x, grad = torch.randn(N, K), torch.randn(0, K), torch.randn(0, N)
-    assert _gemm(weight, x, "TN", bias=torch.ones(N))[0].shape == (0, N)
-    out = torch.full((N, K), 3.0)
-    _, bias_grad, _, _ = _gemm(x, grad, "NT", out=out, accumulate=accumulate, bias=torch.ones(N), grad=True)
-    assert bool((out == (3.0 if accumulate else 0.0)).all())
-    assert not bias_grad.any()
 
 
 def test_what_the_gpu_refuses_is_refused() -> None:
@@ -287,12 +226,6 @@ def test_what_the_gpu_refuses_is_refused() -> None:
         _gemm(a, b, "TN", gelu=True, grad=True)
     with pytest.raises(MissingFunctionError, match="userbuffers"):
         _gemm(a, b, "TN", comm_overlap=object())
-
-
-def test_fp8_shapes_that_the_gpu_refuses(either_gpu: tuple[int, int]) -> None:
-    quantized = tex.quantize(torch.randn(16, 24), _current())
-    with pytest.raises(ReferenceBackendError, match="multiple of 16"):
-        _gemm(quantized, quantized, "TN", out_dtype=torch.float32)
 
 
 def test_missing_columnwise_usage(either_gpu: tuple[int, int]) -> None:
@@ -427,40 +360,6 @@ def test_formats_that_do_not_go_together() -> None:
             _gemm(e5m2, e5m2, "TN", out_dtype=torch.float32)
 
 
-def test_what_hopper_refuses_with_fp8_blocks(either_gpu: tuple[int, int]) -> None:
-    x = torch.randn(32, 32)
-    one, two = tex.quantize(x, _block()), tex.quantize(x, _block(2))
-    bias = torch.ones(32)
-    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (two, two, {}, "2D by 2D"),
-        (one, one, {"split": False}, r"CUBLAS_STATUS_NOT_SUPPORTED.*use te.GroupedLinear"),
-        (one, two, {"bias": bias, "grad": True}, "Epilogue requested outside"),
-        (one, two, {"gelu": True}, "Epilogue requested outside"),
-        (one, one, {"gelu": True, "gelu_in": x, "grad": True}, "unsupported value or parameter"),
-        (
-            tex.quantize(x[:20], _block()),
-            one,
-            {},
-            r"m is 20 and has to be a multiple of 8.*outer dimension requirement",
-        ),
-        (
-            one,
-            tex.quantize(x[:20], _block()),
-            {},
-            r"n is 20 and has to be a multiple of 8.*outer dimension requirement",
-        ),
-    ]
-    for a, b, options, message in cases:
-        if either_gpu == (9, 0):
-            with pytest.raises(ReferenceBackendError, match=message):
-                _gemm(a, b, "TN", out_dtype=torch.float32, **options)
-        else:  # multiplied as MXFP8
-            assert _gemm(a, b, "TN", out_dtype=torch.float32, **options)[0].shape == (b.shape[0], a.shape[0])
-    assert _gemm(one, tex.quantize(x[:20], _block(2)), "TN", out_dtype=torch.float32)[0].shape == (20, 32)
-    out = _gemm(one, two, "TN", out_dtype=torch.bfloat16, gelu=True, gelu_in=x, grad=True)[0]
-    assert out.dtype == torch.bfloat16
-
-
 RECIPES = {"fp8_current_scaling": _current, "fp8_block_scaling": _block, "mxfp8": _mxfp8, "nvfp4": NVFP4Quantizer}
 
 
@@ -494,40 +393,6 @@ def test_sizes_of_the_table_run_and_others_do_not(either_gpu: tuple[int, int], r
                 assert _runs(recipe, gemm, *sizes) == (not refused), (gemm, named)
                 for refusal in refused:
                     assert _runs(recipe, gemm, *(named | {refusal.dimension: refusal.next_size}).values())
-
-
-def test_wgrad_over_30_tokens(either_gpu: tuple[int, int]) -> None:
-    """Only Hopper's GEMM, which wants both operands transposed, has the tokens as its leading dimension."""
-    assert _runs("fp8_current_scaling", "wgrad", 30, 64, 96) == (either_gpu == (10, 0))
-    assert _runs("fp8_block_scaling", "wgrad", 32, 64, 96)
-    assert _runs("fp8_block_scaling", "fprop", 12, 64, 96) == (either_gpu == (10, 0))  # an outer dimension
-
-
-@pytest.mark.usefixtures("either_gpu")
-@pytest.mark.parametrize("make", [_block, _mxfp8])
-def test_blocks_without_rows_and_with_epilogues(make: Any) -> None:
-    torch.manual_seed(0)
-    weight, x = tex.quantize(torch.randn(32, 64), make()), tex.quantize(torch.randn(64, 64), make())
-    none = tex.quantize(torch.randn(0, 64), make())
-    assert _gemm(weight, none, "TN", out_dtype=torch.bfloat16)[0].shape == (0, 32)
-    plain = _gemm(weight, x, "TN", out_dtype=torch.float32)[0]
-    bias = torch.randn(32)
-    assert torch.equal(_gemm(weight, x, "TN", out_dtype=torch.float32, bias=bias)[0], plain + bias)
-    start = torch.randn(64, 32)
-    out = _gemm(weight, x, "TN", out_dtype=torch.float32, out=start.clone(), accumulate=True)[0]
-    assert torch.equal(out, plain + start)
-
-
-@pytest.mark.usefixtures("either_gpu")
-@pytest.mark.parametrize("make", [_block, _mxfp8])
-def test_output_in_blocks_is_rounded_first(make: Any) -> None:
-    torch.manual_seed(0)
-    operands = tex.quantize(torch.randn(64, 64), make()), tex.quantize(torch.randn(32, 64), make())
-    rounded = _gemm(*operands, "TN", out_dtype=torch.bfloat16)[0]
-    for wanted in (make(), _delayed(3.0)):
-        out = _gemm(*operands, "TN", out_dtype=torch.bfloat16, quantizer=wanted)[0]
-        expected = tex.quantize(rounded, make() if isinstance(wanted, type(make())) else _delayed(3.0))
-        assert torch.equal(out.dequantize(), expected.dequantize())
 
 
 @pytest.mark.usefixtures("either_gpu")
@@ -585,92 +450,6 @@ def test_grouped_backward() -> None:
     for index in (0, 2):
         torch.testing.assert_close(out[index], grads[index].t() @ x[index], rtol=0.1, atol=1.0)
     assert not out[1].any()
-
-
-def test_grouped_gelu() -> None:
-    torch.manual_seed(0)
-    weights, x = [torch.randn(N, K)] * 2, [torch.randn(4, K), torch.randn(2, K)]
-    out, before = ([torch.empty(4, N), torch.empty(2, N)] for _ in range(2))
-    _grouped(weights, x, "TN", out, gelu=before)
-    for index in range(2):
-        expected = x[index] @ weights[index].t()
-        torch.testing.assert_close(before[index], expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(out[index], F.gelu(expected, approximate="tanh"), rtol=1e-4, atol=1e-4)
-
-
-def test_a_bias_of_another_size_is_no_bias_for_all_columns() -> None:
-    with pytest.raises(ReferenceBackendError, match="GEMM bias has 1 elements; the result has 32 columns"):
-        _gemm(torch.randn(N, K), torch.randn(M, K), "TN", bias=torch.ones(1))
-
-
-@pytest.mark.usefixtures("either_gpu")
-def test_a_quantizer_without_an_amax_records_none() -> None:
-    x = torch.randn(N, K)
-    quantizer = Float8Quantizer(torch.ones(1), torch.empty(0), tex.DType.kFloat8E4M3)
-    assert torch.equal(tex.quantize(x, quantizer).dequantize(), x.to(torch.float8_e4m3fn).float())
-    assert quantizer.amax.numel() == 0
-
-
-needs_bfloat16 = pytest.mark.skipif(
-    not getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(), reason="the CPU does not multiply bfloat16"
-)
-
-
-@pytest.fixture
-def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "SMALLEST", 0)
-    monkeypatch.setattr(conversions, "SMALLEST", 0)
-    monkeypatch.setattr(conversions.FILE, "pays_from", 0)
-    assert products.PRODUCT.is_compiled()
-
-
-@needs_bfloat16
-@pytest.mark.usefixtures("all_sizes")
-@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
-def test_numbers_that_bfloat16_holds(transposed: tuple[bool, bool]) -> None:
-    """Against float64, within the rounding of the sums; the same bits whatever the number of threads."""
-    torch.manual_seed(0)
-    for rows, columns, depth in ((7, 65, 33), (200, 129, 600), (64, 1, 2)):
-        left, right = (
-            torch.randn(depth, lines).bfloat16().t() if turned else torch.randn(lines, depth).bfloat16()
-            for lines, turned in zip((rows, columns), transposed, strict=True)
-        )
-        found = products.product(left, right)
-        assert found is not None
-        expected, terms = left.double() @ right.double().t(), left.double().abs() @ right.double().abs().t()
-        assert ((found - expected).abs() <= products.BLOCK * 2.0**-24 * terms).all()
-        torch.set_num_threads(2)
-        again = products.product(left, right)
-        torch.set_num_threads(1)
-        assert again is not None
-        assert torch.equal(again, found)
-
-
-@needs_bfloat16
-@pytest.mark.usefixtures("all_sizes")
-@pytest.mark.parametrize("rows_first", [True, False])
-def test_factors_of_blocks_round_where_hopper_rounds(rows_first: bool) -> None:
-    """Sums of small whole numbers are exact: what is left is a product that is rounded, and one that is not."""
-    torch.manual_seed(0)
-    left, right = (torch.randint(-8, 9, (lines, 300)).bfloat16() for lines in (20, 70))
-    factors = torch.rand(3, 20), torch.rand(3, 70)
-    found = products.product(left, right, block=128, factors=factors, rows_first=rows_first)
-    expected = torch.zeros(20, 70)
-    for index, begin in enumerate(range(0, 300, 128)):
-        sums = left[:, begin : begin + 128].float() @ right[:, begin : begin + 128].float().t()
-        of_row, of_column = factors[0][index].view(-1, 1), factors[1][index].view(1, -1)
-        first, second = (of_row, of_column) if rows_first else (of_column, of_row)
-        expected = torch.addcmul(expected.double(), (sums * first).double(), second.double()).float()
-    assert found is not None
-    assert torch.equal(found, expected)
-
-
-@needs_bfloat16
-@pytest.mark.usefixtures("all_sizes", "either_gpu")
-def test_operands_of_every_format_of_blocks_multiply_as_bfloat16() -> None:
-    for formats in BLOCKS:
-        for layout in LAYOUTS:
-            test_blocks_of_the_direction_that_is_multiplied(formats, layout)
 
 
 def test_a_cpu_that_does_not_multiply_bfloat16_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:

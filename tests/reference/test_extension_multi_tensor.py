@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from te_precision_callbacks.reference import extension as tex
-from te_precision_callbacks.reference.errors import ReferenceBackendError
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.99, 1e-8, 0.1
 SHAPES = [(7,), (3, 5), (2, 3, 4)]
@@ -48,14 +47,6 @@ def test_norms() -> None:
     assert tex.multi_tensor_l2norm(CHUNK, _flag(), [tensors])[1].numel() == 0
 
 
-def test_scales_and_their_inverses() -> None:
-    amaxes = [torch.tensor([2.0]), torch.tensor([0.0])]
-    scales, inverses = [torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.zeros(1)]
-    tex.multi_tensor_compute_scale_and_scale_inv(CHUNK, _flag(), [amaxes, scales, inverses], 448.0, False, 0.0)
-    assert [scale.item() for scale in scales] == [224.0, 1.0]
-    assert [inverse.item() for inverse in inverses] == [torch.tensor(1.0).div(224.0).item(), 1.0]
-
-
 @pytest.mark.parametrize("mode", [0, 1])
 def test_adam(mode: int) -> None:
     params = _tensors(0)
@@ -73,15 +64,6 @@ def test_adam(mode: int) -> None:
         )
         for ours, theirs in zip(params, expected, strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
-
-
-def test_adam_without_bias_correction() -> None:
-    param, grad = torch.ones(1), torch.full((1,), 2.0)
-    tex.multi_tensor_adam(
-        CHUNK, _flag(), [[grad], [param], [torch.zeros(1)], [torch.zeros(1)]], 0.5, 0.5, 0.75, 0.0, 3, 0, 0, 0.0
-    )
-    # Moments 1 and 1.
-    assert param.item() == 0.5
 
 
 def test_adam_with_master_weights() -> None:
@@ -131,20 +113,3 @@ def test_sgd(momentum: float, nesterov: bool) -> None:
         for ours, theirs, copy in zip(params, expected, copies, strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
             assert torch.equal(copy, ours.half())
-
-
-def test_sgd_with_decay_after_momentum_and_the_flag() -> None:
-    param, grad, velocity = torch.full((1,), 2.0), torch.ones(1), torch.full((1,), 4.0)
-    arguments = (0.5, 0.25, 0.5, 0.125, False, False, True, 1.0)
-    tex.multi_tensor_sgd(CHUNK, _flag() + 1, [[grad], [param], [velocity]], *arguments)
-    assert param.item() == 2.0
-    tex.multi_tensor_sgd(CHUNK, _flag(), [[grad], [param], [velocity]], *arguments)
-    assert velocity.item() == 4.0 * 0.25 + 0.5
-    assert param.item() == 2.0 - 0.125 * (1.5 + 0.5 * 2.0)
-
-
-def test_lists_that_do_not_fit() -> None:
-    with pytest.raises(ReferenceBackendError, match="1 lists of tensors were given; 2 are needed"):
-        tex.multi_tensor_scale(CHUNK, _flag(), [_zeros()], 1.0)
-    with pytest.raises(ReferenceBackendError, match=r"lengths \[3, 2\]"):
-        tex.multi_tensor_scale(CHUNK, _flag(), [_zeros(), _zeros()[:2]], 1.0)

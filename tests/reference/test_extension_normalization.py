@@ -69,28 +69,3 @@ def test_rmsnorm(dtype: torch.dtype, zero_centered: bool) -> None:
     _close(dweight, exact[1].grad, tolerance)
     assert exact[0].grad is not None
     _close(dx_added, exact[0].grad + add.double(), tolerance)
-
-
-def test_without_beta_and_into_a_given_tensor() -> None:
-    x, weight, _, _ = _inputs(torch.float32)
-    given = torch.full_like(x, 7.0)
-    out, _, _ = tex.layernorm_fwd(x, weight, None, EPS, given, None, tex.DType.kFloat32, 0, False)
-    assert out is given
-    torch.testing.assert_close(out, F.layer_norm(x, (96,), weight, None, EPS))
-
-
-def test_the_result_can_have_another_type() -> None:
-    x, weight, bias, _ = _inputs(torch.float32)
-    out, _, _ = tex.layernorm_fwd(x, weight, bias, EPS, None, None, tex.DType.kBFloat16, 0, False)
-    assert torch.equal(out, F.layer_norm(x, (96,), weight, bias, EPS).bfloat16())
-
-
-def test_no_rows() -> None:
-    x = torch.zeros(0, 8)
-    out, mu, rsigma = tex.layernorm_fwd(x, torch.ones(8), torch.zeros(8), EPS, None, None, tex.DType.kFloat32, 0, False)
-    assert out.shape == (0, 8)
-    assert mu.shape == rsigma.shape == (0,)
-    dx, dweight, dbias = tex.layernorm_bwd(x, x, mu, rsigma, torch.ones(8), 0, False)
-    assert dx.shape == (0, 8)
-    assert not dweight.any()
-    assert not dbias.any()

@@ -17,16 +17,13 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from transformer_engine.pytorch import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
-from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends, backends
+from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 from te_precision_callbacks.reference import extension as tex
-from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
-from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
-from tests.conftest import statistics
 from tests.reference import block_formats
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
@@ -402,55 +399,6 @@ def test_a_backward_in_high_precision() -> None:
         assert_rounded(heads(found, layout), value.bfloat16())
 
 
-def test_the_first_step_of_delayed_scaling_over_many_tokens() -> None:
-    """With the scale 1, a probability of 1/2048 is far below E4M3's smallest number, and O must not vanish."""
-    tokens = 2048
-    torch.manual_seed(0)
-    query = torch.zeros(1, 4, 1, SIZE).bfloat16()
-    key, value = torch.randn(2, 1, tokens, 1, SIZE).bfloat16()
-    qkv = [delayed(64.0, DType.kFloat8E4M3)(tensor) for tensor in (query, key, value)]
-    tokens_of_each = [torch.tensor([0, count], dtype=torch.int32) for count in (4, tokens)]
-    output, _ = fused_attn.fused_attn_fwd(
-        True, 4, tokens, *tokens_of_each, *qkv, torch.bfloat16, FP8, qkv_layout="bshd_bshd_bshd", o_format="bshd",
-        attn_mask_type="no_mask", s_quantizer=delayed(1.0, DType.kFloat8E4M3), o_quantizer=None,
-    )  # fmt: skip
-    mean = cast(value, 64.0, torch.float8_e4m3fn).mean(dim=1, keepdim=True)
-    torch.testing.assert_close(output.double(), mean.expand(1, 4, 1, SIZE), rtol=2**-8, atol=1e-5)
-
-
-def test_what_a_call_may_not_ask_for() -> None:
-    t = make(HEADS)
-    layout = "bshd_bshd_bshd"
-    quantized = dpa_utils.combine_and_quantize(layout, *in_layout(t, layout), delayed(90.0, DType.kFloat8E4M3))[:3]
-    s, o = delayed(448.0, DType.kFloat8E4M3), delayed(150.0, DType.kFloat8E4M3)
-    for options, message in [
-        ({"dropout": 0.1}, r"no fused attention with dropout \(p=0.1\)"),
-        ({"softmax_type": "off-by-one"}, "with the softmax OFF_BY_ONE_SOFTMAX"),
-        ({"attn_bias_type": "alibi"}, "with the bias ALIBI"),
-        ({"return_max_logit": True}, "that returns the largest logit"),
-    ]:
-        with pytest.raises(MissingFunctionError, match=message):
-            attend(quantized, layout, "causal", s, o, **options)
-    with pytest.raises(MissingFunctionError, match="no fused attention in high precision"):
-        attend(in_layout(t, layout), layout, "causal", None, None)
-    with pytest.raises(MissingFunctionError, match="Float8CurrentScalingQuantizer for S or dP"):
-        attend(quantized, layout, "causal", Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu")), o)
-
-
-def test_heads_of_a_tensor_with_zeros_behind() -> None:
-    scales = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).view(2, 3, 4, 5)
-    out = torch.full((2, 4, 3, 8), 7, dtype=torch.uint8)
-    (written, nothing) = tex.multi_tensor_transpose_to_bhsd([scales, None], "bshd", [out, None])
-    assert written is out
-    assert nothing is None
-    assert torch.equal(out[..., :5], scales.transpose(1, 2))
-    assert not out[..., 5:].any()
-    (made,) = tex.multi_tensor_transpose_to_bhsd([scales], "sbhd")
-    assert torch.equal(made, scales.permute(1, 2, 0, 3))
-    with pytest.raises(ReferenceBackendError, match="'thd'"):
-        tex.multi_tensor_transpose_to_bhsd([scales], "thd")
-
-
 # ------------------------------------------------------------------------------------------------ its selection
 
 
@@ -496,23 +444,6 @@ def test_what_is_not_there_has_a_reason(changes: dict[str, Any], reason: str) ->
     backend, text = tex.get_fused_attn_backend(params(**changes))
     assert backend is tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend
     assert text.startswith(f"The reference backend has no fused attention {reason}")
-
-
-def test_what_each_gpu_has() -> None:
-    def has(**changes: Any) -> bool:
-        return tex.get_fused_attn_backend(params(**changes)) == (tex.NVTE_Fused_Attn_Backend.NVTE_FP8, "")
-
-    plain = {"o_dtype": DType.kBFloat16, "dqkv_dtype": DType.kBFloat16}
-    stand_for((9, 0))
-    assert has()
-    assert has(attn_mask_type=tex.NVTE_Mask_Type.NVTE_CAUSAL_MASK, window_size_right=0)
-    assert has(is_training=False, head_dim_qk=256, head_dim_v=64, dropout=0.1)
-    stand_for((10, 0))
-    assert has(**plain)
-    assert has(**plain, head_dim_qk=64, head_dim_v=64)
-    assert has(**plain, head_dim_qk=192, scaling_mode=tex.NVTEScalingMode.NVTE_MXFP8_1D_SCALING)
-    assert not has(head_dim_qk=256, head_dim_v=256)
-    assert not has(head_dim_qk=40)
 
 
 RECIPES: dict[str, tuple[tuple[int, int], Callable[..., Recipe]]] = {
@@ -565,30 +496,6 @@ def test_transformer_engine_selects_it_and_the_error_is_that_of_fp8(name: str, m
         assert 0.5 * explained < distance < 2 * explained + 0.02
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_backward_in_high_precision_is_nearer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    capability, recipe = RECIPES[name]
-    stand_for(capability)
-    exact, _ = attention(None, monkeypatch)
-    in_fp8, _ = attention(recipe(), monkeypatch, NVTE_FP8_DPA_BWD="1")
-    found, chosen = attention(recipe(), monkeypatch, NVTE_FP8_DPA_BWD="0")
-    assert chosen == "fused"
-    assert torch.equal(found[0], in_fp8[0])
-    assert all(near < far for near, far in zip(distances(found, exact)[1:], distances(in_fp8, exact)[1:], strict=True))
-
-
-def test_o_in_fp8_under_current_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What NVTE_DPA_FP8CS_O_in_F16=0 asks for, which Transformer Engine reads when it is imported."""
-    stand_for((10, 0))
-    plain, _ = attention(RECIPES["current"][1](), monkeypatch)
-    monkeypatch.setattr(backends, "_dpa_fp8_cs_o_in_f16", False)
-    found, chosen = attention(RECIPES["current"][1](), monkeypatch)
-    assert chosen == "fused"
-    assert torch.equal(found[0], plain[0])
-    assert torch.equal(found[3], plain[3]), "dV does not depend on O"
-    assert not torch.equal(found[1], plain[1])
-
-
 def test_high_precision_stays_unfused_attention_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed, chosen = attention(None, monkeypatch, NVTE_FUSED_ATTN="1")
     assert chosen == "unfused"
@@ -596,69 +503,21 @@ def test_high_precision_stays_unfused_attention_bit_for_bit(monkeypatch: pytest.
     assert all(torch.equal(a, b) for a, b in zip(allowed, forbidden, strict=True))
 
 
-def test_an_environment_that_forbids_it_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MissingFunctionError, match="has fused attention in FP8 alone, and not for these inputs"):
-        attention(DelayedScaling(fp8_dpa=True), monkeypatch, NVTE_FUSED_ATTN="0")
-
-
-def test_context_parallelism_is_missing_in_fp8_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    monkeypatch.setitem(_attention_backends, "attention_params", None)
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        layer = te.DotProductAttention(2, 128, qkv_format="bshd", attn_mask_type="causal")
-        layer.set_context_parallel_group(torch.distributed.new_group([0, 1]), [0, 1], None, "p2p")
-        inputs = torch.randn(1, 8, 2, 128, dtype=torch.bfloat16)
-        with (
-            pytest.raises(MissingFunctionError, match=r"Context parallelism .* tensor parallelism with sequence"),
-            te.autocast(enabled=True, recipe=DelayedScaling(fp8_dpa=True)),
-        ):
-            layer(inputs, inputs, inputs)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 # ------------------------------------------------------------------------------------------------ in training
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "packed"),
-    [
-        ("delayed", {}, True),
-        ("delayed", {"fp8_mha": True}, False),
-        ("delayed on Blackwell", {"fp8_mha": True}, True),
-        ("current", {"fp8_mha": True}, False),
-        ("current", {"fp8_mha": True}, True),
-        ("mxfp8", {}, False),
-        ("mxfp8", {}, True),
-    ],
-)
-@pytest.mark.slow
-def test_a_layer_trains_under_a_session(
-    name: str, options: dict[str, Any], packed: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also with packed Q, K and V, whose gradients Transformer Engine finds by their addresses."""
-    capability, recipe = RECIPES[name]
-    stand_for(capability)
-    monkeypatch.setitem(_attention_backends, "attention_params", None)
-    torch.manual_seed(0)
-    layer = te.TransformerLayer(
-        256, 256, 2, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, fuse_qkv_params=packed
-    )
-    x, target = torch.randn(2, TOKENS, 2, 256).bfloat16()
-    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
-    chosen = recipe(**options)
-    losses = []
-    with InspectSession(statistics(), model=layer, log_dir=tmp_path, observe="auto") as session:
-        for _ in range(4):
-            with te.autocast(enabled=True, recipe=chosen):
-                loss = (layer(x) - target).float().pow(2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            session.step()
-            losses.append(loss.item())
-    assert _attention_backends["use_fused_attention"]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.97 * losses[0]
+def test_what_each_gpu_has() -> None:
+    def has(**changes: Any) -> bool:
+        return tex.get_fused_attn_backend(params(**changes)) == (tex.NVTE_Fused_Attn_Backend.NVTE_FP8, "")
+
+    plain = {"o_dtype": DType.kBFloat16, "dqkv_dtype": DType.kBFloat16}
+    stand_for((9, 0))
+    assert has()
+    assert has(attn_mask_type=tex.NVTE_Mask_Type.NVTE_CAUSAL_MASK, window_size_right=0)
+    assert has(is_training=False, head_dim_qk=256, head_dim_v=64, dropout=0.1)
+    stand_for((10, 0))
+    assert has(**plain)
+    assert has(**plain, head_dim_qk=64, head_dim_v=64)
+    assert has(**plain, head_dim_qk=192, scaling_mode=tex.NVTEScalingMode.NVTE_MXFP8_1D_SCALING)
+    assert not has(head_dim_qk=256, head_dim_v=256)
+    assert not has(head_dim_qk=40)

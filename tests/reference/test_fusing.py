@@ -54,20 +54,3 @@ def test_bias_dropout_add(dtype: torch.dtype) -> None:
     out.sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == dtype
-
-
-def test_types_are_those_of_the_function() -> None:
-    normalized, factor = jit.l2normalization_fwd_fused(_x(torch.bfloat16, 4, 32), 1e-6)
-    assert (normalized.dtype, factor.dtype) == (torch.bfloat16, torch.float32)
-    assert jit.bias_gelu_fused(_x(torch.bfloat16, 4, 32), torch.ones(32)).dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", KIND)
-def test_bias_and_gelu_of_a_gemm(dtype: torch.dtype) -> None:
-    weight, x, bias = _x(dtype, 32, 64), _x(dtype, 48, 64), _x(dtype, 32)
-    out, _, before, _ = tex.generic_gemm(
-        weight, True, x, False, None, None, KIND[dtype], bias, KIND[dtype], True, None, False, None, 0, False, True
-    )  # fmt: skip
-    exact = x.double() @ weight.double().t() + bias.double()
-    _at_most_one_rounding(before, exact)
-    _at_most_one_rounding(out, F.gelu(exact, approximate="tanh"))

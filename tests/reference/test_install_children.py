@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -10,7 +9,7 @@ import pytest
 
 from te_precision_callbacks.reference import InstallError, children, inherited
 from tests.forked import executable
-from tests.reference.processes import answers, python, run
+from tests.reference.processes import answers, run
 from tests.runs.making import write_run
 
 WORKER = """
@@ -93,38 +92,6 @@ def test_lightning_on_two_processes(tmp_path: Path, strategy: str) -> None:
     results = dict(line.split(": ") for line in done.stdout.splitlines() if line.startswith("rank"))
     assert sorted(results) == ["rank 0 of 2", "rank 1 of 2"], done.stdout + done.stderr
     assert len(set(results.values())) == 1
-
-
-@pytest.mark.processes
-def test_a_child_that_imports_neither_torch_nor_transformer_engine_pays_nothing(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['THE_OTHER_SITECUSTOMIZE'] = 'ran'\n")
-    child = "import os, sys; print([m for m in ('torch', 'typer', 'te_precision_callbacks.reference.importer') if m in "
-    child += "sys.modules], os.environ['THE_OTHER_SITECUSTOMIZE'], [p for p in sys.path if p.endswith('startup')])"
-    assert answers(
-        f"""
-        import os, subprocess
-        from te_precision_callbacks import reference
-        reference.install()
-        os.environ["PYTHONPATH"] += os.pathsep + {str(tmp_path)!r}
-        answer = subprocess.run([{sys.executable!r}, "-c", {child!r}], capture_output=True, text=True).stdout
-        """
-    ).strip() == str([]) + " ran " + str([])
-
-
-@pytest.mark.processes
-def test_a_child_knows_before_it_imports_torch() -> None:
-    code = "import importlib.util; importlib.util.find_spec('torch'), importlib.util.find_spec('transformer_engine')\n"
-    code += "import transformer_engine.pytorch as te; from te_precision_callbacks import reference\n"
-    code += "print(te.is_mxfp8_available(), reference.installed().capability)"
-    done = python(
-        f"""
-        import subprocess
-        from te_precision_callbacks import reference
-        reference.install(capability=(10, 0))
-        subprocess.run([{sys.executable!r}, "-c", {code!r}])
-        """
-    )
-    assert done.stdout.strip() == "True (10, 0)", done.stderr
 
 
 READS = """
@@ -220,44 +187,8 @@ def test_a_child_without_a_compiled_build_has_the_backend(has_gpu: bool, caplog:
     assert len(caplog.records) == has_gpu
 
 
-@pytest.mark.usefixtures("compiled")
-def test_a_child_without_a_gpu_has_the_backend() -> None:
-    assert children.arguments_here(TOLD, has_gpu=False) is not None
-
-
-@pytest.mark.parametrize("always", [True, False])
-def test_what_is_told_arrives(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = TOLD._replace(always=always)
-    for name, value in inherited.environment(**told._asdict()).items():
-        monkeypatch.setenv(name, value)
-    assert inherited.inherited() == told
-
-
-def test_an_empty_variable_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(inherited.ENVIRONMENT_VARIABLE, "")
-    before = list(sys.meta_path)
-    children.install_when_needed()
-    assert sys.meta_path == before
-    assert inherited.inherited() is None
-
-
 @pytest.mark.parametrize("text", ["1", "true", "{}", "[", '{"pretend_cuda": true, "capability": [9]}'])
 def test_a_variable_that_this_package_did_not_set_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(inherited.ENVIRONMENT_VARIABLE, text)
     with pytest.raises(InstallError, match=r"TE_PRECISION_REFERENCE_INSTALL=.*Unset it"):
         inherited.inherited()
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [(None, []), ("", []), ("a", ["a"]), (":a", ["", "a"]), ("a::b:", ["a", "", "b", ""])]
-)
-def test_the_other_folders_of_the_path_stay(
-    before: str | None, after: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An empty entry is the current folder, an empty variable is none."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    if before is not None:
-        monkeypatch.setenv("PYTHONPATH", before)
-    startup, *others = inherited.environment(**TOLD._asdict())["PYTHONPATH"].split(":")
-    assert Path(startup, "sitecustomize.py").is_file()
-    assert others == after

@@ -66,25 +66,6 @@ def test_by_default_only_transformer_engine_sees_a_gpu() -> None:
 
 
 @pytest.mark.processes
-def test_an_optimizer_asks_no_driver_in_a_torch_that_was_built_for_cuda() -> None:
-    """Which says that its accelerator is a GPU, as long as something says that there is one."""
-    assert answers(
-        """
-        import torch
-        torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")  # as such a torch has it
-        from te_precision_callbacks import reference
-        reference.install(pretend_cuda=True)
-        import transformer_engine.pytorch as te
-        layer = te.Linear(16, 16, device="cuda")
-        optimizer = torch.optim.AdamW(layer.parameters())
-        layer(torch.ones(16, 16, device="cuda")).sum().backward()
-        optimizer.step()
-        answer = [torch.accelerator.is_available(), torch.accelerator.current_accelerator()]
-        """
-    ) == [False, None]
-
-
-@pytest.mark.processes
 def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
     (losses,) = answers(
         """
@@ -153,7 +134,6 @@ def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
         assert torch.ones(2).type("torch.cuda.HalfTensor").dtype == torch.float16
         assert torch.empty(2, device="meta").type() != torch.ones(2).type()
         assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
-        assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == 0
         ordinary = torch.zeros(2)
         pinned = ordinary.pin_memory()
         pinned += 1

@@ -7,7 +7,6 @@ must come out is computed anew with numpy, and results of modules are held again
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
-    DelayedScaling,
     Float8BlockScaling,
-    Float8CurrentScaling,
     Format,
     MXFP8BlockScaling,
     QParams,
@@ -245,47 +242,3 @@ def test_quantized_model_parameters(name: str, recipe: str, writes: list[Write],
             assert_bytes(write)
             torch.testing.assert_close(write.source, old - 0.05 * parameter.grad, rtol=2**-7, atol=1e-6)
             assert torch.equal(parameter._rowwise_data, write.rowwise[0])
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["autograd", "fused"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_gradient_accumulation(recipe: str, fused: bool, writes: list[Write], stand_for: Any) -> None:
-    capability, make = RECIPES[recipe]
-    stand_for(capability)
-    torch.manual_seed(0)
-    module = te.Linear(64, 96, bias=False, fuse_wgrad_accumulation=fused)
-    module.weight.main_grad = torch.zeros(96, 64)
-    total = torch.zeros(96, 64, dtype=torch.float64)
-    bound = torch.zeros(96, 64, dtype=torch.float64)
-    for index, x in enumerate(inputs(3, torch.float32)):
-        writes.clear()
-        with te.autocast(enabled=True, recipe=make()):
-            module(x, is_first_microbatch=index == 0).pow(2).sum().backward()
-        of_weight = [write for write in writes if write.source.shape == module.weight.shape]
-        assert len(of_weight) == (1 if index == 0 else 0), "in later micro-batches the weight is the cached one"
-        of_input, of_grad = writes[0], writes[-1]
-        dy, rows = of_grad.numbers(True), of_input.numbers(True)
-        total += dy.t() @ rows
-        bound += dy.abs().t() @ rows.abs()
-    accumulated = module.weight.main_grad if fused else module.weight.grad
-    _close(accumulated, total, bound, torch.float32)
-
-
-def test_a_recipe_for_each_module(writes: list[Write], stand_for: Any) -> None:
-    stand_for((10, 0))
-    torch.manual_seed(0)
-    recipes = [MXFP8BlockScaling(), Float8BlockScaling(), Float8CurrentScaling(), DelayedScaling(), None]
-    modules = [te.Linear(64, 64, params_dtype=torch.bfloat16) for _ in recipes]
-    (x,) = inputs(1, torch.bfloat16)
-    hidden = x
-    for module, recipe in zip(modules, recipes, strict=True):
-        with ExitStack() as stack:
-            stack.enter_context(te.autocast(enabled=recipe is not None, recipe=recipe))
-            hidden = module(hidden)
-    (1e4 * hidden.float().pow(2).mean()).backward()  # delayed scaling begins with the scale 1
-    kinds = [type(write.quantizer).__name__ for write in writes]
-    assert (kinds.count("MXFP8Quantizer"), kinds.count("Float8BlockQuantizer"), len(kinds)) == (3, 3, 6)
-    for write in writes:
-        assert_bytes(write)
-    assert all(bool(module.weight.grad.isfinite().all()) for module in modules)
-    assert all(bool(module.weight.grad.any()) for module in modules)

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from transformer_engine.common.recipe import NVFP4BlockScaling
 
-from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension import nvfp4
 from tests.capability import any_capability, stand_for
 from tests.combinations import half
@@ -251,15 +250,6 @@ def test_a_linear_multiplies_what_was_quantized(recipe: str, dtype: torch.dtype,
     close(module.bias.grad, grad.double().sum(0), grad.double().abs().sum(0))
 
 
-def test_the_transform_refuses_what_is_not_bfloat16() -> None:
-    module = te.Linear(64, 96)
-    with (
-        te.autocast(enabled=True, recipe=NVFP4BlockScaling()),
-        pytest.raises(ReferenceBackendError, match=r"takes bfloat16, not torch\.float32"),
-    ):
-        module(torch.randn(ROWS, 64))
-
-
 def test_scales_are_in_the_order_of_gemms_in_an_ordinary_step(writes: list[Write]) -> None:
     torch.manual_seed(0)
     module = te.Linear(128, 128, params_dtype=torch.bfloat16)
@@ -270,82 +260,3 @@ def test_scales_are_in_the_order_of_gemms_in_an_ordinary_step(writes: list[Write
     assert [write.swizzled for write in writes if write.quantizer.with_rht] == [True, True]
     for write in writes:
         assert_bytes(write)
-
-
-@pytest.mark.parametrize("recipe", ["default", "1d weights", "plain", "4over6"])
-@pytest.mark.parametrize("name", MODULES)
-def test_quantized_model_parameters(name: str, recipe: str, writes: list[Write]) -> None:
-    torch.manual_seed(0)
-    options = RECIPES[recipe]
-    with te.quantized_model_init(enabled=True, recipe=NVFP4BlockScaling(**options)):
-        module = MODULES[name](params_dtype=torch.bfloat16)
-    quantized = [p for p in module.parameters() if hasattr(p, "_rowwise_data")]
-    assert len(quantized) == {"LayerNormMLP": 2, "GroupedLinear": 2, "TransformerLayer": 4}.get(name, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    for x in inputs(2):
-        writes.clear()
-        optimizer.zero_grad()
-        with te.autocast(enabled=True, recipe=NVFP4BlockScaling(**options)):
-            run(module, x).float().pow(2).mean().backward()
-        assert not [write for write in writes if write.source.shape in {p.shape for p in quantized}], "they are kept"
-        before = [p.dequantize() for p in quantized]
-        writes.clear()
-        optimizer.step()
-        assert len(writes) == len(quantized)
-        for parameter, old, write in zip(quantized, before, writes, strict=True):
-            assert_bytes(write)
-            torch.testing.assert_close(write.source, old - 0.05 * parameter.grad, rtol=2**-7, atol=1e-6)
-            assert write.rowwise is not None
-            assert torch.equal(parameter._rowwise_data, write.rowwise.data)
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["autograd", "fused"])
-def test_gradient_accumulation(fused: bool, writes: list[Write]) -> None:
-    torch.manual_seed(0)
-    module = te.Linear(64, 96, bias=False, fuse_wgrad_accumulation=fused)
-    module.weight.main_grad = torch.zeros(96, 64)
-    total = torch.zeros(96, 64, dtype=torch.float64)
-    bound = torch.zeros(96, 64, dtype=torch.float64)
-    for index, x in enumerate(inputs(3, torch.float32)):
-        writes.clear()
-        with te.autocast(enabled=True, recipe=NVFP4BlockScaling(**NO_RHT)):
-            module(x, is_first_microbatch=index == 0).pow(2).sum().backward()
-        of_weight = [write for write in writes if write.source.shape == module.weight.shape]
-        assert len(of_weight) == (1 if index == 0 else 0), "in later micro-batches the weight is the cached one"
-        rows, dy = writes[0].numbers(True), writes[-1].numbers(True)
-        total += dy @ rows.t()
-        bound += dy.abs() @ rows.abs().t()
-    close(module.weight.main_grad if fused else module.weight.grad, total, bound)
-
-
-def test_training_is_repeatable_and_follows_the_seed() -> None:
-    def gradient(seed: int) -> torch.Tensor:
-        torch.manual_seed(0)
-        module = te.Linear(64, 96, params_dtype=torch.bfloat16)
-        (x,) = inputs(1)
-        torch.manual_seed(seed)
-        with te.autocast(enabled=True, recipe=NVFP4BlockScaling()):
-            out = module(x)
-        out.float().pow(2).mean().backward()
-        assert isinstance(module.weight.grad, torch.Tensor)
-        return module.weight.grad
-
-    assert torch.equal(gradient(1), gradient(1))
-    assert not torch.equal(gradient(1), gradient(2)), "gradients are rounded at random"
-
-
-def test_a_recipe_for_each_module(writes: list[Write]) -> None:
-    torch.manual_seed(0)
-    recipes = [NVFP4BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(**PLAIN), Float8CurrentScaling(), None]
-    modules = [te.Linear(64, 64, params_dtype=torch.bfloat16) for _ in recipes]
-    (x,) = inputs(1)
-    hidden: Any = x
-    for module, recipe in zip(modules, recipes, strict=True):
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
-            hidden = module(hidden)
-    hidden.float().pow(2).mean().backward()
-    assert len(writes) == 6
-    assert [write.quantizer.with_rht for write in writes].count(True) == 2
-    for write in writes:
-        assert_bytes(write)
-    assert all(bool(module.weight.grad.isfinite().all()) and bool(module.weight.grad.any()) for module in modules)

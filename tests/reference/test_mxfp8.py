@@ -103,21 +103,6 @@ def test_swizzled_scales(dtype: torch.dtype) -> None:
         assert torch.equal(compact._rowwise_scale_inv, before)
 
 
-def test_swizzling_several_tensors_leaves_the_flag_to_the_caller() -> None:
-    xs = [spec.example("random", shape, torch.bfloat16) for shape in [(64, 160), (32, 32)]]
-    outs = [tex.quantize(x, _quantizer()) for x in xs]
-    tex.multi_tensor_swizzle_scales_for_gemm_(outs, True, False)
-    tex.multi_tensor_swizzle_scales_for_gemm_unchecked_(outs, False, True)
-    for x, out in zip(xs, outs, strict=True):
-        expected = tex.quantize(x, _quantizer(optimize_for_gemm=True))
-        assert not out._with_gemm_swizzled_scales
-        assert torch.equal(out._rowwise_scale_inv, expected._rowwise_scale_inv)
-        assert torch.equal(out._columnwise_scale_inv, expected._columnwise_scale_inv)
-    for both in (True, False):
-        with pytest.raises(ReferenceBackendError, match="exactly one"):
-            tex.multi_tensor_swizzle_scales_for_gemm_(outs, both, both)
-
-
 @pytest.mark.parametrize("internal", [False, True])
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
 def test_usages(rowwise: bool, columnwise: bool, internal: bool) -> None:
@@ -159,32 +144,10 @@ def test_into_a_tensor_that_is_there() -> None:
     _assert_is(out, other)
 
 
-def test_the_noop_flag_leaves_all_as_it_is() -> None:
-    x, other = (spec.example("random", (32, 64), torch.float32, seed) for seed in (0, 1))
-    quantizer = _quantizer()
-    out = tex.quantize(x, quantizer)
-    tex.quantize(other, quantizer, out, torch.ones(1))
-    _assert_is(out, x)
-    tex.quantize(other, quantizer, out, torch.zeros(1))
-    _assert_is(out, other)
-
-
 @pytest.mark.parametrize("shape", [(31, 32), (32, 48), (2, 8, 32), (32,), ()])
 def test_shapes_that_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ReferenceBackendError, match=r"divisible by 32 \(got shape="):
         tex.quantize(torch.ones(shape), _quantizer())
-
-
-def test_without_rows_or_columns() -> None:
-    for shape, rowwise, columnwise in (((0, 64), (0, 4), (0, 128)), ((32, 0), (128, 0), (4, 0))):
-        out = tex.quantize(torch.ones(shape), _quantizer(optimize_for_gemm=True))
-        assert out._rowwise_data.shape == out._columnwise_data.shape == shape
-        assert (out._rowwise_scale_inv.shape, out._columnwise_scale_inv.shape) == (rowwise, columnwise)
-
-
-def test_the_wrong_tensor_to_write_to() -> None:
-    with pytest.raises(ReferenceBackendError, match="MXFP8Quantizer does not write to a Tensor"):
-        tex.quantize(torch.zeros(32, 32), _quantizer(), torch.zeros(32, 32))
 
 
 @pytest.mark.parametrize("swizzled", [False, True], ids=["compact", "swizzled"])
@@ -202,45 +165,6 @@ def test_dequantize(fp8: str, columnwise: bool, swizzled: bool) -> None:
             assert torch.equal(tex.dequantize(out, kind), torch.from_numpy(expected).to(dtype).view(shape))
         # Transformer Engine's own way to it, which moves data that are not on "cuda" there.
         assert torch.equal(out.dequantize(dtype=torch.float32), torch.from_numpy(expected).view(shape))
-
-
-def test_the_rowwise_numbers_are_dequantized_where_there_are_both() -> None:
-    x = spec.example("spread", (64, 64), torch.float32)
-    both, rowwise = tex.quantize(x, _quantizer()), tex.quantize(x, _quantizer(columnwise=False))
-    assert torch.equal(tex.dequantize(both, tex.DType.kFloat32), tex.dequantize(rowwise, tex.DType.kFloat32))
-
-
-def test_every_scale_dequantizes() -> None:
-    out = tex.quantize(torch.full((32, 32 * 256), 1.0), _quantizer(columnwise=False))
-    out._rowwise_data.fill_(0x38)  # 1.0
-    out._rowwise_scale_inv[:32] = torch.arange(256, dtype=torch.uint8)
-    numbers = tex.dequantize(out, tex.DType.kFloat32)[0, ::32].numpy()
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(numbers, spec.power_of_two(np.arange(256)).astype(np.float32))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_norms_and_activations_quantize_what_they_would_return(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(32, 128).to(dtype), torch.randn(128).to(dtype)
-    for plain, quantized in (
-        (tex.swiglu(x, None), tex.swiglu(x, _quantizer())),
-        (tex.dgelu(x, x, None), tex.dgelu(x, x, _quantizer())),
-        (
-            tex.rmsnorm_fwd(x, weight, 1e-5, None, None, KIND[dtype], 0, False)[0],
-            tex.rmsnorm_fwd(x, weight, 1e-5, None, _quantizer(), KIND[dtype], 0, False)[0],
-        ),
-    ):
-        _assert_is(quantized, plain)
-
-
-def test_bias_gradient_of_an_activation_is_summed_before_rounding() -> None:
-    torch.manual_seed(0)
-    x, grad = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
-    bias_grad, quantized = tex.dbias_dgelu(grad, x, _quantizer())
-    exact = tex.dgelu(grad.float(), x.float(), None)
-    assert torch.equal(bias_grad, exact.sum(0).bfloat16())
-    _assert_is(quantized, exact.bfloat16())
 
 
 def test_master_weights_in_shards() -> None:

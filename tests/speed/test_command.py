@@ -166,18 +166,6 @@ def raise_of(*arguments: str) -> None:
     raise exception
 
 
-def test_a_run() -> None:
-    write(["NVIDIA H200"])
-    found = read("speed", "logs")
-    assert found["device"] == "NVIDIA H200 SXM"
-    assert [(one["gemm"], one["recipe"]) for one in found["products"]] == [
-        (gemm, "fp8_current_scaling") for gemm in ("fprop", "dgrad", "wgrad")
-    ]
-    text = " ".join(run("speed", "logs", "--device", "h100").output.split())
-    assert "NVIDIA H100 SXM. Expected times" in text
-    assert "fp8_delayed_scaling instead of fp8_current_scaling" in text
-
-
 @pytest.mark.parametrize(
     ("gpus", "said"),
     [
@@ -192,15 +180,6 @@ def test_the_device_of_a_run(gpus: list[str | None], said: str) -> None:
         raise_of("speed", "logs")
     assert said in str(raised.value)
     assert read("speed", "logs", "--device", "h200")["device"] == "NVIDIA H200 SXM"
-
-
-def test_a_recipe_of_a_run_that_is_not_known_is_no_number() -> None:
-    write(["NVIDIA H200"], recipe="MyRecipe")
-    found = read("speed", "logs")
-    assert {one["recipe"] for one in found["products"]} == {"unknown"}
-    assert {one["low_ms"] for one in found["products"]} == {None}
-    assert found["total"]["unknown"] == 3
-    assert "The cost of 3 products in low precision is unknown" in run("speed", "logs").output.replace("\n  ", " ")
 
 
 def test_a_run_without_products() -> None:
@@ -289,17 +268,3 @@ def test_a_plan_and_its_patch() -> None:
 def test_a_recipe_that_the_device_does_not_run_is_refused_with_its_remedy() -> None:
     with pytest.raises(PrecisionDebugError, match=r"H200 SXM does not run nvfp4: .* or another device with --device"):
         raise_of(*PLAN[:5], "nvfp4", *PLAN[6:], "--speed", "--device", "h200")
-
-
-def test_attention_of_tokens_is_unknown() -> None:
-    asked = (*PLAN[:3], "speed_models:attends", *PLAN[4:], "--device", "h200", "--speed")
-    [note] = [note for note in read(*asked)["speed"]["notes"] if "attention" in note]
-    assert note.startswith("Times do not include attention (layer.self_attention, alone)")
-    assert note.endswith("Give --batch.")
-
-
-def test_a_model_that_cannot_be_planned() -> None:
-    with pytest.raises(PrecisionDebugError, match="No matrix product of the model could be planned"):
-        raise_of(
-            "check", "empty.yaml", "--model", "speed_models:other", "--tokens", "64", "--speed", "--device", "h200"
-        )

@@ -114,14 +114,6 @@ def test_the_known_devices() -> None:
     assert device_reported("NVIDIA A100") is None
 
 
-def test_a_device_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        "title: mine\ncapability: [9, 0]\nbf16_tflops: 500\nfp8_tflops: 1000\nbandwidth_tbs: 2\nconstants: h200_nvl\n"
-    )
-    assert device_named(str(path)).fitted.measured_on == "NVIDIA H200 NVL"
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

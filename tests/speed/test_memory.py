@@ -83,18 +83,6 @@ def test_all_recipes(case: str, cached: bool) -> None:
     assert planned == counted
 
 
-@pytest.mark.parametrize("case", ["fp8_current_scaling", "mxfp8"])
-def test_a_frozen_model_but_for_norms(case: str) -> None:
-    with any_capability():
-        capability, recipe = CASES[case]
-        stand_for(capability)
-        model = Layers()
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.ndim == 1)
-        planned, counted = both(model, recipe())
-    assert planned == counted
-
-
 class WithoutMlp(Layers):
     """Without LayerNormMLP, which refuses a backward in another precision."""
 

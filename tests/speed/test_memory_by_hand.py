@@ -203,23 +203,6 @@ def test_the_command(folder: Path) -> None:
         assert text in one_line(result.output.replace("│", " "))
 
 
-def test_many_layers_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantizers are made once for a class, and bytes computed once for a size, however many layers there are."""
-    from te_precision_callbacks.speed import memory as module
-
-    made: list[str] = []
-    original = module.planned_bytes
-    monkeypatch.setattr(module, "planned_bytes", lambda *a, **k: made.append("bytes") or original(*a, **k))
-    with any_capability():
-        stand_for((10, 0))
-        model = torch.nn.ModuleList(te.Linear(64, 64, params_dtype=BF16, device="meta") for _ in range(200))
-        before = {name: set(vars(module)) for name, module in model.named_modules()}
-        memory = plan_memory(model, named_te_modules(model), recipe_named("mxfp8"), tokens=128)
-        assert {name: set(vars(module)) for name, module in model.named_modules()} == before, "the model is unchanged"
-    assert len(memory.layers) == 200
-    assert made == ["bytes"] * 3
-
-
 def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (models,), (use,) = (
         blocks("docs/speed.md", "python", "# llama.py"),

@@ -58,7 +58,7 @@ def test_a_session_and_its_run(
 def test_a_device_file(tmp_path: Path) -> None:
     [text] = blocks(PAGE, "yaml")
     (tmp_path / "my_device.yaml").write_text(text)
-    assert device_named(str(tmp_path / "my_device.yaml")).title == "My accelerator"
+    assert device_named(str(tmp_path / "my_device.yaml")).fitted.measured_on == "NVIDIA H200 NVL"
 
 
 def test_the_table_of_devices_is_that_of_the_data() -> None:

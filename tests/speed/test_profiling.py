@@ -317,35 +317,6 @@ def test_iterations_with_statistics(profile: str, said: str, tmp_path: Path, cap
     assert [row["text"] for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "profile"] == told
 
 
-def test_the_first_iteration_is_profiled_into_the_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
-    model, step = tiny()
-    trained(tmp_path, step, model, steps=2, profile=0, quiet=False)
-    warning = "profile= profiles iteration 0, the first one that this session has."
-    assert [record.levelname for record in caplog.records if warning in record.getMessage()] == ["WARNING"]
-    assert warning in " ".join(CliRunner().invoke(app, ["speed", str(tmp_path), "--device", "h200"]).output.split())
-    assert not (tmp_path / "precision_traces").exists()
-    lines = capsys.readouterr().err.splitlines()
-    assert f"  trace: {only_trace(tmp_path)}" in lines
-    assert f"  speed: te-precision speed {tmp_path}" in lines
-
-
-def test_without_records_the_trace_is_in_the_log_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
-    model, step = tiny()
-    trained(tmp_path, step, model, steps=2, profile=1, records="off", quiet=False)
-    (path,) = tmp_path.glob("precision_traces/*")
-    assert path.name == "rank-00000.iterations-000001-000001.json.gz"
-    assert f"  speed: te-precision speed --trace {path}" in capsys.readouterr().err.splitlines()
-
-
 @pytest.mark.parametrize("when", ["it has warmed up", "it runs", "the other one has warmed up"])
 def test_a_profile_that_is_given_up_leaves_the_other_one_whole(when: str, tmp_path: Path) -> None:
     first = StepProfiler()

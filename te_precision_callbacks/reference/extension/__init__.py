@@ -8,8 +8,8 @@ Usage::
 
     sys.modules["transformer_engine_torch"] = extension  # what reference.install() does, with the seams around it
 
-The public names are those that Transformer Engine 2.20.2's Python looks up in the compiled module. A function either
-does what the compiled function does, on any device, slowly and exactly, or raises
+The public names are all names that Transformer Engine 2.20.2's Python looks up in the compiled module. A function
+either replaces the compiled function, on any device, slowly and exactly, or raises
 :class:`~te_precision_callbacks.reference.errors.MissingFunctionError`. A name that the compiled module does not have is
 an AttributeError. Transformer Engine is not imported until a function needs one of its tensor classes.
 

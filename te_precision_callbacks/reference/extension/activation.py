@@ -11,7 +11,7 @@ tanh approximation. A gated activation splits the last dimension in half: the fi
 the second half multiplies it.
 
 Under delayed scaling the float32 result is quantized directly. Otherwise the result is first rounded to the type of the
-input (MXFP8's fused kernel does that too), and the amax of current scaling is that of the float32 result
+input (MXFP8's fused kernel does that too), and current scaling takes the amax of the float32 result
 (``pytorch/csrc/extensions/activation.cpp``, ``common/cast/mxfp8/*.cuh``).
 """
 

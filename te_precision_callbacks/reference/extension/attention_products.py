@@ -9,7 +9,7 @@ Usage::
 S is the softmax of the scores and dP their gradient, as cuDNN names the tensors that it scales (``scale_s``,
 ``amax_dP``).
 
-Specified: products, factors, scales and amaxes are those of the graph that Transformer Engine hands to cuDNN, node by
+Specified: products, factors, scales and amaxes follow the graph that Transformer Engine passes to cuDNN, node by
 node, from cudnn-frontend 1.23 (``node/scaled_dot_product_flash_attention.h``, ``node/softmax.h``,
 ``node/sdpa_fp8_bwd.h``, ``node/matmul_fp8.h``).
 
@@ -19,7 +19,7 @@ Assumed, since cuDNN's kernels are not published:
   blocks, and the amax of S is that of the exponentials, 1. The graph says after the division. With the first scale of
   delayed scaling, 1, that makes all of S 0 in a sequence of 2048 tokens, and fails Transformer Engine's own
   ``test_custom_mha_fp8_vs_f16`` (``tests/pytorch/attention/test_attention.py``), which this order passes. The backward
-  has the sums already and rounds as its graph says.
+  has the sums already and rounds as in its graph.
 - A cast to FP8 saturates. A query without a visible key gives 0. The order of sums is torch's.
 """
 
@@ -36,7 +36,7 @@ from te_precision_callbacks.reference.extension.attention_heads import Heads
 
 @dataclass(frozen=True)
 class Rounding:
-    """How S, or dP, becomes an operand of the next product.
+    """Rounding of S, or dP, to an operand of the next product.
 
     Attributes:
         round: float32 to float32.
@@ -86,7 +86,7 @@ def visible_pairs(
     causal: bool,
     padding: bool,
 ) -> torch.Tensor:
-    """Which query sees which key.
+    """Visibility of keys to queries.
 
     Args:
         cu_seqlens_q, cu_seqlens_kv: int32, [batch + 1]: their differences are the sequences' lengths; for ``padding``.
@@ -148,7 +148,7 @@ def attend_backward(
         stats: of the forward.
         attn_scale, visible, rounding_of_s: as in the forward.
         rounding_of_dp: of dP.
-        q_for_dk, k_for_dq, do_for_dv: the operands of the products over the tokens, in which MXFP8 differs.
+        q_for_dk, k_for_dq, do_for_dv: operands of the products over tokens, which differ in MXFP8.
         do_for_sums: dO in ``sum(dO * O)``.
     """
     sums = (do_for_sums.numbers * o.numbers).sum(dim=-1, keepdim=True) * do_for_sums.factor * o.factor

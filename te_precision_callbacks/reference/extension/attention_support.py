@@ -1,11 +1,11 @@
-"""What the reference backend's fused attention can do: FP8, within the limits of the emulated GPU.
+"""Support of the reference backend's fused attention: FP8, within the limits of the emulated GPU.
 
 Usage::
 
     get_fused_attn_backend(params)  # (NVTE_Fused_Attn_Backend.NVTE_FP8, "")
     get_fused_attn_backend(params)  # (NVTE_Fused_Attn_Backend.NVTE_No_Backend, "The reference backend has no ...")
 
-Transformer Engine asks while it selects an attention (``pytorch/attention/dot_product_attention/utils.py:
+Transformer Engine queries it to select an attention (``pytorch/attention/dot_product_attention/utils.py:
 get_attention_backend``, TE 2.20.2), after its own filters of recipes, environment variables, the compute capability and
 the version of cuDNN. Attention in high precision is Transformer Engine's unfused attention, which is pure torch.
 
@@ -61,7 +61,7 @@ def missing_option(
 
     Args:
         layout, bias, mask, softmax: members of the extension's enumerations.
-        window: how many keys to the left and to the right of its own place a query sees; -1 for all.
+        window: number of visible keys to the left and right of a query; -1 for all.
         dropout: the probability.
     """
     if format_of(layout) not in _FORMATS:
@@ -100,7 +100,7 @@ def _missing(params: Any) -> str | None:
 
 
 def _beyond_the_gpu(params: Any) -> str | None:
-    """What cuDNN refuses on the emulated GPU."""
+    """Return the reason if cuDNN refuses the configuration on the emulated GPU."""
     d_qk, d_v = params.head_dim_qk, params.head_dim_v
     gpu = "of compute capability {}.{}".format(*capability())
     if params.num_attn_heads % params.num_gqa_groups:

@@ -20,7 +20,7 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 
 def outside_of_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose products are of the type of their operands."""
+    """Wrap ``function`` so that products have the type of their operands."""
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:

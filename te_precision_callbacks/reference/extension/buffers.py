@@ -59,7 +59,7 @@ def zeros(shape: Sequence[int], element: torch.dtype, device: torch.device, pin_
 
 
 def usages(quantizer: Any) -> dict[str, bool]:
-    """The directions that a quantizer is asked for."""
+    """Return the directions requested of a quantizer."""
     return {"rowwise": bool(quantizer.rowwise_usage), "columnwise": bool(quantizer.columnwise_usage)}
 
 
@@ -70,11 +70,11 @@ def directions(
     scale_type: torch.dtype,
     pin_memory: bool = False,
 ) -> dict[str, torch.Tensor | None]:
-    """Data and scales by the names that Transformer Engine's classes take: None for a direction that is not asked for.
+    """Return data and scales by the argument names of Transformer Engine's classes; None for other directions.
 
     Args:
         quantizer: gives the usages.
-        device, shapes, pin_memory: those of the buffers.
+        device, shapes, pin_memory: of the buffers.
         scale_type: the type of the scales, which are 0; data is uint8 and not written.
     """
     buffers: dict[str, torch.Tensor | None] = {}
@@ -86,12 +86,12 @@ def directions(
 
 
 def fit_directions(quantizer: Any, out: Any, device: torch.device, shapes: Shapes, scale_type: torch.dtype) -> None:
-    """Give ``out`` data and scales for the directions that the quantizer is asked for, and only for those.
+    """Give ``out`` data and scales for exactly the requested directions.
 
     Args:
         quantizer: gives the usages.
         out: a tensor with ``_rowwise_data``, ``_rowwise_scale_inv`` and the same columnwise.
-        device, shapes: those of new buffers.
+        device, shapes: of new buffers.
         scale_type: the type of the scales; data is uint8.
     """
     for direction, usage in usages(quantizer).items():
@@ -143,7 +143,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def is_noop(noop: torch.Tensor | None) -> bool:
-    """Whether a no-op flag forbids to write."""
+    """Return whether a no-op flag forbids writing."""
     return noop is not None and bool(noop.view(-1)[0] == 1.0)
 
 

@@ -1,4 +1,4 @@
-"""What the implementations of the families of quantizers have in common."""
+"""Common base of the quantizer implementations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Casting(ABC):
     sums_unrounded = False
 
     def takes_amax(self, quantizer: Quantizer) -> bool:
-        """Whether activations pass the amax of their float32 result, taken before rounding."""
+        """True if activations pass the amax of their float32 result before rounding."""
         return False
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Casting(ABC):
         """A tensor of the quantizer's kind, with unwritten buffers."""
 
     def fit(self, quantizer: Quantizer, out: QuantizedTensor) -> None:
-        """Give ``out`` the buffers that the quantizer's usages ask for, and only those.
+        """Give ``out`` exactly the buffers of the quantizer's usages.
 
         Raises:
             ReferenceBackendError: ``out`` is of another family, or has no data.

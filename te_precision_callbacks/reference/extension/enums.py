@@ -6,7 +6,7 @@ Usage::
 
     DType.kFloat8E4M3  # 7
 
-Names and values are those of Transformer Engine 2.20.2 (``pytorch/csrc/extensions/pybind.cpp`` and the C headers that
+Names and values equal Transformer Engine 2.20.2's (``pytorch/csrc/extensions/pybind.cpp`` and the C headers that
 it binds). On import, Transformer Engine's Python compares the member names of :class:`DType` and
 :class:`NVTE_Fused_Attn_Backend` with its own: they must be the same.
 """
@@ -65,7 +65,7 @@ class FP8TensorMeta:
 
 
 class NVTE_Fused_Attn_Backend(IntEnum):
-    """Which fused attention kernel; the reference backend has ``NVTE_FP8``."""
+    """Fused attention kernels; the reference backend has ``NVTE_FP8``."""
 
     NVTE_No_Backend = -1
     NVTE_F16_arbitrary_seqlen = 1
@@ -87,7 +87,7 @@ class NVTE_QKV_Format(IntEnum):
 
 
 class NVTE_QKV_Layout(IntEnum):
-    """How query, key and value lie in memory, together or apart."""
+    """Memory layouts of query, key and value, packed or separate."""
 
     NVTE_SB3HD = 0
     NVTE_SBH3D = 1
@@ -147,7 +147,7 @@ class NVTE_Softmax_Type(IntEnum):
 
 
 class NVTEScalingMode(IntEnum):
-    """How a quantized tensor is scaled."""
+    """Scaling of a quantized tensor."""
 
     NVTE_DELAYED_TENSOR_SCALING = 0
     NVTE_MXFP8_1D_SCALING = 1
@@ -158,21 +158,21 @@ class NVTEScalingMode(IntEnum):
 
 
 class CommOverlapType(IntEnum):
-    """Which collective a GEMM overlaps with."""
+    """Collectives that overlap with a GEMM."""
 
     RS = 0
     AG = 1
 
 
 class NVTERoutingMapFormat(IntEnum):
-    """How a router's choices are stored."""
+    """Storage of a router's choices."""
 
     BYTEMAP = 0
     BITMAP_U8 = 1
 
 
 class NVTEQBHistogramMode(IntEnum):
-    """How a router's histogram is made."""
+    """Computation of a router's histogram."""
 
     TWO_KERNEL = 0
     FUSED_ATOMIC = 1

@@ -40,7 +40,7 @@ from te_precision_callbacks.reference.target import capability
 
 
 def has_any_layout_gemm() -> bool:
-    """Whether the GPU that the backend emulates multiplies FP8 in any layout, not only with A transposed."""
+    """Return whether the emulated GPU multiplies FP8 in any layout, not only with A transposed."""
     return takes_any_layout(capability())
 
 
@@ -163,7 +163,7 @@ class CurrentScaling(_PerTensorScaling):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize with the scale for the amax of ``source``, over all ranks if the quantizer asks for that."""
+        """Quantize with the scale for the amax of ``source``, reduced over ranks if the quantizer requires it."""
         if source.numel() == 0:
             return
         measured = amax_of(source) if amax is None else amax
@@ -183,7 +183,6 @@ class CurrentScaling(_PerTensorScaling):
 
 
 def _usages(quantizer: Any) -> tuple[bool, bool]:
-    """Whether data is stored, and whether a transpose is."""
     if has_any_layout_gemm():
         return True, False
     return bool(quantizer.rowwise_usage), bool(quantizer.columnwise_usage)

@@ -6,8 +6,8 @@ Usage::
     output, stats, rng_state = fused_attn_fwd(...)
     dq, dk, dv, _, _ = fused_attn_bwd(...)
 
-``pytorch/csrc/extensions/attention.cpp`` and ``common/fused_attn/fused_attn_fp8.cu`` (TE 2.20) say which tensor has
-which role in cuDNN's graph. The graph, and what is assumed of cuDNN's kernels, are in
+``pytorch/csrc/extensions/attention.cpp`` and ``common/fused_attn/fused_attn_fp8.cu`` (TE 2.20) define
+the role of each tensor in cuDNN's graph. The graph, and assumptions about cuDNN's kernels, are in
 :mod:`~te_precision_callbacks.reference.extension.attention_products`.
 
 ============ ======================================== ========================= ======================================
@@ -260,13 +260,13 @@ def _gradients(values: Sequence[torch.Tensor], layout: int, dtype: torch.dtype, 
 
 
 def _rounding(quantizer: Any, like: Any, device: torch.device, *, in_forward: bool = False) -> Rounding:
-    """How S is rounded, to the type of Q, or dP, to that of dO.
+    """Return the rounding of S to the type of Q, or of dP to the type of dO.
 
     Args:
         quantizer: of S or dP.
         like: Q or dO.
         device: of the tensors.
-        in_forward: whether S is that of the forward, which is rounded under MXFP8 too.
+        in_forward: whether this is S in the forward, which is also rounded in MXFP8.
     """
     if scaling_mode(like) == layouts.PER_TENSOR:
         if recipe_of(quantizer) != "fp8_delayed_scaling":

@@ -344,7 +344,7 @@ def _are_exact_factors(first: torch.Tensor, second: torch.Tensor) -> bool:
     float32: that scale is a power of two, as by default, and neither is so small or large that a sum of 128 products of
     FP8 numbers, which are multiples of 2^-32 below 2^39, could leave float32's normal numbers.
 
-    On a GPU the question would be a wait for the device, and is not asked.
+    On a GPU the check would wait for the device, and is omitted.
     """
     if second.device.type != "cpu":
         return False
@@ -358,7 +358,6 @@ def _column_sum(b: Operand) -> torch.Tensor:
 
 
 def _matrix_shape(operand: Operand, summed_last: bool) -> tuple[int, int]:
-    """The side that stays in the result, and the one that is summed."""
     rows, columns = operand.matrix_shape
     return (rows, columns) if summed_last else (columns, rows)
 

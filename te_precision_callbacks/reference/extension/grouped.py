@@ -96,11 +96,11 @@ def group_quantize(
     """Quantize the matrices in a tensor, each with its own scales, into a grouped tensor.
 
     Args:
-        tensor: two dimensions; the matrices lie in it one behind another, and what is behind the last one is not read.
+        tensor: two dimensions; concatenated matrices. The rest is not read.
         quantizer: of all matrices.
         num_tensors: how many they are.
         first_dims: the rows of each, int64; None where all have the same.
-        last_dims: the columns of each likewise.
+        last_dims: the columns of each.
         tensor_offsets: the first element of each; kept in the result.
         noop_flag: float32, [1]; 1 leaves the data of ``output`` as they are.
         output: a grouped tensor to write to.
@@ -194,7 +194,7 @@ def _quantized(tensor: torch.Tensor, parts: Sequence[torch.Tensor], quantizer: A
 
 
 def _packed(parts: Sequence[Any], names: Iterable[str]) -> torch.Tensor | None:
-    """A buffer of all matrices, one behind another; None where they have none."""
+    """Return a buffer of all matrices, concatenated; None without buffers."""
     for name in names:
         pieces = [piece for part in parts if (piece := getattr(part, name, None)) is not None]
         if pieces:
@@ -267,7 +267,7 @@ def te_general_grouped_gemm_for_grouped_tensor(
         ``D``.
 
     Raises:
-        ReferenceBackendError: operands of which there are not equally many, or that do not fit.
+        ReferenceBackendError: operands of different numbers or mismatched sizes.
     """
     operands = [_matrices(operand) for operand in (A, B, D)]
     if len({len(matrices) for matrices in operands}) != 1:
@@ -296,5 +296,4 @@ def _add_bias(results: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], sca
 
 
 def _matrices(operand: Any) -> list[Any]:
-    """The matrices of a grouped tensor, or of a list. A copy of the grouped tensor keeps what splitting it finds."""
     return list(operand) if isinstance(operand, (list, tuple)) else operand.copy().split_into_quantized_tensors()

@@ -48,7 +48,7 @@ def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists:
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Euclidean norm of one list of tensors together and, if asked for, of each tensor.
+    """Return the Euclidean norm of a list of tensors and, optionally, of each tensor.
 
     ``noop_flag`` becomes 1 if a norm is not finite.
 

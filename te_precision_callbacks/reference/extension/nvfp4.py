@@ -129,7 +129,7 @@ class Nvfp4Casting(Casting):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize the directions for which ``out`` has buffers.
+        """Quantize all directions that have buffers in ``out``.
 
         Stochastic rounding draws from torch's generator of the tensor's device, so ``torch.manual_seed`` makes it
         repeatable: a number is rounded up with a probability equal to its distance from the next smaller E2M1 number,
@@ -185,15 +185,15 @@ def _rules(quantizer: Any, matrix: torch.Tensor) -> Nvfp4Rules:
 
 
 def _is_fused(quantizer: Any, shape: Sequence[int]) -> bool:
-    """Whether a GPU transforms and quantizes in one kernel: ``NVFP4Quantizer::is_eligible_for_rht_cast_fusion``."""
+    """Return whether a GPU transforms and quantizes at once: ``NVFP4Quantizer::is_eligible_for_rht_cast_fusion``."""
     rows, columns = matrix_shape(shape)
     return bool(quantizer.with_rht) and rows % 64 == 0 and columns % 128 == 0 and (10, 0) <= capability() <= (11, 0)
 
 
 def _writes_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
-    """Whether a GPU's kernel writes the scales in the order of a GEMM: ``nvfp4_emits_gemm_swizzled_scales``.
+    """Return whether a GPU's kernel writes the scales in the order of a GEMM: ``nvfp4_emits_gemm_swizzled_scales``.
 
-    If it does not, and the quantizer asks for that order, most callers swizzle the scales afterwards.
+    Otherwise, if the quantizer requires that order, most callers swizzle the scales afterwards.
     """
     if not quantizer.optimize_for_gemm:
         return False

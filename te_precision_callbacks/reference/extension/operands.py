@@ -89,7 +89,7 @@ class Operand:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the matrix comes from FP8 codes, with any scaling."""
+        """Return whether the matrix comes from FP8 codes, with any scaling."""
         return self.element_format is not None and self.element_format.bits == 8
 
     @property

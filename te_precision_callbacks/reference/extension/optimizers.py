@@ -62,7 +62,7 @@ def multi_tensor_adam_fp8(
     weight_decay: float,
     fp8_dtype: SupportsInt,
 ) -> None:
-    """One step for FP8 parameters under delayed scaling, whose master weights are plain.
+    """One step for FP8 parameters in delayed scaling with plain master weights.
 
     Lists: [gradients, FP8 codes, first moments, second moments, master weights, scales, amaxes, inverse scales].
     """

@@ -38,13 +38,13 @@ PRODUCT = CppFunction(
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions that multiply bfloat16 and add float32 (torch 2.13, ``cpu/__init__.py``)."""
+    """Return whether this CPU multiplies bfloat16 and adds float32 (torch 2.13, ``cpu/__init__.py``)."""
     asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
     return any(ask is not None and ask() for ask in asked)
 
 
 def takes(rows: int, columns: int, depth: int, device: torch.device) -> bool:
-    """Whether a product of these sizes is one for :func:`product`, so that its operands are wanted as bfloat16."""
+    """Return whether :func:`product` handles these sizes, and needs operands in bfloat16."""
     large = device.type == "cpu" and rows * columns * depth >= SMALLEST
     return large and multiplies_bfloat16() and PRODUCT.is_compiled()
 
@@ -61,14 +61,14 @@ def product(
 
     Args:
         left: bfloat16, [rows, depth]; numbers below 2^-126 count as 0.
-        right: bfloat16, [columns, depth], likewise.
+        right: bfloat16, [columns, depth].
         block: numbers that are summed from zero: an even number.
         factors: float32, [blocks, rows] and [blocks, columns].
         rows_first: a sum is multiplied by the row's factor and rounded; the product of that with the column's factor is
             added to the sums before, and the result rounded once. Otherwise the column's factor comes first.
 
     Returns:
-        float32, [rows, columns]; None where the compiler does not know the processor's instructions.
+        float32, [rows, columns]; None if the compiler lacks the processor's instructions.
     """
     (rows, depth), columns = left.shape, right.shape[0]
     out = torch.empty(rows, columns, dtype=torch.float32, device=left.device)

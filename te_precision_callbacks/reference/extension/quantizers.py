@@ -29,7 +29,7 @@ def casting_for(quantizer: Quantizer) -> Casting:
     """The implementation for a quantizer.
 
     Raises:
-        UnsupportedRecipeError: the reference backend has none for it.
+        UnsupportedRecipeError: the reference backend has no implementation.
     """
     recipe = recipe_of(quantizer)
     if recipe is None:

@@ -21,14 +21,14 @@ from te_precision_callbacks.reference.extension.buffers import padded
 
 
 def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool, swizzled: bool) -> torch.Tensor:
-    """Scales as they lie in memory: padded, and swizzled if asked for.
+    """Return scales as stored: padded, and optionally swizzled.
 
     Args:
         scales: uint8, one for each block.
         shape: the shape in memory.
         along_columns: whether the blocks that a GEMM sums over follow one another along the rows of ``scales``
             (MXFP8's columnwise data), so that its transpose is swizzled.
-        swizzled: whether the order is that of a GEMM.
+        swizzled: whether they are in the order of a GEMM.
     """
     out = padded(scales, shape)
     if not swizzled or not out.numel():
@@ -53,7 +53,7 @@ def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage:
     The tensors' flags do not change, as in the compiled extension: the caller sets them after both directions.
 
     Args:
-        tensors: all of one format; tensors whose flag marks them as swizzled are skipped.
+        tensors: all of one format; tensors marked as swizzled are skipped.
         rowwise_usage: whether the rowwise scales are swizzled.
         columnwise_usage: whether the columnwise scales are; exactly one of the two.
 

@@ -1,4 +1,4 @@
-"""The versions and constants that Transformer Engine asks the extension for.
+"""Versions and constants that Transformer Engine reads from the extension.
 
 Usage::
 
@@ -23,7 +23,7 @@ def get_cublasLt_version() -> int:
     """12.9.5, or the version in the environment: major * 10000 + minor * 100 + patch.
 
     Raises:
-        ReferenceBackendError: what the environment has is no such number.
+        ReferenceBackendError: the environment has an invalid number.
     """
     text = os.environ.get(CUBLASLT_VARIABLE, "120905")
     if not text.isdecimal():

@@ -1,4 +1,4 @@
-"""Runs at the start of every Python process whose PYTHONPATH holds this folder; see ``reference/children.py``.
+"""Runs at the start of every Python process with this folder in PYTHONPATH; see ``reference/children.py``.
 
 Python imports only one ``sitecustomize``. This one hides the next on the path, so it removes its own folder from the
 path and imports the next one afterwards.

@@ -1,7 +1,7 @@
 """Assign the events of a trace to layers, GEMMs and passes.
 
 Ranges that ``profile=`` puts around layers name the layer of each forward, and the GEMM in both passes of Transformer
-Engine's layers. A backward node without a range belongs to the layer whose forward created it, which the trace links.
+Engine's layers. A backward node without a range belongs to the layer of the linked forward.
 """
 
 from __future__ import annotations

@@ -309,5 +309,5 @@ def of_kernel(name: str) -> NamedKernel | None:
 
 @functools.cache
 def of_operator(name: str) -> NamedKernel | None:
-    """Return the kind of an operator of torch; None for one that only calls others, and for an unknown name."""
+    """Return the kind of an operator of torch; None for wrappers and unknown names."""
     return _first(_OPERATORS, name)

@@ -15,7 +15,7 @@ class LayerRange(NamedTuple):
     """A range around a layer or one of its GEMMs.
 
     Attributes:
-        layer: the layer, or the module whose layers run.
+        layer: the layer, or the module of several layers.
         gemm: the GEMM; empty around the whole layer.
         backward: whether it is around a backward.
     """

@@ -1,6 +1,6 @@
 """Read a trace of torch.profiler: Kineto's JSON in the Chrome trace event format, plain or compressed with gzip.
 
-Categories and arguments are those of Kineto's ``output_json.cpp`` and torch's ``profiler_kineto.cpp``. Events become
+Categories and arguments come from Kineto's ``output_json.cpp`` and torch's ``profiler_kineto.cpp``. Events become
 :class:`TraceEvent` objects during parsing, so that unused arguments take no memory.
 """
 
@@ -89,7 +89,7 @@ class Trace:
         rank: the rank of the process; None if unknown.
         host: operators, ranges and calls.
         kernels: kernels, copies and fills; empty without a GPU.
-        arrows: (lane, begin) of an operator of a backward -> those of the forward that created its node.
+        arrows: (lane, begin) of a backward operator -> (lane, begin) of the forward that created its node.
     """
 
     path: Path
