@@ -353,7 +353,6 @@ class ParameterWatch:
         self._check_gradients([(each, each.weight) for each in self._parameters.values()])
 
     def _begin_reading(self) -> None:
-        """Start copying the results of the samples to the host."""
         sampled, self._sampled = self._sampled, []
         if sampled:
             self._reading = means([row for row, _ in sampled]), [note for _, note in sampled]
