@@ -18,7 +18,7 @@ Usage::
     te-precision rules
     te-precision doctor
 
-Each command imports what it needs when it is called, so that ``te-precision --help`` is quick.
+Commands import lazily, so that ``te-precision --help`` is quick.
 """
 
 from __future__ import annotations

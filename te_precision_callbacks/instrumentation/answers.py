@@ -129,8 +129,6 @@ class Answers:
                 self.watched.leave_alone(module)
                 self._note_refusal(module, CUDA_GRAPH)
             return False
-        if self._classify.kept:
-            return True  # the iteration no longer changes, and an idle feature may have become active in it
         if kind is ForwardKind.EVALUATION:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
         return bool(self._own_is_debug_iter(module))
@@ -177,7 +175,7 @@ class Answers:
 
         @outside_of_dynamo
         def is_debug_iter(module: Any) -> bool:
-            if module.training and torch.is_grad_enabled() and not (classify.paused or classify.kept):
+            if module.training and torch.is_grad_enabled() and not classify.paused:
                 unwatched.add(module)
             return False
 

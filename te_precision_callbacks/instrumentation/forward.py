@@ -160,7 +160,7 @@ class ForwardHooks:
 
         self._audit.enter(TEDebugState.get_iteration())
         listeners: tuple[Listener, ...] = ()
-        if (self._watched.armed or self._tap.operations.has_new) and not self._classify.kept:
+        if (self._watched.armed or self._tap.operations.has_new):
             listeners = (self.order, self._audit.look, self._fused_observation, self._gemm_records, self.gemm_errors)
         if self.products.counting:
             listeners = (*(listeners or (self._audit.look,)), self.products.note)
@@ -210,15 +210,14 @@ class ForwardHooks:
         return wanted
 
     @property
+    def has_entered_regions(self) -> bool:
+        """Whether the iteration has entered a region of ``te.autocast``."""
+        return self._regions.has_entered
+
+    @property
     def has_enabled_regions(self) -> bool:
         """Return whether a region of ``te.autocast(enabled=True)`` was entered so far."""
         return self._regions.has_enabled
-
-    def keep(self) -> None:
-        """End observation; features that change precision stay active until :meth:`remove`."""
-        self._classify.kept = True
-        self.products.close()
-        self.arm()
 
     def install(self) -> None:
         """Install the replacements.

@@ -45,6 +45,11 @@ class AutocastRegions:
 
         return autocast_enter
 
+    @property
+    def has_entered(self) -> bool:
+        """Return whether the step has entered a region so far."""
+        return self._entered != 0
+
     def end_step(self) -> bool:
         """Return whether the step has entered other regions than the step before."""
         before, self._before, self._entered = self._before, self._entered, 0

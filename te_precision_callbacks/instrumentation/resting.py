@@ -174,11 +174,11 @@ class RestingLayers:
             # A forward before the last one has made FP8 quantizers, such as the first forward of a reentrant checkpoint
             # that is recomputed outside autocast.
             formats, trained = of_fprop(formats_of_fused_path(module, self._layers[key], fp8=True)), False
-            if self._audit.tells(formats):
+            if self._audit.has_met(formats):
                 return
         if formats in self._dropped.get(key, ()):
             return
-        is_new = not self._audit.tells(formats)
+        is_new = not self._audit.has_met(formats)
         if trained or key in self._refused:
             self._audit.plan(self._audit.of_gemms_that_run(formats), excluded=excluded)
         else:
@@ -200,7 +200,7 @@ class RestingLayers:
         """Keep modules with suspected formats armed until the formats occur in training."""
         for key, suspicion in list(self._suspicions.items()):
             suspicion.steps_left -= 1
-            if self._audit.holds(suspicion.formats) or (suspicion.is_new and self._audit.tells(suspicion.formats)):
+            if self._audit.holds(suspicion.formats) or (suspicion.is_new and self._audit.has_met(suspicion.formats)):
                 del self._suspicions[key]
                 if key not in self._dropped:
                     self._audit.trust(suspicion.formats, suspicion.iteration)

@@ -108,8 +108,8 @@ CASES = {
 
 LATER = {
     "session/model.py:_name_by_number": "ranks that have different layers at one path",
-    "session/model.py:_say_recomputed": "a checkpoint that computes a forward again outside of te.autocast",
-    "session/model.py:follow": "a module that trains outside of the model",
+    "session/model.py:_warn_of_recomputed": "a checkpoint that computes a forward again outside of te.autocast",
+    "session/model.py:_warn_of_unwatched": "a module that trains outside of the model",
 }
 """Warnings of these modules that only a training can give, and of what."""
 

@@ -107,7 +107,7 @@ def test_show_names_those_that_lose_most_among_the_worst_of_the_sqnr(trained: Tr
 
 
 def test_the_report_names_the_same(trained: Trained) -> None:
-    told = PageData.of(trained.run, 10**7).told
+    told = PageData.of(trained.run, 10**7).content
     of_page = {
         (told["families"][finding["family"]]["statistic"], told["families"][finding["family"]]["tensor"]): finding
         for finding in told["worst_layers"]

@@ -290,7 +290,7 @@ def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(delayed: Path)
     (worst,) = (one for one in look(run, ["underflows%"]).worst["underflows%"] if one.layer == "model.head")
     assert worst.worst_iteration > 0
     assert worst.curve.iterations.tolist() == [1, 2]
-    told = PageData.of(run, 10**7).told
+    told = PageData.of(run, 10**7).content
     assert [len(family["left"]) for family in told["families"]] == [1, 1], "and then the caption says so"
 
 

@@ -1,4 +1,4 @@
-"""Rules on parameters that do not train, and on ranks whose parameters differ."""
+"""Rules on parameters that do not train, and on parameters that differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from te_precision_callbacks.sinks.step_records import Event
 
 
 class _Kind(NamedTuple):
-    """A kind of problem, as in :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
+    """A kind of :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
 
     Attributes:
-        seen: what was seen, with places for ``names``, for ``number``, and for ``since``, its first step.
-        remedy: what to do; empty for the rule's remedy.
-        severity: its severity.
+        seen: the description, with places for ``names``, for ``number``, and for ``since``, its first step.
+        remedy: by default the rule's remedy.
+        severity: by default the rule's severity.
     """
 
     seen: str
@@ -32,9 +32,19 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
         "lost_gradient": _Kind(
             "no backward has reached {names} since step {since}, although it had gradients before and its module runs"
         ),
+        "left_out": _Kind(
+            "no forward has used {names} in {number:.0f} steps, since step {since}",
+            "If the module is meant to train, look at why forward() no longer calls it",
+            "note",
+        ),
         "not_held": _Kind(
             "no optimizer has {names}, although a backward has reached it",
             "Give the optimizer all parameters that train, also those that were added or replaced after it was made",
+        ),
+        "frozen_held": _Kind(
+            "an optimizer has {names}, which needs no gradient",
+            "If it is meant to train, set requires_grad=True; else leave it out of the optimizer",
+            "note",
         ),
     },
     "frozen-weight": {
@@ -54,11 +64,22 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
             " multiplied by 0",
             "warning",
         ),
+        "still": _Kind(
+            "hardly an element of {names} has changed in {number:.0f} steps, and so for nearly all weights",
+            "Look at the learning rate, at the factor of the loss, at gradients that are removed before the optimizer's"
+            " step, and for code that restores old weights",
+            "warning",
+        ),
         "apart": _Kind(
             "{number:.3g} % of the sampled elements of {names} are farther from the optimizer's master than rounding"
             " explains",
-            "Copy the masters into the weights after each step of the optimizer and before the next forward, and into"
-            " the masters what a checkpoint has loaded into the weights",
+            "Copy the masters into the weights after each step of the optimizer, and into the masters what a checkpoint"
+            " has loaded into the weights",
+        ),
+        "late": _Kind(
+            "the forward uses {names} as the optimizer's master was one step earlier ({number:.3g} % of the sampled"
+            " elements show it)",
+            "Copy the masters into the weights after the optimizer's step and before the next forward",
         ),
     },
     "replicas-differ": {
@@ -85,7 +106,6 @@ class _OfParameters(Judge):
     rule: str
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if event.kind != "parameters":
             return
         if self.rule in event.data.get("checked", ()):
@@ -119,7 +139,6 @@ class _OfRanks(_OfParameters):
         self.applies = False
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         self.applies = facts.settings is not None and facts.settings.ranks > 1
         yield from ()
 
@@ -159,13 +178,13 @@ RULES = (
         condition=(
             "in 6 steps of its optimizer no backward has reached a parameter; where an alike parameter has a gradient"
             " and the module of this one does not run, in 64. Or a parameter that had gradients gets none in 8 steps in"
-            " which its module runs, and in twice as many as ever before. Or a parameter has gradients and is in no"
-            " optimizer of the process"
+            " which its module runs, and in twice as many as ever before. Or a parameter has"
+            " gradients and is in no optimizer of the process. A parameter in an optimizer that needs no gradient is a"
+            " note"
         ),
         silent=(
-            "frozen parameters; copies that no optimizer has, such as an EMA; blocks that are no longer called after"
-            " they had gradients; optimizers that step less often than others; gradients that are 0, or removed before"
-            " the optimizer's step"
+            "frozen parameters outside of optimizers; copies that no optimizer has, such as an EMA; optimizers that"
+            " step less often than others; gradients that are 0, or removed before the optimizer's step"
         ),
         severity="warning",
         source="Megatron-LM issue 4765, TransformerEngine pull requests 3178 and 3234; the numbers of steps are ours",
@@ -191,13 +210,14 @@ RULES = (
             "a weight with gradients is the same, bit for bit, after 3 sampled steps over at least 6 steps, in which an"
             " update of the learning rate's size is at least 4 units in the last place of some sampled element. Or at"
             " least 1 % of its sampled elements are farther from the optimizer's float32 master than its format rounds,"
-            " in 2 checks in a row. A warning if optimizers that have stepped do not step in 20 steps, or if the"
-            " sampled gradients of at least 90 % of the matrices are 0 in 3 sampled steps in a row, over at least 6"
+            " in 2 checks in a row. A warning if optimizers that have stepped do not step in 20 steps, if the sampled"
+            " gradients of at least 90 % of the matrices are 0 in 3 sampled steps in a row over at least 6 steps, or if"
+            " at most 5 % of the sampled elements of at least 90 % of the float32 matrices have changed over at least 6"
             " steps"
         ),
         silent=(
-            "updates below the resolution of the weight, as with a learning rate of 0 (see lost-updates for 16 bits);"
-            " frozen weights; steps that a GradScaler skips; masters that are sharded or not in float32"
+            "updates of weights in 16 bits that rounding loses (see lost-updates); frozen weights;"
+            " steps that a GradScaler skips; masters that are sharded or not in float32 are not compared"
         ),
         severity="error",
         source="Megatron-LM issues 2272, 4800, 5236, 5487, 5707 and 6754; the thresholds are ours",

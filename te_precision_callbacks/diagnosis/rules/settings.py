@@ -1,4 +1,4 @@
-"""Rules on what is set for a whole run: the scaling of the loss, the reduction of amaxes, the arguments of recipes."""
+"""Rules on settings of a whole run: the scaling of the loss, the reduction of amaxes, the arguments of recipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ class LossScaling(Judge):
     """A GradScaler where nothing is in float16."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         settings = facts.settings
         if settings is None or not facts.has_run:
             return
@@ -41,7 +40,6 @@ class AmaxReduction(Judge):
         self.applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         settings = facts.settings
         if settings is None or not facts.has_run:
             return
@@ -70,7 +68,6 @@ class IgnoredArgument(Judge):
     """Arguments of recipes that Transformer Engine accepts and does not use."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         settings = facts.settings
         if settings is None or not facts.has_run:
             return
