@@ -160,7 +160,7 @@ class ForwardHooks:
 
         self._audit.enter(TEDebugState.get_iteration())
         listeners: tuple[Listener, ...] = ()
-        if (self._watched.armed or self._tap.operations.has_new):
+        if self._watched.armed or self._tap.operations.has_new:
             listeners = (self.order, self._audit.look, self._fused_observation, self._gemm_records, self.gemm_errors)
         if self.products.counting:
             listeners = (*(listeners or (self._audit.look,)), self.products.note)
