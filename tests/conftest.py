@@ -164,7 +164,7 @@ def global_state() -> dict[str, Any]:
     from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
     from transformer_engine.debug.pytorch import debug_quantization
     from transformer_engine.debug.pytorch.debug_state import TEDebugState
-    from transformer_engine.pytorch import Linear, cpu_offload
+    from transformer_engine.pytorch import cpu_offload
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     from te_precision_callbacks.session.endings import Uncaught
@@ -186,7 +186,6 @@ def global_state() -> dict[str, Any]:
             TransformerEngineBaseModule.no_debug_features_active,
             debug_quantization.DebugQuantizer,
             cpu_offload.TEDebugState,
-            Linear.onnx_forward,
         ),
         "loggers": {
             name: (list(found.handlers), found.level, found.propagate)

@@ -41,7 +41,7 @@ def _commands() -> None:
 
 @app.command("list")
 def list_command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder, looked through with its folders.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder, including its subfolders.")],
     as_json: Json = False,
 ) -> None:
     """List the dumps in a folder: the layer, tensor and step of each dump, and its content."""

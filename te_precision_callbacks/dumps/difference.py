@@ -397,7 +397,6 @@ def _direction(name: str, part: Stored) -> DirectionNumbers:
 
 
 def _amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return the largest magnitude of each block, or NaN."""
     return tiled(matrix.abs(), block).amax((1, 3))
 
 

@@ -135,7 +135,6 @@ def save(
 
 
 def _whole(name: str, number: Any) -> int:
-    """Convert a number, also in a tensor or array, to int."""
     try:
         return operator.index(number)
     except TypeError as error:
@@ -358,18 +357,13 @@ def list_dumps(folder: str | os.PathLike[str]) -> Listing:
         folder: the folder, or one file. Hidden files are ignored.
 
     Raises:
-        DumpError: there is no such folder, or it cannot be read.
+        DumpError: there is no such folder.
     """
     entries: list[Entry] = []
     foreign: list[Foreign] = []
 
-    def unreadable(error: OSError) -> None:
-        path = Path(error.filename)
-        if path == Path(folder):
-            raise DumpError(f"{path}: cannot be read: {error.strerror}.") from error
-        foreign.append(Foreign(path, f"cannot be read: {error.strerror}"))
-
-    for path in _files(Path(folder), unreadable):
+    unreadable: list[OSError] = []
+    for path in _files(Path(folder), unreadable.append):
         try:
             size = path.stat().st_size
             with _opened(path) as file:
@@ -380,6 +374,7 @@ def list_dumps(folder: str | os.PathLike[str]) -> Listing:
             foreign.append(Foreign(path, f"cannot be read: {error.strerror or error}"))
         except DumpError as error:
             foreign.append(Foreign(path, str(error).removeprefix(f"{path}: ")))
+    foreign += [Foreign(Path(error.filename), f"cannot be read: {error.strerror}") for error in unreadable]
     return Listing(entries, foreign)
 
 

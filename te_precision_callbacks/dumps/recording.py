@@ -218,7 +218,6 @@ class Recorder:
         self._report_failure()
 
     def _follow_fork(self) -> None:
-        """Reset in a forked process: the parent writes the queued dumps."""
         if os.getpid() != self._process:
             self._begin()
 
@@ -328,7 +327,6 @@ class Recorder:
         return found if any(schedule.at(seen.iteration)[0] for schedule in found.schedules) else None
 
     def _complain(self, condition: Condition, seen: Watched, text: str) -> None:
-        """Report once a condition that can never hold."""
         if self._notices.first(condition):
             error = DumpError(f"{text} Further tensors with this condition are not named.")
             self._report("dumping", f"{seen.layer} {seen.tensor}", error)
@@ -341,7 +339,7 @@ class Recorder:
             lacking = " and no ".join(key for key, is_wanted in asked.items() if is_wanted)
             self._warn_once(
                 ("nothing", lacking),
-                "DumpTensors: nothing is written of %s of %s: it has no %s. Further such tensors are not named.",
+                "DumpTensors: %s of %s is not written: it has no %s. Further such tensors are not named.",
                 seen.tensor,
                 seen.layer,
                 lacking,
@@ -426,7 +424,6 @@ def _log(doing: str, of: str, error: Exception) -> None:
 
 
 def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
-    """Read flags from the device, at once."""
     there = [flag for flag in flags if flag is not None]
     read = iter(torch.stack([flag.to(there[0].device) for flag in there]).tolist() if there else ())
     return [flag is not None and next(read) for flag in flags]

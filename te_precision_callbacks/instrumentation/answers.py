@@ -6,7 +6,6 @@ Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.is_debug_iter
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +21,6 @@ from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.forward_notes import ForwardNotes
 from te_precision_callbacks.instrumentation.refusals import (
     CUDA_GRAPH,
-    ONNX_EXPORT,
     DebugForward,
     DebugRefusal,
     RefusedLayers,
@@ -153,7 +151,7 @@ class Answers:
             logger.warning(
                 "%s has run %d forwards in training without a step(). A debug iteration lasts from step() to step(),"
                 " called after each step of the optimizer: without it every forward belongs to iteration %d, and no"
-                " statistics are logged. Ignore this warning if one optimizer step accumulates so many micro-batches.",
+                " statistics are logged. Ignore this warning if one optimizer step has that many micro-batches.",
                 module.name,
                 MOST_FORWARDS,
                 TEDebugState.get_iteration(),
@@ -214,22 +212,6 @@ class Answers:
             return self._is_left_alone(forward, idle=idle)
 
         return no_debug_features_active
-
-    def make_onnx_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of a module's ``onnx_forward``, which raises in debug mode."""
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
-        @functools.wraps(upstream)
-        def onnx_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
-            if id(module) not in self.watched.fused:
-                self._note_refusal(module, ONNX_EXPORT)
-            enabled, TEDebugState.debug_enabled = TEDebugState.debug_enabled, False
-            try:
-                return upstream(module, *arguments, **keywords)
-            finally:
-                TEDebugState.debug_enabled = enabled
-
-        return onnx_forward
 
     def _is_left_alone(self, forward: DebugForward, *, idle: bool) -> bool:
         """Return whether a forward takes the ordinary path: no feature acts in it, or it is refused."""

@@ -9,9 +9,9 @@ read from Transformer Engine 2.20.2:
 - ``debug_quantization.DebugQuantizer`` (``debug/pytorch/debug_quantization.py``), which each forward in debug mode
   builds for each tensor, by a subclass with the kind of its forward (``quantizer.py``).
 
-Layers that Transformer Engine refuses in debug mode (``refusals.py``) stay unchanged. Refusals for the whole process
-are removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``, and ``onnx_forward`` of the
-modules. ``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) is wrapped to detect CUDA graphs.
+Layers that Transformer Engine refuses in debug mode (``refusals.py``) stay unchanged. The refusal of CPU offloading for
+the whole process is removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``.
+``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) is wrapped to detect CUDA graphs.
 """
 
 from __future__ import annotations
@@ -170,7 +170,6 @@ class ForwardHooks:
         self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges)
 
     def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Any:
-        """Pass on the tensor that a GEMM is about to add to."""
         self._gemm_records.before_sum(layer, gemm, out, kept)
         return self.gemm_errors.before_sum(layer, gemm, out, kept)
 
@@ -262,16 +261,12 @@ class ForwardHooks:
                 self._seams.replace(module, "DebugQuantizer", quantizer)
 
     def _install_for_refusals(self) -> None:
-        """Remove Transformer Engine's refusals for the whole process, and detect CUDA graphs."""
-        import transformer_engine.pytorch as te
+        """Allow CPU offloading, and detect CUDA graphs."""
         from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 
         for module in (cpu_offload, cpu_offload_v1):
             require(module, "TEDebugState")
             self._seams.replace(module, "TEDebugState", _NotDebugging)
-        for module_class in (te.Linear, te.LayerNormLinear, te.LayerNormMLP):
-            require(module_class, "onnx_forward")
-            self._seams.replace(module_class, "onnx_forward", self.answers.make_onnx_forward(module_class.onnx_forward))
         if hasattr(torch.cuda.CUDAGraph, "capture_begin"):  # the reference backend has no graphs
             self._seams.replace(torch.cuda.CUDAGraph, "capture_begin", self._make_capture_begin(torch.cuda.CUDAGraph))
 
@@ -303,7 +298,7 @@ def require(owner: Any, *names: str) -> None:
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise SessionError(
-            f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, on which the session relies."
+            f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, which the session needs."
             " Install Transformer Engine 2.20, or a te-precision-callbacks made for your version."
         )
 

@@ -80,7 +80,7 @@ def why_not_fused(
     """
     module: Any = named.module
     if getattr(module, "sequence_parallel", False) and getattr(module, "tp_size", 1) > 1:
-        return NotFused("with sequence parallelism its GEMMs get gathered tensors, and not those of this rank")
+        return NotFused("with sequence parallelism its GEMMs get tensors gathered from all ranks")
     if any(value for name, value in vars(module).items() if name.startswith(_OVERLAPPING)):
         return NotFused("communication overlaps with its GEMMs")
     grouped = ("use_grouped_tensor", "single_grouped_weight", "single_grouped_bias")
@@ -88,7 +88,7 @@ def why_not_fused(
         return NotFused("its experts' tensors are one grouped tensor")
     parts = _parts(module)
     if parts is None:
-        return NotFused(f"nothing is known of the path of a {type(module).__name__}")
+        return NotFused(f"the fused path is unknown for a {type(module).__name__}")
     for number, layer in enumerate(named.layers):
         entry = planned.get(layer.name)
         if entry is None:
@@ -135,7 +135,6 @@ def _why_not(name: str, options: Any, available: frozenset[str], module: Any, on
 
 
 def _always_changes(effect: Effect) -> bool:
-    """Return whether a feature changes precision in every step."""
     return EVERY_STEP in (effect.schedules.values() or (EVERY_STEP,))
 
 

@@ -121,7 +121,7 @@ class GemmErrors:
 
     Attributes:
         operands: operands in high precision, until their GEMM has run.
-        not_measured: (layer, GEMM) -> why it, or a part of it, was not measured in all or some calls.
+        not_measured: (layer, GEMM) -> why it, or the error of its format, was not measured in any call.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
@@ -131,7 +131,6 @@ class GemmErrors:
         self._selected = SelectedGemms(LogGemmErrorItem)
         self._weights: dict[tuple[str, str], _Kept] = {}
         self.not_measured: dict[tuple[str, str], str] = {}
-        self._reasons: dict[tuple[str, str], str] = {}
         self._measured: set[tuple[str, str, bool]] = set()
 
     @property
@@ -194,8 +193,8 @@ class GemmErrors:
             reason: the reason.
             remedy: a change of the config, which is logged as a warning once.
         """
-        self._reasons.setdefault((layer, gemm), reason)
-        self._update(layer, gemm)
+        if (layer, gemm, reason.startswith(_FORMAT)) not in self._measured:
+            self.not_measured.setdefault((layer, gemm), reason)
         if self._engine.notices.first(f"not measured: {remedy or reason}"):
             logger.log(
                 logging.WARNING if remedy else logging.INFO,
@@ -207,15 +206,9 @@ class GemmErrors:
             )
 
     def _note_measured(self, layer: str, gemm: str, *, of_format: bool = False) -> None:
-        if (layer, gemm, of_format) not in self._measured:
-            self._measured.add((layer, gemm, of_format))
-            self._update(layer, gemm)
-
-    def _update(self, layer: str, gemm: str) -> None:
-        reason = self._reasons.get((layer, gemm))
-        if reason is not None:
-            is_partly = (layer, gemm, reason.startswith(_FORMAT)) in self._measured
-            self.not_measured[layer, gemm] = f"{reason}, in some calls" if is_partly else reason
+        self._measured.add((layer, gemm, of_format))
+        if self.not_measured.get((layer, gemm), "").startswith(_FORMAT) is of_format:
+            self.not_measured.pop((layer, gemm), None)
 
     def _prepare(self, event: GemmEvent) -> None:
         """Multiply the operands of the forward with the probes of all GEMMs with this operand A."""
@@ -349,7 +342,7 @@ def why_not_seen(event: GemmEvent, before: Any) -> str:
     if taken.get("gelu") and taken.get("grad"):
         return "the derivative of GELU is fused into it"
     if taken.get("gelu") and event.gelu_input is None:
-        return "its result before GELU is not handed out"
+        return "its result before GELU is not available"
     result = result_of(event)
     if result is None:
         return "the results of all experts are in one buffer"
@@ -357,7 +350,7 @@ def why_not_seen(event: GemmEvent, before: Any) -> str:
         return "its result is written quantized"
     if getattr(taken.get("quantization_params"), "rowwise_tensor_plan", None) == API_CALL_MODIFY:
         return "a feature replaces its result"
-    return "what it adds to was not seen" if taken.get("accumulate") and before is None else ""
+    return "the previous sum was not observed" if taken.get("accumulate") and before is None else ""
 
 
 def added(event: GemmEvent) -> dict[str, Any]:

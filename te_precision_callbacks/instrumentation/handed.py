@@ -146,7 +146,6 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any
 
 
 def _plain(found: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
-    """Drop quantized tensors."""
     return {
         key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
     }

@@ -110,7 +110,6 @@ class OperationsTap:
         return fuser_backward
 
     def _layers_in(self, operation: Any) -> list[Sequence[str]]:
-        """Return the layers of each operation with GEMMs in an operation."""
         basic = [operation, *getattr(operation, "basic_ops", ())]
         return [self._operations[id(one)].layers for one in basic if id(one) in self._operations]
 

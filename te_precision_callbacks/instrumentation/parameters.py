@@ -1,16 +1,17 @@
-"""Checks the parameters of a model under any config: gradients that never arrive, weights that never change, and
-low-precision weights that do not follow their masters.
+"""Finds parameters that do not train, under any config: missing gradients, weights that never change, and low-precision
+weights that differ from their master weights.
 
-In most steps only whether parameters have gradients is checked, on the host. Weights are sampled in few steps.
-Weights that have changed once are not sampled again, unless the optimizer keeps masters of them.
+Gradients are checked on the host in every step. Weights are sampled in few steps, and no longer once they have changed,
+unless the optimizer holds master weights.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,41 +27,43 @@ from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 
 WITHOUT_GRADIENT = 6
-"""Steps of its optimizer after which a parameter without a gradient is reported."""
+"""Optimizer steps after which a parameter without a gradient is reported."""
 
-MOST_LEFT_OUT = 64
-"""The same where an alike parameter has had a gradient and its module does not run: blocks may be left out at random,
-and experts lack tokens."""
+MOST_IDLE = 64
+"""The same where a similar parameter has a gradient and the module does not run: blocks may be skipped at random, and
+experts may lack tokens."""
 
 LOST = 8
-"""Steps in a row in which a parameter that has had gradients gets none, although its module runs."""
+"""Consecutive steps without a gradient, although the module runs and earlier steps had one."""
 
 UNSTEPPED = 20
-"""Debug iterations in a row without a step of the optimizers that have stepped before."""
+"""Consecutive debug iterations without a step of optimizers that stepped before."""
 
 UNCHANGED, SPAN = 3, 6
-"""Sampled steps that should have changed a weight, and the steps that they span at least."""
+"""Sampled steps that should have changed a weight, and the steps that they must span."""
+
+FEW_CHANGED, NEARLY_ALL = 0.05, 0.9
+"""The share of changed elements in a weight that stands still, and the share of the matrices that must stand still or
+have gradients of 0."""
 
 LIKELY = 4.0
-"""An update of so many units in the last place must change a weight."""
-
-FEW_CHANGED, STILL = 0.05, 0.9
-"""The share of a weight's sampled elements that may have changed where it stands still, and the share of the parameters
-that must stand still."""
+"""An update of this many units in the last place must change a weight."""
 
 APART, APART_CHECKS = 0.01, 2
-"""The share of sampled elements farther from the master than rounding explains, and the checks that show it."""
+"""The share of sampled elements farther from the master weight than rounding explains, and the consecutive checks that
+must show it."""
 
 
 class Problem(NamedTuple):
     """A problem of a parameter.
 
     Attributes:
-        what: ``no_gradient``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``,
-            ``unstepped``, ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still`` or ``nonfinite``.
-        name: the parameter; empty if it is about the model.
-        since: the iteration in which it began.
-        number: the steps or the percent of elements that show it.
+        what: ``no_gradient``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``, ``unstepped``,
+            ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still`` or ``nonfinite``; from :mod:`replicas`,
+            ``differs``, ``differs_from_start`` or ``no_reduction``.
+        name: the parameter; empty if the problem is about the model.
+        since: the first iteration with the problem.
+        number: the steps, or the percentage of elements, that show it.
     """
 
     what: str
@@ -71,14 +74,14 @@ class Problem(NamedTuple):
 
 @dataclass(eq=False)
 class _Gap:
-    """Steps of its optimizers in a row in which a parameter has no gradient.
+    """Consecutive optimizer steps without a gradient of a parameter.
 
     Attributes:
-        since: the iteration of the first of them.
+        since: the first iteration.
         steps: their number.
-        called: those of them before which its module ran in training.
-        reached, ran: whether a backward has reached it, and its module has run, since the last step.
-        hooks: see both.
+        called: the steps before which the module ran in training.
+        reached, ran: whether a backward has reached the parameter, and its module has run, since the last step.
+        hooks: the hooks that set both.
     """
 
     since: int
@@ -89,26 +92,27 @@ class _Gap:
     hooks: tuple[RemovableHandle, ...] = ()
 
     def unhook(self) -> None:
-        """Remove its hooks."""
         for hook in self.hooks:
             hook.remove()
 
 
 @dataclass(eq=False)
 class _Parameter:
-    """A parameter, as far as it was checked.
+    """The state of a parameter's checks.
 
     Attributes:
-        at_step: whether an optimizer that steps has found a gradient of it.
-        gap: the steps without a gradient up to now; None if the last one had one.
+        at_step: whether a gradient exists when the optimizer steps.
+        gap: the current gap; None if the last step had a gradient.
         longest: the steps of the longest earlier gap.
-        held_until: the last iteration in which an optimizer that has it stepped; -1 if none has.
-        reference: its first sample, while hardly an element of later ones differs.
-        has_moved: whether an element of a later sample has differed.
-        still_since, still_until: the iterations of its first sample and of the last one that hardly differs, or -1.
-        moves: the iterations whose optimizer step should have changed it.
-        zeroed: the latest sampled iterations in a row in which each sampled element of its gradient is 0.
-        checks: what each check against its master has shown: ``apart`` or ``late``, by iteration.
+        held_until: the last iteration with a step of an optimizer of the parameter, or -1.
+        reference: its first sample, until a later sample differs in more than a few elements.
+        has_moved: whether an element of a later sample differs.
+        still_since, still_until: the iterations of its first sample, and of the last one with few differences, or -1.
+        moves: the iterations with an optimizer step that should have changed it.
+        zeroed: the last consecutive sampled iterations with a gradient of 0 in each sampled element.
+        apart_before: the share of elements that differ from the master weight before the optimizer's last step.
+        checks: the last checks against the master weight: ``apart``, ``late`` or empty, the iteration and the
+            percentage.
     """
 
     name: str
@@ -125,54 +129,48 @@ class _Parameter:
     still_until: int = -1
     moves: tuple[int, ...] = ()
     zeroed: tuple[int, ...] = ()
+    apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
+
+    def note_expected(self, iteration: int, share: float) -> None:
+        if share > 0:
+            self.moves = (*self.moves, iteration)
+
+    def note_gradient(self, iteration: int, share: float) -> None:
+        self.zeroed = (*self.zeroed, iteration) if share == 0 else ()
+
+    def note_changed(self, iteration: int, share: float) -> None:
+        self.has_moved |= share > 0
+        if share > FEW_CHANGED:
+            self.reference = None
+        else:
+            self.still_until = iteration
+
+    def note_before(self, share: float) -> None:
+        self.apart_before = share
+
+    def note_apart(self, iteration: int, share: float) -> None:
+        what = "" if share < APART else "late" if self.apart_before < share / 8 else "apart"
+        self.checks = (*self.checks, (what, iteration, 100 * share))[-APART_CHECKS:]
 
 
 class _Held(NamedTuple):
-    """A parameter in an optimizer: itself or its master, with the options of its group."""
+    """A parameter in an optimizer: the parameter itself or its master weight, with the options of its group."""
 
     parameter: _Parameter
     tensor: torch.Tensor
     group: Mapping[str, Any]
 
 
-class _Compared(NamedTuple):
-    """Elements that rounding does not explain, against the master now and before the last step."""
-
-    parameter: _Parameter
-    iteration: int
-    now: torch.Tensor
-    before: torch.Tensor
-
-
-class _Reading(NamedTuple):
-    """Samples that are copied to the host.
-
-    Attributes:
-        moves: the parameters of which a step should have changed elements, and the step.
-        changed: those that were compared with what they were in their first sampled step, and the step.
-        gradients: those whose gradient was sampled, and the step.
-        compared: those that were compared with their masters, and the step.
-        shares: gives the means of what was compared: of ``moves``, ``changed``, ``gradients`` (elements
-            that are not 0), and twice ``compared``.
-    """
-
-    moves: list[tuple[_Parameter, int]]
-    changed: list[tuple[_Parameter, int]]
-    gradients: list[tuple[_Parameter, int]]
-    compared: list[tuple[_Parameter, int]]
-    shares: Callable[[], list[float]]
+_Note = Callable[[float], None]
+"""Receives the mean of a sampled row."""
 
 
 class ParameterWatch:
     """Checks the parameters of a model from :meth:`begin` to :meth:`remove`.
 
-    Args:
-        model: the model.
-        failures: receives failures.
-
     Attributes:
-        checked: the rules that have had enough to check.
+        checked: the rules that had enough data.
     """
 
     def __init__(self, model: TrainedModel, failures: ObservationFailures) -> None:
@@ -184,12 +182,9 @@ class ParameterWatch:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
-        self._compared: list[_Compared] = []
-        self._expected: list[tuple[_Parameter, int, torch.Tensor]] = []
-        self._changed: list[tuple[_Parameter, int, torch.Tensor]] = []
-        self._gradients: list[tuple[_Parameter, int, torch.Tensor]] = []
-        self._reading: _Reading | None = None
-        self._told: set[tuple[str, str]] = set()
+        self._sampled: list[tuple[torch.Tensor, _Note]] = []
+        self._reading: tuple[Callable[[], list[float]], list[_Note]] | None = None
+        self._reported: set[tuple[str, str]] = set()
         self._stepped = 0
         self._first = self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -197,24 +192,23 @@ class ParameterWatch:
         self._has_sampled = self._has_begun = False
 
     def begin(self, iteration: int) -> None:
-        """Begin to check in an iteration, if that was not done yet."""
+        """Start checking in an iteration; does nothing if already started."""
         if not self._has_begun:
             self._has_begun = True
             self._first = self._iteration = iteration
 
     def remove(self) -> None:
-        """Stop checking."""
         for parameter in self._parameters.values():
             if parameter.gap is not None:
                 parameter.gap.unhook()
-        for kept in (self._parameters, self._held, self._masters):
-            kept.clear()
+        for cache in (self._parameters, self._held, self._masters):
+            cache.clear()
 
     # ------------------------------------------------------------------ before a step of an optimizer
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer, iteration: int) -> None:
-        """Check gradients, and in few steps sample weights and masters."""
+        """Check gradients, and in few steps sample weights and master weights."""
         self._iteration = iteration
         try:
             held = self.held_by(optimizer)
@@ -228,14 +222,15 @@ class ParameterWatch:
             self._compare_masters(optimizer)
             if self._is_due:
                 self._has_sampled = True
-                self._sample(optimizer, held)
+                for each in held:
+                    self._sample(optimizer, each)
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
         except Exception as error:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
 
     def _refresh(self) -> None:
-        """Take the parameters that the model has now."""
+        """Read the parameters that the model has now."""
         known, self._parameters = self._parameters, {}
         for name, weight, module in self._model.named_parameters():
             if id(weight) not in known:
@@ -246,7 +241,7 @@ class ParameterWatch:
             self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> list[_Held]:
-        """The model's parameters in an optimizer; found again when it gets more of them."""
+        """Return the model's parameters in an optimizer; searched again when the optimizer gets more of them."""
         if not self._parameters:
             self._refresh()
         count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -266,26 +261,26 @@ class ParameterWatch:
         return held
 
     def _by_values(self, pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]) -> list[_Held]:
-        """The parameters of which an optimizer has masters: as many, in the same order, with the same values."""
+        """Match master weights to parameters: the same number, order, shapes and values."""
         trained = [each for each in self._parameters.values() if each.weight.requires_grad]
         shapes = [each.weight.shape for each in trained]
         if not pairs or [tensor.shape for tensor, _ in pairs] != shapes:
             return []
         held = [_Held(each, *pair) for each, pair in zip(trained, pairs, strict=True)]
-        found = [(sample(each.parameter.weight), pick(local(each.tensor))) for each in held]
-        apart = [_apart(weight, master) for weight, master in found if weight is not None]
+        samples = [(sample(each.parameter.weight), pick(local(each.tensor))) for each in held]
+        apart = [_apart(weight, master) for weight, master in samples if weight is not None]
         return held if apart and max(means(apart)()) < APART else []
 
     def _check_gradients(self, held: list[tuple[_Parameter, torch.Tensor]]) -> None:
-        """Check the gradients of parameters; of those that have one again, as nearly all, without a call."""
+        """Check gradients, without a call for the many parameters that have one again."""
         for parameter, tensor in held:
             has_gradient = tensor.grad is not None or parameter.weight.grad is not None
             if not (has_gradient and parameter.at_step) or parameter.gap is not None:
                 self._check_gradient(parameter, tensor)
 
     def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
-        """Check whether a backward has reached a parameter since the last step: by its gradient where an optimizer
-        steps; and by a hook, of one that has none there."""
+        """Check whether a backward has reached a parameter since the last step: by its gradient, or by a hook where no
+        gradient exists when the optimizer steps."""
         weight = parameter.weight
         if weight.grad is not None or held.grad is not None or getattr(weight, "grad_added_to_main_grad", False):
             parameter.has_gradient = parameter.at_step = True
@@ -311,52 +306,46 @@ class ParameterWatch:
         gap.called += gap.ran
         gap.ran = False
 
-    # ------------------------------------------------------------------ samples
-
-    def _sample(self, optimizer: Optimizer, held: list[_Held]) -> None:
-        """Keep masters, and samples of weights that have not changed yet, with what the step should change."""
-        iteration = self._iteration
-        masters: list[tuple[_Held, int, torch.Tensor]] = []
-        for each in held:
-            parameter, group = each.parameter, each.group
-            if (master := _master(optimizer, each)) is not None:
-                masters.append((each, iteration, pick(master)))
-            if not parameter.weight.requires_grad:
-                continue
-            gradient = _gradient(each)
-            picked = None if gradient is None else pick(local(gradient))
-            if picked is not None and parameter.weight.dim() > 1:
-                self._gradients.append((parameter, iteration, picked.ne(0)))
-            if parameter.has_moved and parameter.reference is None:
-                continue
-            now = pick(raw(parameter.weight))
-            if parameter.reference is None:
-                parameter.reference, parameter.still_since = now, iteration
-            elif (parameter.reference.shape, parameter.reference.dtype) == (now.shape, now.dtype):
-                self._changed.append((parameter, iteration, now.ne(parameter.reference)))
-            else:
-                parameter.has_moved, parameter.reference = True, None
-                continue
-            weight = sample(parameter.weight)
-            if picked is not None and weight is not None:
-                expected = _should_move(picked, weight, group)
-                self._expected.append((parameter, iteration, expected))
-        if masters:
-            self._masters[optimizer] = masters
+    def _sample(self, optimizer: Optimizer, held: _Held) -> None:
+        """Keep a sample of the master weight; compare the weight with its first sample until it has changed."""
+        parameter, weight, iteration = held.parameter, held.parameter.weight, self._iteration
+        if (master := _master(optimizer, held)) is not None:
+            self._masters.setdefault(optimizer, []).append((held, iteration, pick(master)))
+        if not weight.requires_grad:
+            return
+        gradient = _gradient(held)
+        picked = None if gradient is None else pick(local(gradient))
+        if picked is not None and weight.dim() > 1:
+            self._sampled.append((picked.ne(0), functools.partial(parameter.note_gradient, iteration)))
+        if parameter.has_moved and parameter.reference is None:
+            return
+        elements, reference = pick(raw(weight)), parameter.reference
+        if reference is None:
+            parameter.reference, parameter.still_since = elements, iteration
+        elif (reference.shape, reference.dtype) == (elements.shape, elements.dtype):
+            self._sampled.append((elements.ne(reference), functools.partial(parameter.note_changed, iteration)))
+        else:
+            parameter.note_changed(iteration, 1.0)
+            return
+        now = sample(weight)
+        if picked is not None and now is not None:
+            expected = _should_move(picked, now, held.group)
+            self._sampled.append((expected, functools.partial(parameter.note_expected, iteration)))
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
-        """Compare weights, as the last forward has used them, with the masters now and before the last step."""
-        for each, iteration, before in self._masters.pop(optimizer, ()):
-            master, weight = _master(optimizer, each), sample(each.parameter.weight)
+        """Compare weights, as the last forward used them, with the master weights now and before the last step."""
+        for held, iteration, before in self._masters.pop(optimizer, ()):
+            parameter, master, weight = held.parameter, _master(optimizer, held), sample(held.parameter.weight)
             if master is not None and weight is not None:
+                self._sampled.append((_apart(weight, before), parameter.note_before))
                 now = _apart(weight, pick(master))
-                self._compared.append(_Compared(each.parameter, iteration, now, _apart(weight, before)))
+                self._sampled.append((now, functools.partial(parameter.note_apart, iteration)))
 
     # ------------------------------------------------------------------ after a debug iteration
 
     @torch.no_grad()
     def end_step(self, iteration: int) -> list[Problem]:
-        """The problems that are new after a debug iteration."""
+        """Return the problems that are new after a debug iteration."""
         problems: list[Problem] = []
         self._ended = iteration
         try:
@@ -365,8 +354,7 @@ class ParameterWatch:
             is_complete = self._reading is not None or self._has_sampled or self.is_due
             self._read()
             if self._has_sampled:
-                if self._expected or self._compared or self._changed or self._gradients:
-                    self._begin_reading()
+                self._begin_reading()
                 self._is_due = self._has_sampled = False
             if self.is_due:
                 self._refresh()
@@ -377,166 +365,137 @@ class ParameterWatch:
         return problems
 
     def begin_step(self, iteration: int) -> None:
-        """Begin a debug iteration."""
         self._iteration = iteration
         self._is_due |= is_due(iteration - self._first)
 
     @property
     def is_due(self) -> bool:
-        """Whether ranks compare parameters after the iteration that has ended; the same on all ranks."""
+        """Return whether ranks compare parameters after the iteration that has ended; equal on all ranks."""
         return is_due(self._ended - self._first)
 
     def _check_without_optimizer(self) -> None:
         """Count steps where no optimizer of torch's is known to step the model."""
         if not self._parameters:
             self._refresh()
-        found = self._parameters.values()
-        self._check_gradients([(each, each.weight) for each in found if each.weight.requires_grad])
+        trained = [each for each in self._parameters.values() if each.weight.requires_grad]
+        self._check_gradients([(each, each.weight) for each in trained])
 
     def _begin_reading(self) -> None:
-        """Begin to copy what the samples show to the host."""
-        expected, self._expected = self._expected, []
-        compared, self._compared = self._compared, []
-        changed, self._changed = self._changed, []
-        gradients, self._gradients = self._gradients, []
-        rows = [row for _, _, row in (*expected, *changed, *gradients)]
-        shares = means([*rows, *(each.now for each in compared), *(each.before for each in compared)])
-        moved, sampled, graded = (
-            [(parameter, iteration) for parameter, iteration, _ in rows] for rows in (expected, changed, gradients)
-        )
-        compared_at = [(each.parameter, each.iteration) for each in compared]
-        self._reading = _Reading(moved, sampled, graded, compared_at, shares)
+        sampled, self._sampled = self._sampled, []
+        if sampled:
+            self._reading = means([row for row, _ in sampled]), [note for _, note in sampled]
 
     def _read(self) -> None:
-        """Note what the samples have shown of which a copy was begun."""
+        """Note the results copied to the host."""
         if self._reading is None:
             return
-        reading, self._reading = self._reading, None
-        shares = iter(reading.shares())
-        for parameter, iteration in reading.moves:
-            if next(shares) > 0:
-                parameter.moves = (*parameter.moves, iteration)
-        for parameter, iteration in reading.changed:
-            share = next(shares)
-            if share > 0:
-                parameter.has_moved = True
-            if share > FEW_CHANGED:
-                parameter.reference = None
-            else:
-                parameter.still_until = iteration
-        for parameter, iteration in reading.gradients:
-            parameter.zeroed = (*parameter.zeroed, iteration) if next(shares) == 0 else ()
-        of_now, of_before = ([next(shares) for _ in reading.compared] for _ in range(2))
-        for (parameter, iteration), apart, apart_before in zip(reading.compared, of_now, of_before, strict=True):
-            what = "" if apart < APART else "late" if apart_before < apart / 8 else "apart"
-            parameter.checks = (*parameter.checks, (what, iteration, 100 * apart))[-APART_CHECKS:]
+        (shares, notes), self._reading = self._reading, None
+        for note, share in zip(notes, shares(), strict=True):
+            note(share)
         if any(each.has_moved or each.moves for each in self._parameters.values()):
             self.checked.add("frozen-weight")
 
     # ------------------------------------------------------------------ problems
 
     def _new_problems(self) -> list[Problem]:
-        problems = [found for found in self._problems() if (found.what, found.name) not in self._told]
-        self._told.update((found.what, found.name) for found in problems)
-        if self._trains and all(_is_settled(each, self._told) for each, _ in self._without_in_training()):
+        problems = [each for each in self._problems() if (each.what, each.name) not in self._reported]
+        self._reported.update((each.what, each.name) for each in problems)
+        without = [each for each, _ in self._without_gradient()]
+        if self._trains and all(each.has_gradient or self._reports_missing(each) for each in without):
             self.checked.add("missing-gradient")
         return problems
+
+    def _reports_missing(self, parameter: _Parameter) -> bool:
+        return any((what, parameter.name) in self._reported for what in ("no_gradient", "frozen_held"))
 
     @property
     def _trains(self) -> bool:
         return bool(self._optimizer_steps) or any(each.has_gradient for each in self._parameters.values())
 
-    def _without_in_training(self) -> list[tuple[_Parameter, _Gap]]:
-        """The parameters without a gradient that optimizers hold; all of them where no optimizer is known."""
-        held = {id(each.parameter) for _, found in self._held.values() for each in found}
+    def _without_gradient(self) -> list[tuple[_Parameter, _Gap]]:
+        """Return the parameters in optimizers that have no gradient; without a known optimizer, all of them."""
+        held = self._held_parameters()
         gaps = [(each, each.gap) for each in self._parameters.values() if each.gap is not None]
         return [(each, gap) for each, gap in gaps if id(each) in held or not held] if self._trains else []
 
+    def _held_parameters(self) -> set[int]:
+        return {id(each.parameter) for _, held in self._held.values() for each in held}
+
     def _problems(self) -> Iterator[Problem]:
-        without = self._without_in_training()
-        alike = Counter(form_of(each.name) for each in self._parameters.values() if each.has_gradient and without)
+        without = self._without_gradient()
+        similar = Counter(form_of(each.name) for each in self._parameters.values() if each.has_gradient and without)
         for parameter, gap in without:
-            others = alike[form_of(parameter.name)]
-            what = ""
+            may_idle = similar[form_of(parameter.name)] and gap.called < WITHOUT_GRADIENT - 1
             if parameter.has_gradient:
                 if gap.called >= max(LOST, 2 * parameter.longest):
-                    what = "lost_gradient"
-                elif not gap.called and gap.steps >= max(MOST_LEFT_OUT, 4 * parameter.longest):
-                    what = "left_out"
-            elif gap.steps >= WITHOUT_GRADIENT and (
-                not others or gap.called >= WITHOUT_GRADIENT - 1 or gap.steps >= MOST_LEFT_OUT
-            ):
+                    yield Problem("lost_gradient", parameter.name, gap.since, gap.steps)
+                elif not gap.called and gap.steps >= max(MOST_IDLE, 4 * parameter.longest):
+                    yield Problem("left_out", parameter.name, gap.since, gap.steps)
+            elif gap.steps >= (MOST_IDLE if may_idle else WITHOUT_GRADIENT):
                 what = "no_gradient" if parameter.weight.requires_grad else "frozen_held"
-            if what:
                 yield Problem(what, parameter.name, gap.since, gap.steps)
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:
                 yield from _of_weight(parameter)
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
-        yield from self._zeroed()
-        yield from self._still()
+        yield from self._whole_model()
         if max(self._optimizer_steps.values(), default=0) >= WITHOUT_GRADIENT:
             yield from self._not_held()
 
-    def _zeroed(self) -> Iterator[Problem]:
-        """Matrices whose gradient is 0 at the step of their optimizer, if nearly all are so."""
+    def _whole_model(self) -> Iterator[Problem]:
+        """Find problems of nearly all matrices: gradients of 0 at the optimizer's step, and float32 weights that hardly
+        change. A bias of 0 is excluded, since any update changes it."""
         trained = [each for each in self._parameters.values() if each.has_gradient and each.weight.dim() > 1]
         zeroed = [
             each for each in trained if len(each.zeroed) >= UNCHANGED and each.zeroed[-1] - each.zeroed[0] >= SPAN
         ]
-        if zeroed and len(zeroed) >= STILL * len(trained):
+        if zeroed and len(zeroed) >= NEARLY_ALL * len(trained):
             for each in zeroed:
                 yield Problem("zeroed", each.name, each.zeroed[0], len(each.zeroed))
-
-    def _still(self) -> Iterator[Problem]:
-        """Float32 matrices with gradients that hardly change, if nearly all of them do; a bias of 0 is changed by any
-        update."""
-        found = self._parameters.values()
-        trained = [each for each in found if each.has_gradient and each.still_since >= 0 and each.weight.dim() > 1]
+        sampled = [each for each in trained if each.still_since >= 0]
         still = [
             each
-            for each in trained
+            for each in sampled
             if not each.moves
             and each.reference is not None
             and each.reference.dtype == torch.float32
             and each.still_until - each.still_since >= SPAN
         ]
-        if still and len(still) >= STILL * len(trained):
+        if still and len(still) >= NEARLY_ALL * len(sampled):
             for each in still:
                 yield Problem("still", each.name, each.still_since, each.still_until - each.still_since)
 
     def _not_held(self) -> Iterator[Problem]:
-        """Trainable parameters with gradients that no optimizer has, not even one that has not stepped yet."""
-        held = {id(each.parameter) for _, kept in self._held.values() for each in kept}
-        found = [
+        """Find trainable parameters with gradients in no optimizer of the process."""
+        held = self._held_parameters()
+        unheld = [
             each
             for each in self._parameters.values()
             if each.weight.requires_grad and each.has_gradient and id(each) not in held
         ]
-        if not found or all(("not_held", each.name) in self._told for each in found):
+        if not unheld or all(("not_held", each.name) in self._reported for each in unheld):
             return
-        others = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-        kept = {id(tensor) for each in others for group in each.param_groups for tensor in group["params"]}
-        for each in found:
+        optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        stepped = {id(tensor) for each in optimizers for group in each.param_groups for tensor in group["params"]}
+        for each in unheld:
             master = getattr(each.weight, "main_param", None)
-            if id(each.weight) not in kept and id(master) not in kept:
-                yield Problem("not_held", each.name, each.held_until + 1, len(found))
+            if id(each.weight) not in stepped and id(master) not in stepped:
+                yield Problem("not_held", each.name, each.held_until + 1, len(unheld))
 
     @torch.no_grad()
     def end(self, iteration: int) -> list[Problem]:
-        """The problems that are left at the end of a run, with the weights that have inf or nan after an iteration."""
+        """Return the remaining problems at the end of a run, and the weights with inf or nan."""
         self._read()
-        if self._expected or self._compared or self._changed or self._gradients:
-            self._begin_reading()
-            self._read()
+        self._begin_reading()
+        self._read()
         problems = self._new_problems()
         broken = _nonfinite([(name, local(weight)) for name, weight, _ in self._model.named_parameters()])
         return problems + [Problem("nonfinite", name, iteration, 1) for name in broken]
 
 
 def is_due(step: int) -> bool:
-    """Whether weights are sampled in a step, counted from the attach; the same on all ranks."""
+    """Return whether weights are sampled in a step, counted from the attach; equal on all ranks."""
     return step < 4 or step % 100 == 0 or step & (step - 1) == 0
 
 
@@ -545,7 +504,7 @@ def _note_backward(gap: _Gap) -> Any:
 
 
 def _note_forward(gap: _Gap) -> Callable[..., None]:
-    """A hook of a module, which Dynamo can trace: a compiled model stays one graph."""
+    """A module hook that Dynamo can trace: a compiled model stays one graph."""
 
     def note(module: torch.nn.Module, *_: Any) -> None:
         if module.training:  # in a reentrant checkpoint it runs without gradients
@@ -554,13 +513,8 @@ def _note_forward(gap: _Gap) -> Callable[..., None]:
     return note
 
 
-def _is_settled(parameter: _Parameter, told: Set[tuple[str, str]]) -> bool:
-    """Whether a parameter without a gradient has had one, or was reported."""
-    return parameter.has_gradient or any((what, parameter.name) in told for what in ("no_gradient", "frozen_held"))
-
-
 def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
-    """The problems of a weight that does not change, or does not follow its master."""
+    """Find a weight that does not change, or differs from its master weight."""
     shown = [what for what, _, _ in parameter.checks]
     if len(shown) >= APART_CHECKS and all(shown):
         what = "late" if set(shown) == {"late"} else "apart"
@@ -571,8 +525,8 @@ def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
 
 
 def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
-    """The float32 master of a weight, of its shape: what the optimizer steps, or keeps in its state. A plain float32
-    weight has none that counts: TE's FusedAdam keeps one and does not step it."""
+    """Return the float32 master weight, of the weight's shape: the tensor that the optimizer steps, or keeps in its
+    state. A plain float32 weight has none: TE's FusedAdam keeps one and does not step it."""
     weight = held.parameter.weight
     tensor: Any = held.tensor
     if tensor is weight:
@@ -593,9 +547,9 @@ def _gradient(held: _Held) -> torch.Tensor | None:
 
 
 def _should_move(gradient: torch.Tensor, weight: WeightSample, group: Mapping[str, Any]) -> torch.Tensor:
-    """[elements]: whether an update by a gradient is far above the resolution of the weight."""
+    """[elements]: whether the update by a gradient is far above the resolution of the weight."""
     size = gradient.float().abs()
-    if "betas" in group:  # of Adam's kind: at most the learning rate
+    if "betas" in group:  # Adam and its variants: at most the learning rate
         size = size / (size + float(group.get("eps") or 0.0))
     values = weight.values.float().abs()
     plain = weight.values.dtype
@@ -606,17 +560,17 @@ def _should_move(gradient: torch.Tensor, weight: WeightSample, group: Mapping[st
 
 
 def _apart(weight: WeightSample, master: torch.Tensor) -> torch.Tensor:
-    """[elements]: whether a weight is farther from its master than its format rounds."""
+    """[elements]: whether a weight is farther from its master weight than its format rounds."""
     values = weight.values.float()
     return (values - master).abs() > 1.001 * weight.relative * values.abs() + weight.absolute
 
 
 def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """The names of the weights with inf or nan, with one copy for each type on each device."""
+    """Return the names of weights with inf or nan, with one copy for each dtype on each device."""
     plain: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, weight in weights:
         codes = weight
-        if type(weight) is not torch.Tensor and is_quantized(weight):  # with a nan in it, it has the code of nan
+        if type(weight) is not torch.Tensor and is_quantized(weight):  # a nan has a code of its format
             if not hasattr(weight, "_fp8_dtype"):
                 continue
             least = 0x7C if "E5M2" in str(getattr(weight, "_fp8_dtype", "")) else 0x7F
@@ -624,8 +578,8 @@ def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
         if codes.numel() and codes.is_floating_point():
             plain.setdefault((codes.device, codes.dtype), []).append((name, codes))
     broken: list[str] = []
-    for found in plain.values():
-        largest = torch._foreach_norm([each for _, each in found], float("inf"))
+    for named in plain.values():
+        largest = torch._foreach_norm([each for _, each in named], float("inf"))
         finite = torch.stack(largest).isfinite().tolist()
-        broken += [name for (name, _), holds in zip(found, finite, strict=True) if not holds]
+        broken += [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite]
     return broken

@@ -102,7 +102,7 @@ class StepProfiler:
 
 
 def _keep_for_ever(profile: Any) -> None:
-    """Leak a discarded profile: freeing it would end the process (torch 2.13)."""
+    # Freeing a discarded profile would end the process (torch 2.13).
     for kept in (profile, getattr(getattr(profile, "profiler", None), "kineto_results", None)):
         if kept is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

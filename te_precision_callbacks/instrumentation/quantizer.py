@@ -61,7 +61,6 @@ class QueryingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc
             return False, False, False
 
     def _query_again_after(self, error: Exception) -> None:
-        """Report that a query failed, and repeat it in the next iteration."""
         self._failures.report("finding what to observe of", f"{self.layer_name} {self.tensor_name}", error)
         self.process_enabled_api_call((False, self.iteration + 1))
 

@@ -160,12 +160,6 @@ CUDA_GRAPH = DebugRefusal(
     of_forward=lambda forward: is_captured(),
     lasts=True,
 )
-ONNX_EXPORT = DebugRefusal(
-    "onnx_export",
-    "the export raises in debug mode, so the layer is exported without features",
-    "pytorch.module.linear:Linear.onnx_forward",
-    "Debug mode is not supported in ONNX export.",
-)
 REFUSALS = (
     DebugRefusal(
         "delay_wgrad_compute",
@@ -227,7 +221,6 @@ REFUSALS = (
         "CPU offload is not supported in debug mode.",
         of_forward=_offloads,
     ),
-    ONNX_EXPORT,
 )
 """The table of refusals. The first row that applies is the reason for a layer."""
 
@@ -330,11 +323,11 @@ class RefusedLayers:
         items = ((layer, refusal) for layer, refusals in self._refused.items() for refusal in refusals)
         news = [item for item in items if self._notices.first(item)]
         for name, refusal in news:
-            log(f"Layer {name} is left as it is. {refusal}")
+            log(f"Layer {name} keeps its ordinary path. {refusal}")
         if news:
             logger.warning(
-                "Transformer Engine's debug path refuses layers, which are left as they are: no feature acts on them,"
-                " and nothing of them is observed: %s.",
+                "Transformer Engine's debug path does not support some layers. No feature acts on them, and they are"
+                " not observed: %s.",
                 _format(news),
             )
         return bool(news)
@@ -342,9 +335,9 @@ class RefusedLayers:
 
 def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
     return ObservationError(
-        f"Transformer Engine's debug path refuses layers that the config selects: {_format(refused.items())}. Leave"
-        " the layers out of the config, or train them without the refused option. Without strict=True the layers train,"
-        " unobserved."
+        "Transformer Engine's debug path does not support layers that the config selects:"
+        f" {_format(refused.items())}. Leave the layers out of the config, or train them without the refused option."
+        " Without strict=True the layers train unobserved."
     )
 
 

@@ -133,7 +133,6 @@ class Replicas:
             yield from (Problem("differs_from_start", self._agreed[place], iteration, len(apart)) for place in apart)
 
     def _is_data_parallel(self) -> bool:
-        """Return whether the models are wrapped by DDP over all ranks."""
         size = self._ranks.size
         return all(
             type(root).__name__ == "DistributedDataParallel"

@@ -131,7 +131,6 @@ class RestingLayers:
                 self._check_state(module, iteration, excluded=excluded)
 
     def _moved(self, checked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
-        """Return the resting modules with another state than at the last check."""
         states = self._last_state
         return [
             module

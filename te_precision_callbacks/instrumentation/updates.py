@@ -135,7 +135,6 @@ def _usable(weights: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, tor
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sampled elements as a view."""
     flat = local(tensor).view(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 

@@ -274,7 +274,6 @@ class Inspector:
         python_logger.propagate = False
 
     def _report_log_failure(self, record: logging.LogRecord) -> None:
-        """Report a log line that failed, instead of logging's own traceback."""
         error = sys.exc_info()[1]
         if error is not None:
             self._failures.report("writing", _EVENTS, error)

@@ -1,4 +1,4 @@
-"""Samples of weights: a few elements of each, the same ones each time. Nothing waits for the device."""
+"""Samples of weights: a few fixed elements of each. Nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from te_precision_callbacks.base.numerics.layouts import NVFP4, is_quantized, scaling_mode, stored
 
 ROWS, ELEMENTS = 32, 1024
-"""At least so many rows and elements of a larger weight are sampled, and less than twice as many."""
+"""The minimum rows and elements sampled of a larger weight; the maximum is twice as many."""
 
 PLAIN_ROUNDING = 2.0**-7
-"""The relative error of a weight in bfloat16 or float16 that was truncated from its master."""
+"""The relative error of a weight in bfloat16 or float16 truncated from its master weight."""
 
 
 class WeightSample(NamedTuple):
@@ -21,8 +21,8 @@ class WeightSample(NamedTuple):
 
     Attributes:
         values: float32 or the weight's own type, [elements].
-        relative: the largest relative error of rounding to the weight's format.
-        absolute: the error of rounding near 0; float32, [elements] or a number.
+        relative: the largest relative rounding error of the weight's format.
+        absolute: the rounding error near 0; float32, [elements] or a number.
     """
 
     values: torch.Tensor
@@ -31,23 +31,22 @@ class WeightSample(NamedTuple):
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found.detach()
+    """Return this rank's part of a DTensor."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part.detach()
 
 
 def raw(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers of a weight; the codes of a quantized weight."""
+    """Return the elements of a weight, or the codes of a quantized weight."""
     own: Any = local(weight)
     if is_quantized(own):
         names = ("_data", "_rowwise_data", "_transpose", "_columnwise_data")
         own = next(codes for name in names if (codes := getattr(own, name, None)) is not None)
-    found: torch.Tensor = own
-    return found
+    return own  # type: ignore[no-any-return]
 
 
 def pick(tensor: torch.Tensor) -> torch.Tensor:
-    """The sampled elements of a plain tensor: [elements], a copy."""
+    """Copy the sampled elements of a plain tensor: [elements]."""
     matrix = tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
     return matrix[_grid(*matrix.shape)].reshape(-1).clone()
 
@@ -59,7 +58,7 @@ def _grid(rows: int, columns: int) -> tuple[slice, slice]:
 
 
 def sample(weight: torch.Tensor) -> WeightSample | None:
-    """The sampled elements of a weight, dequantized; None where its layout does not allow that."""
+    """Return the sampled elements of a weight, dequantized; None if its layout does not allow that."""
     own: Any = local(weight)
     if not is_quantized(own):
         return WeightSample(pick(own), PLAIN_ROUNDING)
@@ -88,10 +87,10 @@ def sample(weight: torch.Tensor) -> WeightSample | None:
 
 
 def means(rows: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
-    """Begin to copy the mean of each of some tensors to the host, with one copy from each device.
+    """Start copying the mean of each tensor to the host, with one copy from each device.
 
     Returns:
-        A function that gives them. It waits for the copies, which have long ended where it is called a step later.
+        A function that returns the means. It waits for the copies, which have ended if it is called a step later.
     """
     places: dict[torch.device, list[int]] = {}
     for place, row in enumerate(rows):
@@ -105,20 +104,19 @@ def means(rows: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
         copies.append((on, copy, event))
 
     def read() -> list[float]:
-        found = [0.0] * len(rows)
+        values = [0.0] * len(rows)
         for on, copy, event in copies:
             if event is not None and not event.query():  # type: ignore[no-untyped-call]
                 event.synchronize()
             for place, value in zip(on, copy.tolist(), strict=True):
-                found[place] = value
-        return found
+                values[place] = value
+        return values
 
     return read
 
 
 def segments(rows: Sequence[torch.Tensor], reduce: str, dtype: torch.dtype) -> torch.Tensor:
-    """Each of some tensors of one device, reduced to a number: [tensors]."""
+    """Reduce each tensor to a number: [tensors]. All tensors are on one device."""
     lengths = torch.tensor([row.numel() for row in rows]).to(rows[0].device, non_blocking=True)
     flat = torch.cat([row.reshape(-1).to(dtype) for row in rows])
-    found: torch.Tensor = torch.segment_reduce(flat, reduce, lengths=lengths, unsafe=True)
-    return found
+    return torch.segment_reduce(flat, reduce, lengths=lengths, unsafe=True)

@@ -79,7 +79,7 @@ class AbortAfterBatch(PrecisionDebugError, ValueError):
 
     def __init__(self, batch: int) -> None:
         super().__init__(
-            f"Stopped after batch {batch}, as abort_after_batch={batch} asks for. Nothing is wrong with it."
+            f"Stopped after batch {batch}, as abort_after_batch={batch} asks for. This is not a fault of the batch."
         )
         self.batch = batch
 

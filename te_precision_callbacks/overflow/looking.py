@@ -122,7 +122,7 @@ class Looking:
 
     def _warn_apart(self, error: RanksLostError) -> None:
         logger.warning(
-            "Activation overflow: this rank looks alone from now on. %s. A rank that finds one stops alone, and the"
+            "Activation overflow: this rank checks alone from now on. %s. A rank with an overflow stops alone, and the"
             " others wait for it until the timeout of their process group.",
             str(error).removesuffix("."),
         )

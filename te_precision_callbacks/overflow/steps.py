@@ -97,8 +97,8 @@ class Steps:
         self._foreign_steps += 1
         if self._foreign_steps >= _FOREIGN_STEPS and self.journal.notices.first("foreign steps"):
             logger.warning(
-                "Activation overflow: optimizers that hold no parameter of the model have made %d steps, and no look"
-                " came before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
+                "Activation overflow: optimizers that hold no parameter of the model have made %d steps without a"
+                " look before them. Optimizers that step copies of the parameters (DeepSpeed ZeRO,"
                 " Megatron's distributed optimizer) cannot be recognized: call look() of the detector before each of"
                 " their steps.",
                 _FOREIGN_STEPS,

@@ -168,7 +168,7 @@ def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
     codes, wrong, rounded, bias, zeros, expected_zeros, scales, wrong_scales = (each.item() for each in checked)
     found = []
     if wrong_scales:
-        found.append(f"{wrong_scales:.0f} of {scales:.0f} scales are not those of the format")
+        found.append(f"{wrong_scales:.0f} of {scales:.0f} scales do not follow from the format")
     if wrong:
         found.append(f"{wrong:.0f} of {codes:.0f} codes are not the nearest number of the format")
     if rounded and not wrong:

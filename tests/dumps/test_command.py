@@ -157,22 +157,3 @@ def test_diff_command(tmp_path: Path) -> None:
     high, rowwise = answer["differences"]
     assert (high["what"], high["differing"], high["sqnr_db"]) == ("high_precision", 0, "inf")
     assert rowwise["internals"]["first_block"]["index"] == [0, 0]
-
-
-@pytest.mark.processes
-def test_wrong_use_is_exit_code_2(tmp_path: Path) -> None:
-    """In processes of their own, as a user has it."""
-    dumps.save(X, tmp_path / "a.safetensors")
-    dumps.save(X[:2], tmp_path / "b.safetensors")
-    torch.save({"high_precision": X}, tmp_path / "c.pt")
-    (tmp_path / "text").write_text("text")
-    for arguments, message in (
-        (("show", tmp_path / "text"), "not a safetensors file"),
-        (("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors"), "a has the shape (40, 96) and b (2, 96)"),
-        (("show", tmp_path / "c.pt"), "read that with torch.load"),
-    ):
-        done = te_precision("dumps", *map(str, arguments))
-        assert done.returncode == 2, done.stderr
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
-    assert te_precision("dumps", "diff", str(tmp_path / "a.safetensors")).returncode == 2

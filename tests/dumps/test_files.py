@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
 import pickle
 import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -188,50 +187,6 @@ def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path)
     loaded = dumps.load(tmp_path / "a")
     assert torch.equal(dumps.dequantize(loaded), expected)
     assert int(dumps.dequantize(loaded, columnwise=True).count_nonzero()) > 1000
-
-
-class OnCuda(torch.Tensor):
-    """A tensor that says that it lies on a GPU, and notes when it is copied."""
-
-    log: ClassVar[list[str]] = []
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda:0")
-
-    def detach(self) -> torch.Tensor:
-        return self
-
-    def as_subclass(self, kind: Any) -> Any:
-        return self
-
-    def contiguous(self, **arguments: Any) -> torch.Tensor:
-        return self
-
-    def to(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        self.log.append("copy")
-        return torch.zeros(1)
-
-
-def test_a_snapshot_from_a_gpu_waits_for_all_of_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Event:
-        def record(self, stream: object) -> None:
-            OnCuda.log.append("event")
-
-        def synchronize(self) -> None:
-            OnCuda.log.append("wait")
-
-    OnCuda.log.clear()
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    dump = dump_of(None, some_mxfp8())
-    tensors = {name: tensor.as_subclass(OnCuda) for name, tensor in dump.tensors.items()}
-    dataclasses.replace(dump, tensors=tensors).copied().wait()
-    assert OnCuda.log == ["copy"] * len(tensors) + ["event", "wait"]
 
 
 def test_a_tensor_that_does_not_fit_the_format(tmp_path: Path) -> None:

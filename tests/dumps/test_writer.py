@@ -64,21 +64,3 @@ def test_nobody_waits_for_a_thread_that_has_ended(
     assert failure is not None
     assert error in (failure, failure.__cause__)
     assert writer.take_failure() is None
-
-
-def test_without_a_thread_the_caller_gets_the_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the interpreter ends, and starts no thread any more."""
-
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    def write(dump: Dump, folder: Path) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    monkeypatch.setattr(module, "write_new", write)
-    writer = Writer(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        writer.put(job(0, 100, most=1000))
-    assert (writer.pending, writer.take_failure()) == (0, None)
-    writer.drain()

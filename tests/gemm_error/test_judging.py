@@ -9,7 +9,7 @@ import torch
 
 from te_precision_callbacks.config.keys import PROBES
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, accumulated
-from te_precision_callbacks.gemm_error.factors import PIECE_BYTES, Factor, factor_of
+from te_precision_callbacks.gemm_error.factors import Factor, factor_of
 from te_precision_callbacks.gemm_error.judging import GemmCall, Judged, bound, judged, probes, product, seed_of, thin
 from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of
 
@@ -101,15 +101,6 @@ FAULTS: dict[Callable[[torch.Tensor], None], tuple[set[int] | None, set[int] | N
     nan_row: ({5}, {7}),
 }
 """A fault -> the rows and the columns that are beyond their tolerance; None: any."""
-
-
-@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 1 << 20])
-def test_pieces_are_within_the_memory_and_the_cache_of_a_cpu(piece_bytes: int) -> None:
-    matrix = torch.zeros(4096, 256)
-    pieces = list(factor_of(matrix, columnwise=False, piece_bytes=piece_bytes).pieces(torch.float32))
-    largest = max(piece.nbytes for _, piece in pieces)
-    assert largest == min(piece_bytes, 2 << 20)
-    assert sum(len(piece) for _, piece in pieces) == len(matrix)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

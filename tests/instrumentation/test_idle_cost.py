@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -105,7 +104,6 @@ def calls_of(folder: Path, count: int) -> Calls:
 def few_and_many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Calls, Calls]:
     """Of two models; of both the summary has as many rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(summary, "MOST_LAYERS", 2)
         patch.setattr(summary, "MOST_ROWS", 1)
         calls_of(tmp_path_factory.mktemp("first"), 1)  # imports what the end of a session imports
         return calls_of(tmp_path_factory.mktemp("few"), FEW), calls_of(tmp_path_factory.mktemp("many"), MOST)
@@ -184,33 +182,3 @@ def test_a_layer_that_is_frozen_is_seen_when_it_has_its_turn(tmp_path: Path) -> 
             session.step()
         not_run = {(e.layer, e.gemm) for e in session.precision(at=session.iteration - 1) if e.not_run}
     assert (f"layers.{MANY - 1}", "wgrad") in not_run
-
-
-@pytest.mark.parametrize(
-    ("change", "steps"),
-    [
-        pytest.param(lambda net: net.layers.append(te.Linear(16, 16)), 1, id="added"),
-        pytest.param(lambda net: net.layers.__setitem__(MANY - 1, te.Linear(16, 16)), 1, id="replaced"),
-        pytest.param(lambda net: net.layers.__delitem__(MANY - 1), 2 * SEEN_AT_LAST, id="deleted"),
-        pytest.param(
-            lambda net: net.layers._modules.update({str(MANY - 1): te.Linear(16, 16)}), 1, id="replaced unseen, runs"
-        ),
-    ],
-)
-def test_a_change_of_the_model_is_seen(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Stack], Any], steps: int
-) -> None:
-    net = Stack(MANY)
-    with session_of(net, tmp_path) as session:
-        train(net)
-        session.step()
-        for _ in range(3):
-            session.step()
-        with caplog.at_level(logging.INFO):
-            change(net)
-            for _ in range(steps):
-                train(net)
-                session.step()
-        layers = [layer.name for layer in session.layers]
-    assert len(layers) == len(net.layers)
-    assert "The model has changed" in caplog.text

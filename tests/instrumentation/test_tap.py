@@ -304,7 +304,6 @@ def test_the_order_of_execution_is_that_of_the_first_step(tmp_path: Path) -> Non
                 session.step()
         order = {info.name: (info.exec_fwd, info.exec_bwd) for info in session.layers}
         assert order == {"last": (1, 0), "first": (0, 1), "never": (None, None)}
-        assert {info.since for info in session.layers} == {0}
 
 
 def test_the_precision_of_te_ops(tmp_path: Path) -> None:

@@ -73,31 +73,6 @@ def kernel(damage: Callable[[torch.Tensor], Any]) -> Iterator[None]:
         tex.generic_gemm = upstream
 
 
-@contextmanager
-def swizzled_wrongly() -> Iterator[None]:
-    """A GEMM that reads the scales of A in another order than they lie in."""
-    upstream = tex.generic_gemm
-
-    def generic_gemm(a: Any, *arguments: Any, **keywords: Any) -> Any:
-        scales = [scale for name in SCALES if (scale := getattr(a, name, None)) is not None and scale.numel() > 1]
-        kept = [scale.clone() for scale in scales]
-        for scale in scales:
-            scale.copy_(
-                scale.view(torch.uint8).flatten().view(scale.shape[0], -1).flip(0).view(scale.dtype).view_as(scale)
-            )
-        try:
-            return upstream(a, *arguments, **keywords)
-        finally:
-            for scale, before in zip(scales, kept, strict=True):
-                scale.copy_(before)
-
-    tex.generic_gemm = generic_gemm
-    try:
-        yield
-    finally:
-        tex.generic_gemm = upstream
-
-
 def _scaled(factor: float) -> Callable[[Any, torch.Tensor], None]:
     def damage(tensor: Any, high: torch.Tensor) -> None:
         for part in _parts(tensor):

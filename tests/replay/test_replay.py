@@ -71,14 +71,6 @@ def test_faults_of_a_kernel(tmp_path: Path, name: str, fault: str) -> None:
         assert told in replayed.verdict
 
 
-@pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4", "nvfp4 without"])
-def test_scales_in_a_wrong_order(tmp_path: Path, name: str) -> None:
-    with faults.swizzled_wrongly():
-        train(tmp_path, name, uneven=True, gemms=["fprop", "dgrad"])
-    for replayed in replay_folder(tmp_path).records.values():
-        assert [fault.cause for fault in replayed.faults] == ["kernel"]
-
-
 @pytest.mark.parametrize("fault", faults.QUANTIZER)
 @pytest.mark.parametrize("name", RECIPES)
 def test_faults_of_a_quantizer(tmp_path: Path, name: str, fault: str) -> None:
