@@ -1,6 +1,6 @@
 """docs/features.md, made from the schemas that check configs.
 
-python -m te_precision_callbacks.cli.manual.features_page > docs/features.md
+python -m tools.features_page > docs/features.md
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INTRODUCTION = f"""\
 # Features
 
 The keys of a config section, and of the features below its `transformer_engine:`. This page is generated from the
-schemas that check configs: `python -m te_precision_callbacks.cli.manual.features_page > docs/features.md`.
+schemas that check configs: `python -m tools.features_page > docs/features.md`.
 
 ## Sections and their layers
 
