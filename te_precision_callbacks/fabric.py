@@ -140,6 +140,7 @@ class PrecisionDebugFabricCallback:
             sinks=[LightningLoggerSink(receiver, select) for receiver in fabric.loggers if fabric.is_global_zero],
             front_door="fabric",
             trainer_steps=self._step_on == "optimizer_step",
+            counts_batches=self._step_on == "batch",
         )
         session.follow(fabric)
         restored, self._restored = self._restored, {}
@@ -198,11 +199,6 @@ class PrecisionDebugFabricCallback:
         self._models, self._optimizer = [], None
         if self._session is not None:
             self._session.stop(error)
-
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after :meth:`stop`."""
-        if self._session is not None:
-            self._session.release()
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,6 @@ Usage::
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from typing_extensions import Unpack
 
 from te_precision_callbacks.base.before_calls import BeforeCalls
-from te_precision_callbacks.base.errors import MissingExtraError
+from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.session import InspectSession, SessionError
@@ -40,12 +39,13 @@ try:
     from lightning.fabric.loggers.logger import Logger
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision, TransformerEnginePrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
 
-__all__ = ["PrecisionDebugCallback"]
+__all__ = ["HealthyCheckpoint", "PrecisionDebugCallback"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class PrecisionDebugCallback(Callback):
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     Sanity checks, validation, test and predict are not observed. Features that change precision act in validation as in
-    training, and with ``keep_precision=True`` also after the fit, until :meth:`release` or the next fit. After an
+    training. After an
     exception or Ctrl-C the session is closed, and the statistics since the last step are written.
 
     With ``debug="activation_overflow"`` the fit ends with an ``ActivationOverflowError`` where an activation or a
@@ -124,11 +124,6 @@ class PrecisionDebugCallback(Callback):
             )
         return self._session
 
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after the fit."""
-        if self._session is not None:
-            self._session.release()
-
     def __getstate__(self) -> dict[str, Any]:
         """Without the session, and without the methods of the model that a trainer attaches to a callback: both belong
         to this process, and a trainer that spawns others pickles the callback."""
@@ -150,7 +145,7 @@ class PrecisionDebugCallback(Callback):
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         self._session = InspectSession.from_options(self._options)
         self._session.start(
-            log_dir=self._options.log_dir or _log_dir_of(trainer),
+            log_dir=Path(trainer.log_dir or trainer.default_root_dir),
             sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
             stop_at_sigterm=False,  # the trainer takes it, and calls on_exception
             front_door="lightning",
@@ -282,6 +277,61 @@ class PrecisionDebugCallback(Callback):
             self._session.stop(error, self._step_of_batch)  # the trainer counts batches in between two steps
 
 
+class HealthyCheckpoint(ModelCheckpoint):
+    """A ``ModelCheckpoint`` that saves and deletes nothing once the run has an error or a warning.
+
+    The checkpoints from before the finding stay, also with ``save_top_k`` and ``save_last``. A finding comes some steps
+    after its cause, so keep the last few: ``save_top_k=5, monitor="step", mode="max"``. It needs a
+    :class:`PrecisionDebugCallback` in the same trainer, and takes the arguments of ``ModelCheckpoint``.
+
+    Example::
+
+        keeping = HealthyCheckpoint(every_n_train_steps=100, monitor="step", mode="max", save_top_k=5)
+        L.Trainer(callbacks=[PrecisionDebugCallback(), keeping]).fit(model)
+
+    Raises:
+        OptionError: at the start of the fit, the trainer has no PrecisionDebugCallback.
+    """
+
+    _precision: PrecisionDebugCallback | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the callback whose findings count."""
+        given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = (each for each in given if isinstance(each, PrecisionDebugCallback))
+        self._precision = next(callbacks, None)
+        if self._precision is None and stage == "fit":
+            raise OptionError(
+                "HealthyCheckpoint needs the findings of a PrecisionDebugCallback, and the trainer has none. Add one:"
+                " Trainer(callbacks=[PrecisionDebugCallback(), HealthyCheckpoint(...)])."
+            )
+        super().setup(trainer, pl_module, stage)
+
+    # The three methods through which ModelCheckpoint of Lightning 2.4 to 2.6 saves a checkpoint, and then deletes one.
+
+    def _save_topk_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
+        if self._all_healthy(trainer):
+            super()._save_topk_checkpoint(trainer, *arguments, **keywords)
+
+    def _save_last_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
+        if self._all_healthy(trainer):
+            super()._save_last_checkpoint(trainer, *arguments, **keywords)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save on an exception, with ``save_on_exception=True``, if nothing is wrong on this rank."""
+        if not self._has_findings:
+            super().on_exception(trainer, pl_module, exception)
+
+    @property
+    def _has_findings(self) -> bool:
+        return self._precision is not None and bool(self._precision.session.findings.wrong)
+
+    def _all_healthy(self, trainer: Trainer) -> bool:
+        """Whether no rank has found an error or a warning: a checkpoint is saved by all ranks or by none."""
+        healthy: bool = trainer.strategy.reduce_boolean_decision(not self._has_findings)
+        return healthy
+
+
 class TrainerNumbers:
     """The numbers of a step that Lightning has: the loss, the learning rate, the scale of the loss, and all that the
     module logs."""
@@ -332,26 +382,6 @@ def _step_settings(trainer: Trainer) -> dict[str, Any]:
     if scaler is not None and scaler.is_enabled():
         found["loss_scale"] = scaler.get_scale()
     return found
-
-
-def _log_dir_of(trainer: Trainer) -> Path:
-    """Return the trainer's folder, or a temporary one if it has none.
-
-    It has none with ``fast_dev_run``, and without a logger and ``default_root_dir``.
-    """
-    found = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: the trainer asks its first
-    trial = bool(getattr(trainer, "fast_dev_run", False))  # set by a function, which mypy does not see
-    if not trial and (trainer.loggers or found.absolute() != Path.cwd()):
-        return found
-    made = tempfile.mkdtemp(prefix="te_precision_") if trainer.is_global_zero else ""
-    folder = Path(trainer.strategy.broadcast(made))
-    if trainer.is_global_zero:
-        logger.warning(
-            "The trainer has no folder (%s), so the logs of precision debugging go to %s. log_dir= sets another.",
-            "fast_dev_run" if trial else "no logger, and no default_root_dir",
-            folder,
-        )
-    return folder
 
 
 def _scales_loss(trainer: Trainer) -> bool:

@@ -288,21 +288,17 @@ def test_the_demo_runs_and_shows_what_came_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.setenv("COLUMNS", "160")  # all statistics in one table
+    monkeypatch.setenv("COLUMNS", "160")
     model = importlib.import_module("byte_lm").main(["--steps", "12", "--log-dir", str(tmp_path)])
     shown = capsys.readouterr().out
     assert len(model.losses) == 12
     assert sum(model.losses[-3:]) < sum(model.losses[:3])
-    assert shown.count("FP8 E5M2 * E4M3") == 24, "dgrad and wgrad of each of the 12 layers"
+    assert shown.count("FP8 E5M2 * E4M3") == 8, "dgrad and wgrad of the 4 layers of each block"
     formats, _, high = shown.partition("Not in low precision")
-    assert formats.partition("Precision that really ran")[2].count("FP32") == 6, (
-        "the forward of fc1 and fc2 in 3 blocks"
-    )
+    assert formats.partition("Precision that really ran")[2].count("FP32") == 2, "the forward of fc1 and fc2"
     assert "FP8 in " in formats
     assert high.count("DisableFP8GEMM in ") == 2
-    assert shown.count("  activation ") >= 3
     assert "No problems found" in shown
-    assert "l1_norm" in shown
     assert list(tmp_path.rglob("events.out.tfevents*"))
     for folder in ("nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs"):
         assert list(tmp_path.rglob(f"{folder}/*.log"))

@@ -73,15 +73,6 @@ def log_once(folder: Path, value: float) -> list[str]:
     return [line.split(" - INFO - ")[-1].split("value=")[-1] for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("overwrite", "kept"), [("1", []), ("0", ["1.0"])])
-def test_what_upstreams_variable_says_of_a_log_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: str, kept: list[str]
-) -> None:
-    monkeypatch.setenv("NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE", overwrite)
-    log_once(tmp_path, 1.0)
-    assert log_once(tmp_path, 2.0) == [*kept, "2.0"]
-
-
 def test_a_log_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
     begins = f"Here another run begins, of process {os.getpid()}."
     log_once(tmp_path, 1.0)

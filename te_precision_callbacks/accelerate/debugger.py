@@ -150,6 +150,7 @@ class PrecisionDebugger:
                 sinks=[sink],
                 counts_from=1,
                 front_door="accelerate",
+                counts_batches=self._step_on == "batch",
             )
             self._logged = LoggedNumbers(self._accelerator, self._session.log)
             self._take_up_iteration()
@@ -212,10 +213,6 @@ class PrecisionDebugger:
             if was_running:
                 self._stopped = True
                 self._next_iteration = session.iteration
-
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after :meth:`stop`."""
-        self._session.release()
 
     def __enter__(self) -> Self:
         return self.start()

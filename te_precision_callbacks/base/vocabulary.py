@@ -170,23 +170,10 @@ HIGH_PRECISION = ("bf16", "fp16", "fp32", "fp64")
 PRECISIONS: Mapping[str, frozenset[str]] = {**LOW_PRECISION, **{name: frozenset({name}) for name in HIGH_PRECISION}}
 """The words for a precision that a coverage's ``share`` takes -> the values of ``Product.precision``."""
 
-SUBJECTS = (
-    "parameter",
-    "gradient",
-    "main_grad",
-    "reduce",
-    "optimizer_state",
-    "master_weight",
-    "norm",
-    "softmax",
-    "residual",
-    "logits",
-)
+SUBJECTS = ("parameter", "gradient", "main_grad", "reduce", "optimizer_state", "master_weight")
 """What is kept: ``parameter``, ``gradient``: those of the model. ``main_grad``: Megatron's gradients, which accumulate
-over micro-batches. ``reduce``: what ranks sum of the gradients. ``optimizer_state``: tensors of the optimizer as large
-as a parameter. ``master_weight``: those of them, or of its parameters, that hold a weight in another type than the
-model does. ``norm``, ``softmax``: results of torch's norms and of softmax. ``residual``: what goes from block to block.
-``logits``: what the model returns, or what cross entropy takes."""
+over micro-batches. ``reduce``: gradients that ranks sum. ``optimizer_state``: tensors of the optimizer as large as a
+parameter. ``master_weight``: weights in another dtype than the model's, in the optimizer's state or parameters."""
 
 LayerNames = Literal["path", "upstream"]
 """The names of layers: ``"path"``, their path in the module tree; ``"upstream"``, the names and numbers of

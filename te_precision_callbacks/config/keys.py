@@ -120,21 +120,21 @@ class GemmSampling(Scheduled):
     freq: StrictInt = Field(
         500,
         ge=1,
-        description="The feature acts in steps that are multiples of this number. A measured GEMM costs a few times"
-        " what it costs itself; docs/gemm-error.md has figures.",
+        description="The feature acts in steps that are multiples of this number. Measuring a GEMM takes a few times as"
+        " long as the GEMM.",
     )
     probes: StrictInt = Field(
         PROBES,
         ge=2,
         le=256,
-        description="The number of random vectors that the operands and the result are multiplied with. 16 miss an"
-        " error of 3 times its tolerance in less than one of 100,000 cases.",
+        description="The number of random vectors. 16 miss an error of 3 times its tolerance in less than 1 of 100,000"
+        " cases.",
     )
     max_memory: Size = Field(
         "64MiB",
         validate_default=True,
-        description="The size of a decoded piece of an operand, in float32; decoding it needs up to four times that for"
-        " a moment. A piece has at least 128 rows; a GEMM that does not fit is not measured, which is logged.",
+        description="The size of a decoded piece of an operand, in float32; decoding temporarily needs up to four times"
+        " that. A piece has at least 128 rows. A GEMM that does not fit is not measured, with a message.",
     )
 
 
@@ -154,14 +154,14 @@ class Fp8Statistics(Level):
     stats: ListOf[Fp8Statistic] = Field(
         default_factory=list,
         description="Statistics to compute; required here or in each item. Without a recipe in the name: for the"
-        " recipe that the layer runs. With another recipe: what that recipe would give, in its default element format"
-        " or in FORMAT. `_columnwise`: for the transposed data, if the recipe scales blocks. Formulas and units:"
+        " layer's own recipe. With another recipe: simulated, in its default element format or in FORMAT."
+        " `_columnwise`: for the transposed data, if the recipe scales blocks. Formulas and units:"
         " `te-precision statistics`.",
     )
     only_quantized: StrictBool = Field(
         False,
-        description="Leave out statistics without a recipe in the name if the tensor is not quantized, instead of"
-        " logging what a recipe would give.",
+        description="Omit statistics without a recipe in the name if the tensor is not quantized, instead of simulating"
+        " a recipe.",
     )
 
 
@@ -180,12 +180,10 @@ class Conditional(Level):
 
     when: ListOf[When] = Field(
         default_factory=list,
-        description="Write the tensor or GEMM only in steps in which one of these conditions holds: the tensor, or the"
-        " result of the GEMM, has an inf or nan; a statistic of the same layer and tensor, which LogTensorStats,"
-        " LogFp8TensorStats or LogNvfp4TensorStats collects in that step, or of the GEMM, which LogGemmError does, is"
-        " above or below a number; activation overflow detection"
-        ' (`debug="activation_overflow"`) stops the run in that step. One condition needs no brackets. Without'
-        " `when`: in every step of the schedule.",
+        description="Write only in steps in which one of these conditions holds. `nonfinite`: the tensor, or the result"
+        " of the GEMM, has an inf or nan. `STATISTIC > NUMBER`: a statistic of the same tensor or GEMM, which a feature"
+        " of the config collects in that step. `activation_overflow`: activation overflow detection"
+        ' (`debug="activation_overflow"`) stops the run in that step. Without `when`: in every step of the schedule.',
     )
 
 
@@ -196,8 +194,8 @@ class Dumped(Conditional):
     quantized_tensor: StrictBool = Field(False, description="Write the quantized tensor, if there is one.")
     dump_quantized_internals: StrictBool = Field(
         True,
-        description="With `quantized_tensor`: also write its decoded parts: codes as numbers, scales, amax, row- and"
-        " columnwise, in plain layouts.",
+        description="With `quantized_tensor`: also write its decoded codes, scales and amax, rowwise and columnwise, in"
+        " plain layouts.",
     )
 
     def check_target(self, nested: Nested) -> None:
@@ -224,8 +222,8 @@ class DumpLimits(Level):
         "1GiB",
         validate_default=True,
         description="Memory of each rank for tensors that wait to be written; when it is full, training waits for the"
-        " disk. The same amount again holds the tensors of a step until its end decides whether `when` holds; a"
-        " tensor that does not fit is not written, which is logged once.",
+        " disk. The same amount again holds the tensors of a step until `when` is evaluated at its end; a tensor that"
+        " does not fit is not written, with one message.",
     )
 
 

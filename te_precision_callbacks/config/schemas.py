@@ -83,9 +83,9 @@ class LogFp8TensorStatsItem(Fp8Statistics, LoggedTensor[OperandName]):
 
 
 class LogFp8TensorStats(Scheduled, Fp8Statistics, ObservingFeatureSchema[OperandName, LogFp8TensorStatsItem]):
-    """Logs what quantization does to the operands of the GEMMs: underflows, overflows, the error, the scales.
+    """Logs the effect of quantization on the operands of the GEMMs: underflows, overflows, errors, scales.
 
-    It can also show what a recipe other than the layer's own would do to the same tensors.
+    It can also simulate recipes that the layer does not run.
     """
 
     example = """
@@ -107,7 +107,7 @@ class LogNvfp4TensorStatsItem(Nvfp4Statistics, LoggedTensor[OperandName]):
 
 
 class LogNvfp4TensorStats(Scheduled, Nvfp4Statistics, ObservingFeatureSchema[OperandName, LogNvfp4TensorStatsItem]):
-    """Logs what quantization to NVFP4 does to the operands of the GEMMs."""
+    """Logs the effect of quantization to NVFP4 on the operands of the GEMMs."""
 
     example = """
 nvfp4_statistics:
@@ -129,12 +129,12 @@ class DisableQuantizationGemmItem(Spans, OneGemm):
 
 
 class DisableQuantizationGEMM(Spans, GemmChoice[DisableQuantizationGemmItem], FeatureSchema):
-    """Runs the listed GEMMs in high precision, whatever the recipe says: in every step, or in spans of steps.
+    """Runs the listed GEMMs in high precision under every recipe, in every step or in ranges of steps.
 
-    It excludes a feature that quantizes tensors of such a GEMM (PerTensorScaling).
+    It excludes PerTensorScaling on these GEMMs.
 
-    The bias is not always spared: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM,
-    in a GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. This is Transformer Engine's behaviour.
+    The bias is an exception: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM, in a
+    GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. Transformer Engine's own feature does the same.
     """
 
     example = """
@@ -162,7 +162,7 @@ backward_in_high_precision:
 
 
 class DisableFP8GEMM(DisableQuantizationGEMM):
-    """The older name of DisableQuantizationGEMM; it does the same, for every recipe."""
+    """The older name of DisableQuantizationGEMM, with the same effect under every recipe."""
 
     example = """
 forward_in_high_precision:
@@ -178,12 +178,9 @@ forward_in_high_precision:
 
 
 class DisableQuantizationLayer(Spans, FeatureSchema):
-    """Runs all GEMMs of the layer in high precision, whatever the recipe says: in every step, or in spans of steps.
+    """Runs all GEMMs of the layer in high precision under every recipe, in every step or in ranges of steps.
 
-    It excludes a feature that quantizes tensors of the layer (PerTensorScaling).
-
-    The bias is not always spared: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM,
-    in a GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. This is Transformer Engine's behaviour.
+    It excludes PerTensorScaling on the layer. The bias has the same exception as with DisableQuantizationGEMM.
     """
 
     example = """
@@ -202,7 +199,7 @@ last_layer_in_high_precision:
 
 
 class DisableFP8Layer(DisableQuantizationLayer):
-    """The older name of DisableQuantizationLayer; it does the same, for every recipe."""
+    """The older name of DisableQuantizationLayer, with the same effect under every recipe."""
 
     example = """
 fc2_in_high_precision:
@@ -226,10 +223,10 @@ class PerTensorScalingGemmItem(Spans, Margin, TensorChoice[OperandName, PerTenso
 class PerTensorScaling(
     Spans, Margin, ModifyingFeatureSchema[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]
 ):
-    """Scales tensors by their amax of this step, in layers whose recipe is delayed scaling, which takes earlier amaxes.
+    """Scales tensors by the amax of the current step, in layers with delayed scaling, which uses earlier amaxes.
 
-    It needs that recipe, and acts in every step, or in spans of steps. Only one feature can change a tensor of a GEMM,
-    and no other can run the GEMM in high precision.
+    It acts in every step or in ranges of steps. Only one feature can change a tensor of a GEMM, and no other feature
+    can run that GEMM in high precision.
     """
 
     example = """
@@ -261,13 +258,13 @@ class FakeQuantGemmItem(Spans, Quantization, TensorChoice[TensorName, FakeQuantT
 class FakeQuant(Spans, Quantization, ModifyingFeatureSchema[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
     """Rounds tensors to a format and back, and runs the GEMM in high precision.
 
-    This isolates each tensor's part in the loss of precision, and allows trying formats that the GPU does not have. It
-    acts in every step, or in spans of steps; a GEMM runs in high precision in the steps of any of its tensors. Only one
+    This isolates each tensor's part in the loss of precision, and can try formats that the GPU does not have. It acts
+    in every step or in ranges of steps; a GEMM runs in high precision in the steps of any of its tensors. Only one
     feature can change a tensor of a GEMM, and no other feature can quantize another tensor of that GEMM.
 
-    FP8 results equal those of Transformer Engine's FakeQuant, bit for bit. Its scale is a product with the reciprocal
-    of the amax, where current scaling divides: for a quarter of all amaxes the scale is one unit in the last place off,
-    and single elements may round to the neighbouring number. MXFP8 results equal those of the recipe, bit for bit.
+    FP8 results equal Transformer Engine's FakeQuant bit for bit. The scale is a product with the reciprocal of the
+    amax, while current scaling divides: for a quarter of all amaxes the scale is one unit in the last place off, and
+    single elements may round to the neighboring value. MXFP8 results equal the recipe's bit for bit.
     """
 
     example = """
@@ -300,10 +297,10 @@ class LogGemmErrorItem(GemmSampling, OneGemm):
 
 
 class LogGemmError(GemmSampling, GemmChoice[LogGemmErrorItem], FeatureSchema):
-    """Logs the error at the output of GEMMs in low precision, and what causes it: format, quantizer or kernel.
+    """Logs the error at the output of GEMMs in low precision, and its cause: format, quantizer or kernel.
 
-    No product is computed a second time: the operands and the result are multiplied with a few random vectors.
-    docs/gemm-error.md explains the statistics, and lists what is not measured. It needs a session.
+    Products are not computed a second time: the operands and the result are multiplied with a few random vectors.
+    docs/gemm-error.md explains the statistics and their limits. It needs a session.
     """
 
     example = """
@@ -341,13 +338,12 @@ class DumpTensorsGemmItem(Scheduled, Conditional, OneGemm):
 class DumpTensors(
     DumpLimits, Scheduled, Dumped, GemmChoice[DumpTensorsGemmItem], ObservingFeatureSchema[TensorName, DumpTensorsItem]
 ):
-    """Writes tensors or whole GEMMs to files, a file for each rank, step, layer, tensor or GEMM, and micro-batch.
+    """Writes tensors or whole GEMMs to files, one per rank, step, layer, tensor or GEMM, and micro-batch.
 
-    `gemms` writes whole GEMMs, for `te-precision replay`: the codes and scales of both operands, what they were made
-    from where it exists, and the result. `high_precision_tensor` and `quantized_tensor` are for `tensors`.
+    `gemms` writes whole GEMMs for `te-precision replay`: the codes and scales of both operands, the operands before
+    quantization if available, and the result. `high_precision_tensor` and `quantized_tensor` apply to `tensors`.
 
-    Files are written in the background, completely or not at all, to `tensor_dumps/rank_R/iter_N/` in the log folder.
-    With `when` only tensors and GEMMs of steps in which a condition holds are written.
+    Files are written in the background to `tensor_dumps/rank_R/iter_N/` in the log folder.
     """
 
     example = """

@@ -180,8 +180,8 @@ class StateRow:
     Attributes:
         subject: one of :data:`te_precision_callbacks.base.vocabulary.SUBJECTS`.
         dtype: their type, as torch names it: ``float32``; of quantized parameters the format: ``FP8 E4M3``.
-        tensors: how many there are; of ``reduce``, ``norm``, ``softmax``, ``residual`` and ``logits`` in a step.
-        bytes: the memory of all of them; of ``reduce`` that of the reduced buffers; 0 of ``norm`` and ``softmax``.
+        tensors: their number; for ``reduce``, in a step.
+        bytes: the memory of all of them; for ``reduce``, of the reduced buffers.
     """
 
     subject: str

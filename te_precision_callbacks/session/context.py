@@ -20,11 +20,13 @@ class LoopFacts:
         trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
         counts_from: the logging step of iteration 0, unless ``step`` gets another one.
         front_door: the integration, for records: ``lightning``, ``accelerate``, ``transformers``.
+        counts_batches: whether ``step`` is called after each micro-batch on purpose.
     """
 
     trainer_steps: bool = False
     counts_from: int = 0
     front_door: str = "session"
+    counts_batches: bool = False
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ class ProcessEnds:
 
     Args:
         stop: stops the session; called with the exception that ends the process.
-        release: removes what a stopped session has left in place.
         flush: writes the log and the records within the given seconds.
         at_sigterm: handle SIGTERM, if the script has set no handler for it.
 
@@ -66,13 +65,11 @@ class ProcessEnds:
     def __init__(
         self,
         stop: Callable[[BaseException], None],
-        release: Callable[[], None],
         flush: Callable[[float], Any],
         *,
         at_sigterm: bool,
     ) -> None:
         self._stop = stop
-        self._release = release
         # Runs also at the end of a spawned process, which calls no atexit function.
         self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
         is_free = _is_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -83,16 +80,12 @@ class ProcessEnds:
     def is_terminated(self) -> bool:
         return self.termination is not None and self.termination.came
 
-    def forget_exceptions(self) -> None:
-        """Ignore exceptions from now on: the session has stopped."""
+    def forget(self) -> None:
+        """Ignore the exit and exceptions from now on: the session has stopped."""
         self._uncaught.remove()
-
-    def forget_exit(self) -> None:
-        """Do nothing at the exit from now on: nothing is left in place."""
         self._at_exit.cancel()
 
     def _stop_at_exit(self) -> None:
-        self._release()
         self._stop(ProcessEnded("The process ended before the session was stopped."))
 
     def _stop_at_sigterm(self) -> None:

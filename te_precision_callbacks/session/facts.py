@@ -32,7 +32,6 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     computing,
     ignored_arguments,
     recipes_of,
-    uses_of,
 )
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.scopes import mesh_sizes
@@ -165,7 +164,7 @@ class RunFacts:
             "float16": computes_in_float16(found),
             "ranks": torch.distributed.get_world_size(self._options.process_group) if several else 1,
             "alike": not layers.of_other_ranks,
-            "ignored": ignored_arguments(recipes_of(found), uses_of(found, self._model.roots)),
+            "ignored": ignored_arguments(recipes_of(found)),
             "amaxes": amax_reductions(found),
             "unmeasured": self._unmeasured,
             "loss_is_filtered": self._results.filters_loss,

@@ -25,7 +25,7 @@ from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
-from te_precision_callbacks.instrumentation.fused import NotFused, choose, paths_in_words
+from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import (
@@ -304,7 +304,7 @@ class ObservedModel:
         self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused)
         self.warn_of_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
-            logger.info('observe="auto": %s', paths_in_words(len(planned.fused), planned.not_fused))
+            logger.info('observe="auto": %s', format_paths(len(planned.fused), planned.not_fused))
 
     # ------------------------------------------------------------------ the modules and parameters of the model
 
@@ -423,7 +423,7 @@ class ObservedModel:
 
     def warn_of_refused(self) -> None:
         """Warn of newly refused layers."""
-        if self._refused.say(self._inspector.log):
+        if self._refused.warn(self._inspector.log):
             layers = self._results.layers
             self._results.layers = tuple(replace(info, refused=self._refused.why(info.name)) for info in layers)
 

@@ -76,7 +76,6 @@ class Run:
 
     Attributes:
         live: True between start and stop.
-        kept: True if the stopped run has left features that change precision in place, until :meth:`release`.
         context: shared state of all parts.
         hooks: the hooks in Transformer Engine's forwards.
         model: the layers and their plan.
@@ -94,7 +93,7 @@ class Run:
         loop: LoopFacts,
         notices: Notices,
     ) -> None:
-        self.live = self.kept = False
+        self.live = False
         self._process = os.getpid()
         self._ends: ProcessEnds | None = None
         self._reported: list[object] = []
@@ -261,7 +260,7 @@ class Run:
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
         self._profiling.end(iteration)
-        unobserved = self._loop_checks.end_step()
+        unobserved = self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
         self.context.inspector.report_events()
         self.model.end_step()
         self._start_sinks()
@@ -486,8 +485,6 @@ class Run:
         ended_by = error or sys.exc_info()[1]
         explain_failure(ended_by, layers.modules, layers.other_names)
         explain_checkpoint(ended_by, layers.modules)
-        keeps = context.options.keep_precision and context.results.changes_precision
-        keeps = keeps and error is None and not context.inspector.ended
         termination = None if self._ends is None else self._ends.termination
         attached, leads_all = self.model.attached, own_rank() == 0
         summarizes = attached and leads_all
@@ -513,7 +510,7 @@ class Run:
                 ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks, guard)),
                 ("writing", "the summary", summarizes, self._closing.write_summary),
                 ("printing", "the verdict", summarizes, lambda: self._print_verdict(ended_by)),
-                ("undoing", "what the session has changed", True, lambda: self._put_back(keeps=keeps)),
+                ("undoing", "what the session has changed", True, self._put_back),
                 ("closing", "the dumps", True, lambda: self._close_dumps(error, guard)),
                 ("leaving", "the other ranks", True, context.ranks.end),
             ]
@@ -652,29 +649,21 @@ class Run:
             with guard.interruptible():
                 self.observation.recorder.close(decides=self._may_read_device)
 
-    def _put_back(self, *, keeps: bool) -> None:
-        """Undo all changes in the process; with ``keeps``, all but the features that stay."""
+    def _put_back(self) -> None:
+        """End nvidia-dlfw-inspect, and undo all changes in the process."""
         with ExitStack() as then:
-            then.callback(self.hooks.keep if keeps else self.release)
+            then.callback(self._classify.end)
+            then.callback(self.context.inspector.stop)
+            then.callback(self.hooks.remove)
             if self._ends is not None:
-                then.callback(self._ends.forget_exceptions)
+                then.callback(self._ends.forget)
             then.callback(self._optimizer_hooks.remove)
             then.callback(self._updates.clear)
             then.callback(self._parameters.remove)
             then.callback(self._scaled.remove)
             then.callback(self.resume_audit.end)
             self.context.results.iteration = self._collector.completed
-            self.live, self.kept = False, keeps
-
-    def release(self) -> None:
-        """End nvidia-dlfw-inspect, and leave Transformer Engine's forwards as they were."""
-        self.kept = False
-        with ExitStack() as then:
-            then.callback(self._classify.end)
-            then.callback(self.context.inspector.stop)
-            then.callback(self.hooks.remove)
-            if self._ends is not None:
-                then.callback(self._ends.forget_exit)
+            self.live = False
 
     # ------------------------------------------------------------------ whether it still observes
 

@@ -99,7 +99,6 @@ class InspectSession(Results):
         self._options = options
         self._model = model
         self._run: Run | None = None
-        self._kept: Run | None = None
         self._resume_audit: ResumeAudit | None = None
         super().__init__(self._no_findings(None))
         self._notices = Notices()
@@ -115,8 +114,7 @@ class InspectSession(Results):
     # ------------------------------------------------------------------ what a session is, for those who look at it
 
     def __repr__(self) -> str:
-        ended = "stopped" if self._kept is None else "stopped with its precision kept"
-        state = "running" if self.running else ended if self._results.started_at else "not started"
+        state = "running" if self.running else "stopped" if self._results.started_at else "not started"
         at = f"{self.iteration}, {len(self.layers)} layers, log_dir={str(self.log_dir)!r}"
         return f"<{type(self).__name__}: {state}, iteration {at}>"
 
@@ -187,6 +185,7 @@ class InspectSession(Results):
         counts_from: int = 0,
         front_door: str = "session",
         trainer_steps: bool = False,
+        counts_batches: bool = False,
         eval_mode_counts: bool = True,
     ) -> InspectSession:
         """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
@@ -199,6 +198,7 @@ class InspectSession(Results):
             front_door: the integration that starts the session, for the records.
             trainer_steps: whether a trainer calls :meth:`step`. If a loop calls it, a warning comes once after 100
                 training forwards of one module without a step.
+            counts_batches: whether :meth:`step` is called after each micro-batch on purpose.
             eval_mode_counts: whether modules in eval mode count as evaluation. A loop that sets :attr:`observing` may
                 turn this off.
 
@@ -210,9 +210,6 @@ class InspectSession(Results):
         global _last_started
         if self.running:
             raise SessionError("This session is running already. Call stop() before start(), or make a new session.")
-        former = None if _last_started is None else _last_started()
-        if former is not None:
-            former.release()
         other = running_session()
         if other is not None:
             raise SessionError(
@@ -225,13 +222,13 @@ class InspectSession(Results):
         self._results = self._no_findings(log_dir)
         self._results.started_at = _place_in_script()
         self._notices = Notices()
-        self._loop = LoopFacts(trainer_steps, counts_from, front_door)
+        self._loop = LoopFacts(trainer_steps, counts_from, front_door, counts_batches)
         self._classify.eval_mode_counts = eval_mode_counts
         self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop, self._notices)
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
-            run.start(ProcessEnds(self.stop, self.release, run.flush, at_sigterm=stop_at_sigterm))
+            run.start(ProcessEnds(self.stop, run.flush, at_sigterm=stop_at_sigterm))
             if self._model is not None:
                 self.attach(self._model)
         except BaseException as error:
@@ -340,8 +337,6 @@ class InspectSession(Results):
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and undo everything that it changed. Does nothing if the session is not running.
 
-        With ``keep_precision=True`` and no error the features that change precision stay: see :meth:`release`.
-
         Args:
             error: the exception that ended the run. In any case the statistics since the last step are written, from
                 this rank's own data, without a collective.
@@ -357,7 +352,6 @@ class InspectSession(Results):
             run.stop(error, logging_step)
         finally:
             if not self.running:  # else Ctrl-C came before anything was undone, and stop() may be called again
-                self._kept = run if run.kept else None
                 self._run = None
                 if self._backward_loss is not None:
                     self._backward_loss.remove()
@@ -377,15 +371,6 @@ class InspectSession(Results):
         """
         run = self._run
         return run is None or not run.live or run.is_forked or run.flush(seconds)
-
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left in place after :meth:`stop`.
-
-        The start of the next session, of any integration, and the end of the process do the same.
-        """
-        run, self._kept = self._kept, None
-        if run is not None:
-            run.release()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -459,7 +444,7 @@ class InspectSession(Results):
         if self._run is not None and self._run.live:
             self._run.note_checkpoint(os.path.abspath(file) if file and "://" not in file else file)
 
-    # ------------------------------------------------------------------ what front doors tell
+    # ------------------------------------------------------------------ calls of integrations
 
     def warn_of_evaluation(self, what: str) -> None:
         """Warn once, if the session has ended, that the features that changed precision no longer act.
@@ -467,11 +452,15 @@ class InspectSession(Results):
         Args:
             what: the evaluation that begins.
         """
-        ended = not self.running and self._kept is None
-        if ended and self._results.changes_precision and own_rank() == 0 and self._notices.first("evaluation"):
+        if (
+            not self.running
+            and self._results.changes_precision
+            and own_rank() == 0
+            and self._notices.first("evaluation")
+        ):
             logger.warning(
                 "%s runs without the features that changed precision in training: they ended with its session. Results"
-                " differ from an evaluation during training. keep_precision=True keeps the features until release().",
+                " differ from an evaluation during training. Evaluate before the session ends to have them act.",
                 what,
             )
 

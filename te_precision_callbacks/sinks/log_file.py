@@ -25,10 +25,6 @@ from te_precision_callbacks.base.opening import own_file
 
 logger = logging.getLogger(__name__)
 
-OVERWRITE_VARIABLE = "NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE"
-"""nvidia-dlfw-inspect's variable: with ``0`` it appends to an existing file, with any other value it empties the
-file."""
-
 OLDER_HALF = ".old"
 """Comes after the name of a log, in the name of its older half."""
 
@@ -44,17 +40,11 @@ def claim(path: Path) -> io.FileIO:
     """Open a file for appending that no other process writes, without a buffer.
 
     Existing content is kept. If another running process has claimed the file, the first free one of ``<name>.1``,
-    ``<name>.2`` and so on is opened. On a file system without locks, every file counts as free. If the user has set
-    nvidia-dlfw-inspect's variable :data:`OVERWRITE_VARIABLE`, it decides.
+    ``<name>.2`` and so on is opened. On a file system without locks, every file counts as free.
 
     Raises:
         OSError: the file cannot be created or appended to.
     """
-    if OVERWRITE_VARIABLE in os.environ:
-        empties = os.environ[OVERWRITE_VARIABLE] != "0"
-        if empties:
-            older_half(path).unlink(missing_ok=True)
-        return _opened(path, "wb" if empties else "ab")
     for name in itertools.chain([path.name], (f"{path.name}.{count}" for count in itertools.count(1))):
         file = _claimed(path.with_name(name))
         if file is not None:
@@ -67,7 +57,7 @@ def claim(path: Path) -> io.FileIO:
 def _claimed(path: Path) -> io.FileIO | None:
     """Open and lock a file; None if another process has locked it."""
     while True:
-        file = _opened(path, "ab+")
+        file = _opened(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -82,8 +72,8 @@ def _claimed(path: Path) -> io.FileIO | None:
         file.close()  # the process that had it has renamed it meanwhile
 
 
-def _opened(path: Path, mode: str) -> io.FileIO:
-    return io.FileIO(path, mode, opener=own_file)
+def _opened(path: Path) -> io.FileIO:
+    return io.FileIO(path, "ab+", opener=own_file)
 
 
 def older_half(path: Path) -> Path:
@@ -158,7 +148,7 @@ class LogFile:
             return self._file
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._begun(claim(self._path))
-        if self._size and OVERWRITE_VARIABLE not in os.environ:
+        if self._size:
             mark = f"{time_now()} - INFO - Here another run begins, of process {os.getpid()}.\n".encode()
             if os.pread(file.fileno(), 1, self._size - 1) != b"\n":  # the earlier process was killed while it wrote
                 mark = b"\n" + mark

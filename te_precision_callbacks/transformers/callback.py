@@ -94,11 +94,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     def _running(self) -> InspectSession | None:
         return self._session if self._session is not None and self._session.running else None
 
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after the training."""
-        if self._session is not None:
-            self._session.release()
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None, "_reporting": None, "_finalizer": None}
 

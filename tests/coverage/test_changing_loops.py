@@ -207,18 +207,18 @@ def test_numbers_that_decide_nothing_are_counted_a_few_times(tmp_path: Any) -> N
             super().__init__()
             self.layer = te.Linear(WIDTH, WIDTH)
 
-        def forward(self, x: torch.Tensor, number: float) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
             with te.autocast(enabled=True):
                 return (self.layer(x) * number).sum()
 
     model = Scaled()
     with InspectSession(model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         for step in range(12):
-            model(torch.randn(16, WIDTH), step / 7).backward()
+            model(torch.randn(16, WIDTH), step).backward()
             counted.append(session._run.hooks.products.counting)  # type: ignore[union-attr]
             session.step()
             assert not session.coverage().is_estimate
-    assert counted == [True] * 3 + [False] * 9
+    assert counted == [True] * 4 + [False] * 8
     assert str(session.coverage()) == "FP8 in 100 % of the multiply-adds (fprop 100, wgrad 100)"
 
 

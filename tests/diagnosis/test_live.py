@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.amp.grad_scaler import GradScaler
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, diagnose
+from te_precision_callbacks.coverage.coverage import NOTHING
+from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, Verdict, diagnose
 from te_precision_callbacks.diagnosis.reaction import reads_stop
 from te_precision_callbacks.overflow.errors import ActivationOverflowError
-from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.runs.answers import outcome_in_words
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session.closing import closing_lines
 from te_precision_callbacks.sinks.metrics import MetricSelection
 from te_precision_callbacks.sinks.step_records import StepRecords
 from tests.conftest import Keeper, statistics
@@ -52,11 +55,27 @@ def test_a_replay_finds_the_same(planted: tuple[Path, InspectSession]) -> None:
     assert kinds.count("finding") == len(session.findings)
 
 
+def test_the_verdict_needs_no_records(tmp_path: Path, planted: tuple[Path, InspectSession]) -> None:
+    assert train(tmp_path, records="off", statistics_log="off").findings == planted[1].findings
+
+
 def test_a_healthy_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     session = train(tmp_path, defect=False)
     assert session.healthy
     assert not [record for record in caplog.records if "What to do" in record.message]
     assert diagnose(tmp_path) == session.findings
+
+
+def test_a_run_that_fails_in_its_first_step_counts_the_same_rules(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    config = statistics(tensors=["activation"], stats=["cur_amax"])
+    running = InspectSession(config, model=torch.nn.Sequential(net), log_dir=tmp_path)
+    with pytest.raises(ZeroDivisionError), running:
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            net(torch.randn(16, 32))
+        raise ZeroDivisionError
+    assert diagnose(tmp_path) == running.findings
+    assert "stale-scale" not in {each.rule for each in running.findings.not_judged}
 
 
 def test_each_finding_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,6 +125,42 @@ def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path) 
         with InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop"):
             net(torch.full((16, 32), torch.nan)).sum().backward()
             raise ValueError("the script's own")
+
+
+@pytest.mark.parametrize(
+    ("error", "stopped"),
+    [
+        (ValueError("a bad batch"), "ValueError: a bad batch"),
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyboardInterrupt(), "Ctrl-C"),
+        (SystemExit(0), "sys.exit()"),
+        (SIGTERMException(), "SIGTERM"),
+    ],
+)
+def test_what_has_ended_a_run_is_said_before_the_verdict(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    stopped: str,
+) -> None:
+    """A user or a scheduler who ends a run is named, and the run has not failed."""
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    net = te.Linear(32, 32)
+    with pytest.raises(type(error)), InspectSession(None, model=net, log_dir=tmp_path) as session:
+        net(torch.ones(16, 32)).sum().backward()
+        session.step()
+        raise error
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == f"te-precision: stopped: {stopped}"
+    failed = ":" in stopped
+    assert second.startswith("te-precision: Problems found: 1 error" if failed else "te-precision: Not enough checked")
+    assert ("failed-run" in {finding.rule for finding in diagnose(tmp_path)}) == failed
+    assert outcome_in_words(open_run(tmp_path)) == [
+        f"The run failed with step 0 as the last one: {stopped}."
+        if failed
+        else f"The run was ended by {stopped} after step 0: the verdict is on the steps until then."
+    ]
 
 
 @pytest.mark.processes
@@ -159,11 +214,29 @@ def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -
         assert severities == ["note" if explicit else "warning"]
 
 
+def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for step in range(20):
+            net.train(step < 12)
+            net(torch.randn(16, 32)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    for verdict in (session.findings, diagnose(tmp_path)):
+        assert "observation: in step 12, the optimizer has stepped, but all observed layers are in" in verdict.summary
+
+
 def test_a_severity_stands_for_those_that_are_worse(tmp_path: Path) -> None:
     (warning,) = train(tmp_path, 3).findings
     error, note = (dataclasses.replace(warning, severity=severity, rule="") for severity in ("error", "note"))
     assert [reads_stop("stop: warning")(one) for one in (error, warning, note)] == [True, True, False]
     assert [reads_stop("stop: error")(one) for one in (error, warning, note)] == [True, False, False]
+
+
+def test_other_findings_do_not_stop_it(tmp_path: Path) -> None:
+    assert len(train(tmp_path, on_finding="stop: error, overflow").findings) == 1
 
 
 def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -176,6 +249,12 @@ def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixt
     session = train(tmp_path, 3, on_finding=note)
     assert found == list(session.findings)
     assert any("on_finding=" in record.message for record in caplog.records), "the failure is reported"
+
+
+def test_a_function_stops_the_training(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionFindingError, match=f"gradient of {LAYER}"):
+        train(tmp_path, steps=31, on_finding=lambda finding: "stop" if finding.rule == "sibling" else None)
+    assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
 
 
 def test_a_finding_that_stops_is_told_by_the_error_and_at_the_end(
@@ -222,6 +301,37 @@ def test_the_closing_lines_of_a_run_that_the_overflow_detector_stops(
     lines = capsys.readouterr().err.splitlines()
     [first] = [number for number, line in enumerate(lines) if line.startswith("te-precision: stopped: Activation")]
     assert lines[first + 1].startswith("te-precision: "), "the verdict comes behind it"
+
+
+def test_the_closing_lines_of_notes_and_of_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Notes are named, a page that exists is named, and a run without a step has no page."""
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    train(tmp_path / "none", steps=0)
+    assert "page:" not in capsys.readouterr().err
+    train(tmp_path / "page", steps=1, defect=False, report=True)
+    assert f"  page: {tmp_path / 'page' / 'report.html'}" in capsys.readouterr().err.splitlines()
+    note = Finding(
+        **dict.fromkeys(("title", "tensor", "statistic", "why", "remedy", "patch", "disproof", "source"), ""),  # type: ignore[arg-type]
+        **dict.fromkeys(("since", "until", "last_good", "checkpoint")),  # type: ignore[arg-type]
+        rule="bf16-state",
+        severity="note",
+        layers=("h.0.fc",),
+        seen="seen",
+    )
+    lines = closing_lines(Verdict((note,) * 9, ("bf16-state",)), NOTHING, tmp_path, "")
+    assert len(lines) == 8
+    assert lines[1] == "  note: h.0.fc: seen (bf16-state)"
+    assert lines[6] == f"  and 4 more: te-precision diagnose {tmp_path}"
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str) -> None:
+    if how == "option":
+        monkeypatch.delenv("TE_PRECISION_QUIET")
+    train(tmp_path, steps=1, quiet=how == "option")
+    assert "te-precision:" not in capsys.readouterr().err
 
 
 def test_the_last_good_checkpoint(tmp_path: Path) -> None:
@@ -414,7 +524,7 @@ def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, eve
             session.step()
     unjudged = {each.rule: each.why for each in session.findings.not_judged}
     assert [each.rule for each in session.findings.wrong] == ["missing-gradient"] * (every == 99)
-    assert unjudged["dead-gradient"] == "no backward has reached a layer with statistics in a collection step"
+    assert unjudged["dead-gradient"] == "no backward has reached a layer with statistics in a due step"
     assert diagnose(tmp_path) == session.findings
 
 
@@ -429,6 +539,24 @@ def test_a_checkpoint_after_the_last_due_step_is_known(tmp_path: Path) -> None:
     (finding,) = session.findings.wrong
     assert (finding.last_good, finding.checkpoint) == (4, 3)
     assert diagnose(tmp_path) == session.findings
+
+
+@pytest.mark.parametrize("forwards", [0, 1])
+def test_a_run_without_a_step_is_judged_by_its_forwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forwards: int
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET")
+    net = te.Linear(32, 32)
+    with InspectSession(model=net, log_dir=tmp_path) as session:
+        for _ in range(forwards):
+            net(torch.ones(16, 32))
+    assert bool(session.findings.judged) == bool(forwards)
+    says = "te-precision: Not enough checked: no training step has run."
+    assert (says in capsys.readouterr().err) == (not forwards)
+    if forwards:
+        assert diagnose(tmp_path) == session.findings
+    else:
+        assert not list_runs(tmp_path), "nothing has run that could be recorded"
 
 
 @pytest.mark.parametrize("asked", ["cur_amax", "std"])
@@ -453,6 +581,21 @@ def test_inf_and_nan_are_seen_without_being_asked_for(tmp_path: Path, asked: str
     run = open_run(tmp_path)
     counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
     assert [(row["iteration"], row["value"]) for row in counts] == [(2, 1.0)]
+
+
+def test_inf_and_nan_are_counted_from_the_first_one_on(tmp_path: Path) -> None:
+    """So that the last number of the series is that of the last step, and two runs have steps in common."""
+    net = te.Linear(32, 32)
+    config = statistics(tensors=["activation"], stats=["cur_amax"])
+    with InspectSession(config, model=torch.nn.Sequential(net), log_dir=tmp_path) as session:
+        for step in range(4):
+            batch = torch.ones(16, 32)
+            batch[3, 3] = math.nan if step == 1 else 1.0
+            net(batch)
+            session.step()
+    run = open_run(tmp_path)
+    counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
+    assert [(row["iteration"], row["value"]) for row in counts] == [(1, 1.0), (2, 0.0), (3, 0.0)]
 
 
 def test_a_run_that_fails_before_its_first_step_is_recorded(tmp_path: Path) -> None:

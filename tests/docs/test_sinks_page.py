@@ -1,4 +1,4 @@
-"""docs/sinks.md: its code as it stands there, and what it says of sinks that fail and of what they keep."""
+"""The sinks of docs/custom-features.md: the code blocks, sinks that fail, and the lifetime of records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import Keeper
 from tests.docs.pages import blocks
 from tests.lightning.models import board_scalars
 
-PRINTER, ALARM, LARGEST, BOARD = blocks("docs/sinks.md", "python")
+PRINTER, ALARM, LARGEST, BOARD = blocks("docs/custom-features.md", "python")[3:]
 NUMBERS = 2 * 2 * 2  # layers, tensors, statistics
 
 

@@ -32,7 +32,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_commands(logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for block in blocks("docs/report.md", "bash") for line in block.splitlines()]
+    lines = [line for block in blocks("docs/report.md", "bash", "te-precision report") for line in block.splitlines()]
     assert len(lines) == 3
     for line in lines:
         program, *arguments = shlex.split(line)

@@ -406,7 +406,7 @@ def test_the_code_of_the_page(
 ) -> None:
     """Two runs of it: the second one resumes. Then the report of the page, from a run."""
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks("docs/resuming.md", "python")
+    (code,) = blocks("docs/resuming.md", "python", "with InspectSession")
     Path("config.yaml").write_text(json.dumps(statistics()))
     loader = [torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(3)]
     for run in range(2):

@@ -1,4 +1,4 @@
-"""docs/memory.md: its code and its command as they stand there."""
+"""The memory section of docs/speed.md: its code and its command as they stand there."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from te_precision_callbacks import cli
 from tests.capability import any_capability, stand_for
 from tests.docs.pages import blocks
 
-PAGE = "docs/memory.md"
+PAGE = "docs/speed.md"
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    models, use = blocks(PAGE, "python")
-    (command,), (drawn,) = blocks(PAGE, "bash"), blocks(PAGE, "text")
+    (models,), (use,) = (
+        blocks(PAGE, "python", "# llama.py"),
+        blocks(PAGE, "python", "from te_precision_callbacks.check"),
+    )
+    (command,), (drawn,) = blocks(PAGE, "bash", "te-precision check"), blocks(PAGE, "text", "  ")
     (tmp_path / "config.yaml").write_text("nothing: {enabled: False}\n")
     (tmp_path / "llama.py").write_text(models)
     monkeypatch.chdir(tmp_path)
