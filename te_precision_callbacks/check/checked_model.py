@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
@@ -58,8 +57,7 @@ from te_precision_callbacks.layers.naming import (
     named_te_modules,
 )
 from te_precision_callbacks.options import check_value
-from te_precision_callbacks.speed.memory.planned import plan_memory
-from te_precision_callbacks.speed.memory.rows import Memory
+from te_precision_callbacks.speed.memory import Memory, plan_memory
 
 
 class ActingFeature(NamedTuple):
@@ -114,11 +112,6 @@ class CheckedModel:
     memory: Memory | None = None
     attention: tuple[str, ...] = ()
     spans: Mapping[str, Coverage] = field(default_factory=dict)
-
-    def _repr_html_(self) -> str:
-        findings = notebooks.bullets(f"{finding.kind}: {finding.text}" for finding in self.findings)
-        notes = notebooks.bullets(f"Note: {note}" for note in self.notes)
-        return f"{findings or notebooks.paragraph('No findings.')}{notes}{self.coverage._repr_html_()}"
 
 
 @without_collections()
@@ -360,9 +353,7 @@ class _Check:
             self._findings += [PlanFinding("unmatched", text) for text in drafted.missing.texts]
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
-        self._notes += filter(
-            None, (self._without_layers(layers), alike_in_words(layers), drafted.plan.otherwise_upstream)
-        )
+        self._notes += filter(None, (self._without_layers(layers), alike_in_words(layers)))
         try:
             check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
         except ConfigError as error:

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.check.module_refusals import refusals_of
@@ -56,9 +55,6 @@ class PlanFinding:
     kind: FindingKind
     text: str
     layers: tuple[str, ...] = ()
-
-    def _repr_html_(self) -> str:
-        return notebooks.paragraph(f"{self.kind}: {self.text}")
 
 
 def of_recipe(

@@ -18,7 +18,7 @@ from te_precision_callbacks.check.rows import PlannedLayers, rows
 from te_precision_callbacks.coverage.coverage import Product, percent
 from te_precision_callbacks.coverage.gemm_precision import in_short
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.speed.memory.rows import show as show_memory
+from te_precision_callbacks.speed.memory import show as show_memory
 
 _INDENT = 2
 _MOST_NAMES = 8

@@ -1,7 +1,6 @@
-"""The keys for a tensor, shared by features and the items of their lists.
+"""Keys that features and the items of their lists share.
 
-A feature takes such a key for all its tensors, and an item of its lists for one tensor.
-:mod:`te_precision_callbacks.config.schemas` gives each feature its keys.
+A feature's key applies to all its tensors, an item's key to one tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from te_precision_callbacks.statistics.schedule import Schedule
 
 
 class _Steps(Level):
-    """The steps of a feature or item."""
-
     start_step: StrictInt | None = Field(0, ge=0, description="The first step, counted from 0.")
     end_step: StrictInt | None = Field(-1, ge=-1, description="The last step, inclusive. -1: no end.")
     start_end_list: Intervals | None = Field(
@@ -41,7 +38,6 @@ class _Steps(Level):
     )
 
     def check_target(self, nested: Nested) -> None:
-        """Check that the steps do not end before they start."""
         start, end = self.start_step or 0, self.end_step
         if not self.start_end_list and end is not None and -1 < end < start:
             raise Misfit(nested.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 means no end.")
@@ -49,8 +45,6 @@ class _Steps(Level):
 
 
 class Spans(_Steps):
-    """The steps in which a feature changes precision, of a feature or item."""
-
     start_end_list: Intervals | None = Field(
         None,
         description="Instead of `start_step` and `end_step`: several ranges of steps, ends included, such as"
@@ -60,7 +54,7 @@ class Spans(_Steps):
     @model_validator(mode="before")
     @classmethod
     def _without_freq(cls, written: Any) -> Any:
-        """Refuse the key that the schedules of statistics have, and that a change of precision has no use for."""
+        """Reject ``freq``, which is for statistics only."""
         if isinstance(written, Mapping) and "freq" in written:
             raise Misfit(
                 ("freq",),
@@ -71,11 +65,9 @@ class Spans(_Steps):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The steps."""
         return Schedule.of(1, self.start_step, self.end_step, self.start_end_list)
 
     def check_target(self, nested: Nested) -> None:
-        """Check that the steps are given in one way."""
         given = nested.merged()
         other = next((key for key in ("start_step", "end_step") if key in given), None)
         if given.get("start_end_list") is not None and other is not None:
@@ -88,8 +80,6 @@ class Spans(_Steps):
 
 
 class Scheduled(_Steps):
-    """The schedule of a feature or item that looks at tensors."""
-
     freq: StrictInt = Field(
         1,
         ge=1,
@@ -99,11 +89,9 @@ class Scheduled(_Steps):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The steps."""
         return Schedule.of(self.freq, self.start_step, self.end_step, self.start_end_list)
 
     def check_target(self, nested: Nested) -> None:
-        """Check that the schedule has a step."""
         super().check_target(nested)
         if self.schedule.at(-1)[1] is None:
             raise Misfit(nested.path("freq"), f"leaves no step to act in: there are no {self.schedule}.")
@@ -115,8 +103,6 @@ the norm |E|_F^2 chi^2_s / s. Shifts |E|_F by 18 % at most (one standard deviati
 
 
 class GemmSampling(Scheduled):
-    """When, and by how many probes, the error of a GEMM is measured."""
-
     freq: StrictInt = Field(
         500,
         ge=1,
@@ -139,8 +125,6 @@ class GemmSampling(Scheduled):
 
 
 class TensorStatistics(Level):
-    """The statistics of a tensor itself."""
-
     stats: ListOf[TensorStatistic] = Field(
         default_factory=list,
         description="Statistics to compute; required here or in each item. Formulas and units:"
@@ -149,8 +133,6 @@ class TensorStatistics(Level):
 
 
 class Fp8Statistics(Level):
-    """The statistics of a quantized tensor."""
-
     stats: ListOf[Fp8Statistic] = Field(
         default_factory=list,
         description="Statistics to compute; required here or in each item. Without a recipe in the name: for the"
@@ -166,8 +148,6 @@ class Fp8Statistics(Level):
 
 
 class Nvfp4Statistics(Level):
-    """The statistics of a tensor in NVFP4."""
-
     stats: ListOf[Nvfp4Statistic] = Field(
         default_factory=list,
         description="Statistics to compute; required here or in each item. `_columnwise`: for the transposed data."
@@ -176,8 +156,6 @@ class Nvfp4Statistics(Level):
 
 
 class Conditional(Level):
-    """The conditions on which something is written."""
-
     when: ListOf[When] = Field(
         default_factory=list,
         description="Write only in steps in which one of these conditions holds. `nonfinite`: the tensor, or the result"
@@ -188,8 +166,6 @@ class Conditional(Level):
 
 
 class Dumped(Conditional):
-    """The parts of a tensor that are written, and when."""
-
     high_precision_tensor: StrictBool = Field(False, description="Write the tensor as it is before quantization.")
     quantized_tensor: StrictBool = Field(False, description="Write the quantized tensor, if there is one.")
     dump_quantized_internals: StrictBool = Field(
@@ -199,7 +175,6 @@ class Dumped(Conditional):
     )
 
     def check_target(self, nested: Nested) -> None:
-        """Check that something is written."""
         if not self.high_precision_tensor and not self.quantized_tensor:
             raise Misfit(
                 nested.here,
@@ -209,8 +184,6 @@ class Dumped(Conditional):
 
 
 class DumpLimits(Level):
-    """The limits of a run's dumps."""
-
     max_bytes: Size = Field(
         "10GiB",
         validate_default=True,
@@ -228,8 +201,6 @@ class DumpLimits(Level):
 
 
 class Margin(Level):
-    """Room above amax."""
-
     margin: StrictInt = Field(
         0,
         ge=-126,
@@ -240,8 +211,6 @@ class Margin(Level):
 
 
 class Quantization(Margin):
-    """A format to quantize to."""
-
     quant_format: QuantFormat | None = Field(
         None,
         description="The format to quantize to; required for every tensor, here or in an item. FP8 formats: one scale"
@@ -249,7 +218,7 @@ class Quantization(Margin):
     )
 
     def check_target(self, nested: Nested) -> None:
-        """Check that there is a format, and no margin where the format's blocks give the scales."""
+        """Check that there is a format, and no margin where blocks determine the scales."""
         if self.quant_format is None:
             raise Misfit(nested.here, f"has no 'quant_format', {words(type(self).model_fields['quant_format'])}.")
         if self.quant_format.startswith("MXFP8") and self.margin:
@@ -261,26 +230,18 @@ class Quantization(Margin):
 
 
 class LoggedTensor(Scheduled, OneTensor[NameT], Generic[NameT]):
-    """A tensor of which statistics are logged."""
-
     if TYPE_CHECKING:
         stats: list[Request]
 
     def check_target(self, nested: Nested) -> None:
-        """Check the schedule, and that a statistic is wanted."""
         super().check_target(nested)
         if not self.stats:
             raise Misfit(nested.here, f"has no 'stats', {words(type(self).model_fields['stats'])}.")
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:
-        """The requested statistics of this tensor."""
         return tuple(request.of(self.tensor) for request in self.stats)
 
     def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
-        """The requested statistics of the tensor in a step.
-
-        Args:
-            is_quantized: whether the tensor is quantized in the step.
-        """
+        """Return the requested statistics for a step with, or without, quantization of the tensor."""
         return self.requests

@@ -1,12 +1,12 @@
-"""The schemas of the features in the namespace ``transformer_engine``: one pydantic model per feature.
+"""Schemas of the features in the namespace ``transformer_engine``: a pydantic model per feature.
 
     FEATURES["DisableFP8GEMM"].model_validate({"enabled": True, "gemms": ["fprop"]})
     schema_of("DisableFp8Gemm")                                    # case does not matter
 
-A config is checked with these models (:mod:`te_precision_callbacks.config.checking`). docs/features.md, ``te-precision
-features`` and the JSON Schema for editors are made from them (:mod:`te_precision_callbacks.cli.manual`): from the
-fields' types, limits, defaults and descriptions, and from the models' docstrings and examples.
-Upstream's keys: Transformer Engine 2.20.2, ``debug/features/*.py``.
+Configs are validated with these models (:mod:`te_precision_callbacks.config.checking`). docs/features.md,
+``te-precision features`` and the JSON Schema for editors are generated (:mod:`te_precision_callbacks.cli.manual`) from
+the fields' types, limits, defaults and descriptions, and from the models' docstrings and examples. Upstream's keys:
+Transformer Engine 2.20.2, ``debug/features/*.py``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LogFp8TensorStatsItem(Fp8Statistics, LoggedTensor[OperandName]):
     """One tensor of LogFp8TensorStats."""
 
     def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
-        """The statistics; with ``only_quantized`` and no quantized tensor, only those that need none."""
+        """With ``only_quantized`` and no quantized tensor, return only statistics that name a recipe."""
         if is_quantized or not self.only_quantized:
             return self.requests
         return tuple(request for request in self.requests if request.recipe != OWN_RECIPE)
@@ -150,14 +150,12 @@ backward_in_high_precision:
 
     @cached_property
     def targets(self) -> tuple[Target[DisableQuantizationGemmItem], ...]:
-        """The listed GEMMs."""
         return tuple(
             Target(None, gemm, DisableQuantizationGemmItem.of(nested, gemm=gemm), nested)
             for gemm, nested in self.chosen_gemms.items()
         )
 
     def effect(self) -> Effect:
-        """The listed GEMMs run in high precision."""
         return Effect(high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
 
 
@@ -194,7 +192,6 @@ last_layer_in_high_precision:
 """
 
     def effect(self) -> Effect:
-        """All GEMMs run in high precision."""
         return Effect(high_precision=tuple(TAKES_PART), schedules=self.schedules())
 
 
@@ -243,7 +240,6 @@ scale_by_current_amax:
 """
 
     def effect(self) -> Effect:
-        """Tensors are quantized, in place of delayed scaling."""
         return Effect(self.modifies(), quantizes=True, needs_recipe="fp8_delayed_scaling", schedules=self.schedules())
 
 
@@ -288,7 +284,6 @@ what_if_gradients_were_e5m2:
 """
 
     def effect(self) -> Effect:
-        """Tensors are replaced, and the listed GEMMs run in high precision."""
         return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
 
 
@@ -317,7 +312,6 @@ gemm_error:
 
     @cached_property
     def targets(self) -> tuple[Target[LogGemmErrorItem], ...]:
-        """The listed GEMMs."""
         return tuple(Target(None, gemm, self._item(gemm, nested), nested) for gemm, nested in self.chosen_gemms.items())
 
     def _item(self, gemm: str, nested: Nested) -> LogGemmErrorItem:
@@ -366,13 +360,11 @@ dump_what_is_not_finite:
 
     @cached_property
     def targets(self) -> tuple[Target[DumpTensorsItem], ...]:
-        """The listed tensors; none if only GEMMs are listed."""
         only_gemms = (self.gemms or self.gemms_struct) and not (self.tensors or self.tensors_struct)
         return () if only_gemms else super().targets
 
     @cached_property
     def of_gemms(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
-        """The listed GEMMs, each with the tensor that it makes."""
         if not self.gemms and not self.gemms_struct:
             return ()
         return tuple(
@@ -382,7 +374,6 @@ dump_what_is_not_finite:
 
     @property
     def every_target(self) -> tuple[Target[Level], ...]:
-        """The listed tensors and GEMMs."""
         return (*self.targets, *self.of_gemms)
 
 
@@ -405,6 +396,5 @@ FEATURES: Mapping[str, type[FeatureSchema]] = {
 
 
 def schema_of(feature: str) -> type[FeatureSchema] | None:
-    """The schema of a feature, whatever the case of its name; None for an unknown feature."""
     found = (model for name, model in FEATURES.items() if name.casefold() == feature.casefold())
     return next(found, None)

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.vocabulary import GEMMS, LOW_PRECISION, PRECISIONS
 from te_precision_callbacks.layers.folding import in_sentence
 
@@ -300,22 +299,6 @@ class Coverage(tuple[Product, ...]):
             share = percent(sum(product.macs for product in of_precision) / whole)
             texts.append(f"{share} % in {precision.upper()}: {', '.join(_causes(of_precision))}")
         return "; ".join([*texts, *left])
-
-    def _repr_html_(self) -> str:
-        whole = self.macs()
-        rows = [
-            (
-                p.layer,
-                p.gemm,
-                p.precision.upper(),
-                f"{p.macs:,}",
-                f"{percent(p.macs / whole)} %" if whole else "",
-                p.why,
-            )
-            for p in self
-        ]
-        columns = ("layer", "product", "precision", "multiply-adds", "share", "why not low")
-        return notebooks.paragraph(str(self)) + notebooks.table(columns, rows)
 
 
 def left_out_in_words(coverage: Coverage) -> list[str]:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.layers.folding import in_sentence
@@ -321,9 +320,3 @@ class Verdict(Sequence[Finding]):
             "findings": [finding.as_json() for finding in self.findings],
             "not_judged": [each._asdict() for each in self.not_judged],
         }
-
-    def _repr_html_(self) -> str:
-        rows = [(each.severity, each.rule, each.subject, each.seen_in_words, each.remedy) for each in self.findings]
-        return notebooks.paragraph(self.summary) + notebooks.table(
-            ("severity", "rule", "subject", "seen", "remedy"), rows
-        )

@@ -36,7 +36,7 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.reference import is_installed
-from te_precision_callbacks.runs.fingerprints.taking import QUANTIZED, weights_of
+from te_precision_callbacks.runs.fingerprints import QUANTIZED, weights_of
 from te_precision_callbacks.runs.recording import Facts
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
@@ -188,7 +188,7 @@ class RunFacts:
         return {
             "front_door": self._front_door,
             "versions": found,
-            "environment": read_environment(os.environ).settings,
+            "environment": read_environment(os.environ),
             "torch_settings": dict(facts.settings),
             "platform": platform.platform(),
             "gpu": facts.gpus[0].name if facts.gpus else None,

@@ -210,14 +210,12 @@ class ObservedModel:
         attached: whether there is a model.
         model: the model that is watched; an empty sequence before the attach.
         flat_config: the config with its registered features; empty before the attach.
-        overrides: layer -> the features that can change the precision of its GEMMs, if it has any.
     """
 
     def __init__(self, context: RunContext, hooks: ForwardHooks, engine: StatisticsEngine) -> None:
         self.layers = NamedLayers(context.options)
         self.attached = False
         self.flat_config: FlatConfig = {}
-        self.overrides: Mapping[str, tuple[str, ...]] = {}
         self.model: Model = ()
         self._context = context
         self._options = context.options
@@ -282,9 +280,9 @@ class ObservedModel:
         refused = self._refused.modules
         left = {named.name for named in modules if id(named.module) in refused}
         not_fused = {name: why for name, why in not_fused.items() if name not in left}
-        for text, what in ((alike_in_words(self.layers.of_all), "alike"), (plan.otherwise_upstream, "upstream")):
-            if text and own_rank() == 0 and self._notices.first(what):
-                logger.warning("%s", text)
+        alike = alike_in_words(self.layers.of_all)
+        if alike and own_rank() == 0 and self._notices.first("alike"):
+            logger.warning("%s", alike)
         fused = {key: changed for key, changed in fused.items() if key not in refused}
         return _Planned(own_plan, sections, fused, not_fused)
 
@@ -294,9 +292,8 @@ class ObservedModel:
         infos = _layer_infos(self.layers, plan, self._refused, self._hooks.order)
         self._results.layers = infos
         inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
-        overrides = {entry.layer.name: inspector.that_change_precision(entry.features) for entry in plan.layers}
-        self.overrides = {layer: features for layer, features in overrides.items() if features}
-        self._results.changes_precision |= bool(self.overrides)
+        changes = [entry for entry in plan.layers if inspector.that_change_precision(entry.features)]
+        self._results.changes_precision |= bool(changes)
         self._engine.placements = placements(modules, self._options.process_group)
         for module in modules:
             inspector.name_module(module.module, module.name)

@@ -14,7 +14,7 @@ from te_precision_callbacks.coverage.other_steps import OtherSteps, other_steps
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.finding import Verdict
-from te_precision_callbacks.runs.fingerprints.changes import ResumeReport
+from te_precision_callbacks.runs.fingerprints import ResumeReport
 from te_precision_callbacks.sinks.step_records import LayerInfo, Row
 from te_precision_callbacks.sinks.worst import RunStatistics, Worst
 from te_precision_callbacks.statistics.series import SeriesTable

@@ -28,9 +28,17 @@ from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
 from te_precision_callbacks.runs.answers import is_loss_of_training
-from te_precision_callbacks.runs.fingerprints.changes import compare, for_log, unsaved_layers
-from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, FingerprintError, read, write
-from te_precision_callbacks.runs.fingerprints.taking import with_layers, with_recipes
+from te_precision_callbacks.runs.fingerprints import (
+    Fingerprint,
+    FingerprintError,
+    compare,
+    for_log,
+    read,
+    unsaved_layers,
+    with_layers,
+    with_recipes,
+    write,
+)
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
@@ -83,8 +91,8 @@ class ResumeAudit:
         self._failures = context.failures
         self._run_id = new_run_id()
         self._left: list[tuple[weakref.ref[torch.nn.Module], str, tuple[Layer, ...]]] = []
-        self._config, self._overrides = "", dict[str, tuple[str, ...]]()
-        self._saved: Mapping[int, Fingerprint] = {}
+        self._config = ""
+        self._saved: Fingerprint | None = None
         self._restored: Fingerprint | None = None
         self._handles: list[Any] = []
 
@@ -119,7 +127,7 @@ class ResumeAudit:
         """End a comparison that is still running, and release the model."""
         self._forget()
         if self._model is not None:
-            self._config, self._overrides = config_hash(self._model.flat_config), dict(self._model.overrides)
+            self._config = config_hash(self._model.flat_config)
             self._run_id, self._records = self._name_of_run, None
             self._left = [(weakref.ref(named.module), named.name, named.layers) for named in self._model.layers.modules]
             self._model = None
@@ -150,7 +158,7 @@ class ResumeAudit:
             config=self._config if model is None else config_hash(model.flat_config),
             versions=dict(versions()),
         )
-        return with_layers(facts, self._modules(), self._overrides if model is None else model.overrides)
+        return with_layers(facts, self._modules())
 
     @property
     def _name_of_run(self) -> str:
@@ -175,18 +183,14 @@ class ResumeAudit:
         """
         self._forget()
         try:
-            if isinstance(saved, Path):
-                self._saved = read(saved, own_rank())
-            else:
-                fingerprint = Fingerprint.from_text(saved)
-                self._saved = {fingerprint.rank: fingerprint}
+            self._saved = read(saved, own_rank()) if isinstance(saved, Path) else Fingerprint.from_text(saved)
         except FingerprintError as error:
             if self._context.options.strict:
                 raise
             logger.warning("The resume cannot be audited. %s", error)
             return
         if self._saved:
-            self._go_on_with(next(iter(self._saved.values())).run)
+            self._go_on_with(self._saved.run)
             self._handles = [
                 register_module_forward_pre_hook(outside_of_dynamo(self._before_forward)),
                 register_optimizer_step_pre_hook(outside_of_dynamo(self._before_optimizer_step)),
@@ -247,8 +251,10 @@ class ResumeAudit:
             ResumeAuditError: with ``strict=True``, there are results.
         """
         saved = self._saved
-        self._saved, self._restored = {}, None  # the hooks stay until the step's end: torch is running them
+        self._saved, self._restored = None, None  # the hooks stay until the step's end: torch is running them
         try:
+            if saved is None:
+                return
             now = with_recipes(restored, self._modules(), self._results.audit.trained_in_fp8)
             report = compare(saved, now)
         except Exception as error:
@@ -265,7 +271,7 @@ class ResumeAudit:
             logger.warning("%s\n%s", own, _REMEDY)
 
     def _forget(self) -> None:
-        self._saved, self._restored = {}, None
+        self._saved, self._restored = None, None
         while self._handles:
             self._handles.pop().remove()
 

@@ -34,7 +34,7 @@ SYMBOLS = (
 
 
 class Of(Enum):
-    """What a statistic is computed from; statistics with the same source are measured and kept together."""
+    """Source of a statistic; statistics with the same source are measured and kept together."""
 
     TENSOR = "the high-precision tensor"
     QUANTIZED = "the tensor and its quantized form"
@@ -55,7 +55,7 @@ class Of(Enum):
 
 
 class Worse(Enum):
-    """The direction in which a statistic gets worse, as in the table of docs/statistics.md.
+    """Direction of worse values, as in the table of docs/statistics.md.
 
     A magnitude has none: a layer with the largest amax, std or scale may be as healthy as the others.
     """
@@ -89,7 +89,7 @@ class Bins:
     above the last one count in that bin.
 
     Attributes:
-        lowest: the power of two at which the first bin begins.
+        lowest: the power of two of the first bin's lower edge.
         steps: the number of bins per factor of 2.
         number: the number of bins.
     """
@@ -105,7 +105,7 @@ class Bins:
 
     @property
     def edges(self) -> Values:
-        """Where bins begin and end, as powers of two: float64, one more than there are bins."""
+        """Edges of the bins, as powers of two: float64, one more than bins."""
         return self.lowest + np.arange(self.number + 1) / self.steps
 
     def counts(self, columns: Columns) -> Values:
@@ -113,7 +113,7 @@ class Bins:
         return np.stack([columns[name] for name in self.columns], axis=-1)
 
     def percentile(self, percent: int, columns: Columns) -> tuple[npt.NDArray[np.bool_], Values]:
-        """The lower edge of the bin in which a percentile (the nearest rank) lies, as a power of two.
+        """Return the lower edge of a percentile's bin (nearest rank), as a power of two.
 
         Returns:
             Whether each row has any count, and the edges.
@@ -145,12 +145,12 @@ class Statistic:
         name: as in a config, without recipe and direction.
         formula: in words and symbols; sums are over the finite elements of all micro-batches and ranks.
         unit: the unit of the value.
-        value: computes the value from merged columns. None for a histogram, whose value is the columns of its bins.
-        of: what it is computed from.
+        value: computes the value from merged columns; None for a histogram, which consists of the columns of its bins.
+        of: its source.
         merge: how micro-batches and ranks are merged.
         upstream: whether Transformer Engine 2.20 has the statistic.
         bins: the bins of a histogram.
-        worse: the direction in which a value is worse. Lists of the worst layers are sorted by it, and have only
+        worse: the direction of worse values. Lists of the worst layers are sorted by it, and have only
             statistics with one.
         signed: whether values of either sign are ordinary.
         misses: statistics of the same quantized tensor that show losses which this one does not; a list of the worst
@@ -171,7 +171,7 @@ class Statistic:
 
     @property
     def is_count(self) -> bool:
-        """Whether it counts elements or blocks, as a histogram does too."""
+        """Return whether it counts elements or blocks, like a histogram."""
         return self.unit in (_COUNT, _BLOCKS)
 
     def __reduce__(self) -> tuple[Callable[[str], Statistic], tuple[str]]:
@@ -188,7 +188,6 @@ def _or_zero(condition: npt.NDArray[np.bool_], values: Values) -> Values:
 
 
 def _ratio(numerator: Values, denominator: Values) -> Values:
-    """numerator / denominator, and 0 where there is nothing to divide by."""
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
 
 

@@ -13,7 +13,7 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from te_precision_callbacks.speed.devices import device_named
-from te_precision_callbacks.speed.expected import expected
+from te_precision_callbacks.speed.expected import timed, with_recipes
 
 WIDTH, WIDE = 64, 1024
 WRITES_NOTHING: dict[str, Any] = {"statistics_log": "off", "records": "off", "strict": True}
@@ -255,7 +255,7 @@ def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
         for splits in rows:
             model(torch.randn(sum(splits), WIDTH), list(splits)).backward()
         session.step()
-    times = expected(session.coverage(), "fp8_current_scaling", device_named("H100"))
+    times = timed(with_recipes(session.coverage(), "fp8_current_scaling"), device_named("H100"))
     return {f"{each.layer} {each.gemm}": each.high_ms for each in times}
 
 

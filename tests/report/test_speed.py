@@ -111,7 +111,7 @@ def test_the_trace_is_found_from_the_log_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "why"),
-    [(None, "ran without a GPU"), ("Radeon", "Nothing is known of the speed of 'Radeon'")],
+    [(None, "ran without a GPU"), ("Radeon", "The speed of 'Radeon'")],
 )
 def test_no_number_without_a_device(run: RecordedRun, gpu: str | None, why: str) -> None:
     facts = speed_facts(on(run, gpu))

@@ -297,7 +297,6 @@ def test_another_config_and_other_versions(tmp_path: Path) -> None:
     state["session"]["fingerprint"] = json.dumps(data)
     config = {**statistics(freq=2), "bf16": feature("DisableFP8Layer", ["fc1"])}
     assert findings(resumed(tmp_path, state, DELAYED, config=config)) == [
-        "Other features that change precision: none -> DisableFP8Layer: *.fc1 (2 layers).",
         "Other versions: transformer_engine 2.19.0 -> 2.20.2.",
         "Another config of precision debugging.",
     ]
@@ -385,7 +384,7 @@ def test_a_checkpoint_is_complete_after_the_stop_as_well(tmp_path: Path) -> None
         inside = session.state_dict()
     assert session.state_dict() == inside
     session.save_fingerprint(tmp_path)
-    assert read(tmp_path, 0)[0].to_text() == inside["fingerprint"] == (tmp_path / FILE_NAME).read_text()
+    assert read(tmp_path, 0).to_text() == inside["fingerprint"] == (tmp_path / FILE_NAME).read_text()
     del model
     gc.collect()
     assert session.state_dict() == {"iteration": 3}, "the session does not keep the model"
@@ -457,7 +456,7 @@ def told(two: Path, case: str) -> list[tuple[list[str], str]]:
 @pytest.mark.parametrize("case", ["delayed", "current", "quantized"])
 def test_a_good_resume_with_fsdp2_is_silent(two: Path, case: str) -> None:
     assert told(two, case) == [([], ""), ([], "")]
-    saved = [read(two / case, rank)[rank] for rank in range(2)]
+    saved = [fingerprint for rank in range(2) if (fingerprint := read(two / case, rank))]
     assert [fingerprint.rank for fingerprint in saved] == [0, 1]
     assert all(layer.weights.sharded for fingerprint in saved for layer in fingerprint.layers)
     hashes = [[layer.weights.hashes for layer in fingerprint.layers] for fingerprint in saved]

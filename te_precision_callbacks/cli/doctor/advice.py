@@ -12,10 +12,10 @@ from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.doctor.machine import LogFolder, Machine, Package
 from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine
 
-Severity = Literal["stops a run", "changes a run", "misleads"]
+Severity = Literal["stops a run", "changes a run"]
 
 _ENGINE = "transformer-engine"
-_ORDER: tuple[Severity, ...] = ("stops a run", "changes a run", "misleads")
+_ORDER: tuple[Severity, ...] = ("stops a run", "changes a run")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ def findings(machine: Machine) -> tuple[DoctorFinding, ...]:
     found = list(_of_packages(machine.packages, engine, compiled_build))
     found += _of_engine(engine, compiled_build, with_gpu=not isinstance(torch, str) and bool(torch.gpus))
     found += _of_torch(torch)
-    for problem in machine.environment.problems:
-        found.append(DoctorFinding("stops a run" if problem.stops else "misleads", problem.what, problem.remedy))
     found += _of_folder(machine.log_folder)
     return tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity)))
 

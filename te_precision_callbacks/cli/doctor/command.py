@@ -66,9 +66,9 @@ def _show(machine: Machine, found: tuple[DoctorFinding, ...]) -> None:
     else:
         _show_torch(machine.torch)
     _title("Environment variables that are set")
-    for name, value in machine.environment.settings.items():
+    for name, value in machine.environment.items():
         _line(name, repr(value))
-    if not machine.environment.settings:
+    if not machine.environment:
         terminal.show("  none of those that change numbers")
     _title("Log folder")
     folder = machine.log_folder

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from te_precision_callbacks.base.environment import Environment, read_environment
+from te_precision_callbacks.base.environment import read_environment
 from te_precision_callbacks.base.installed import installed_version
 from te_precision_callbacks.base.torch_facts import Torch, torch_facts
 from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine, transformer_engine
@@ -72,7 +72,7 @@ class Machine:
     packages: tuple[Package, ...]
     transformer_engine: TransformerEngine
     torch: Torch | str
-    environment: Environment
+    environment: dict[str, str]
     log_folder: LogFolder
 
 

@@ -245,7 +245,7 @@ def _check(run: RecordedRun, last: int | None) -> RunCheck:
 def expected_speed(run: RecordedRun) -> str:
     """The expected speed on a run's own GPU, and the command for details; empty without a known GPU or products."""
     try:
-        speed = estimate_step(step_of_run(run), device_of_run(run, None))
+        speed = estimate_step(step_of_run(run), device_of_run(run))
     except SpeedError:
         return ""
     return f"{in_short(speed)}; more: {_command(run, 'speed')}"
