@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.cli.manual.features_page import as_markdown
 from te_precision_callbacks.config import Config, ConfigError, load_config
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 from te_precision_callbacks.config.schemas import FEATURES, schema_of
@@ -20,6 +19,7 @@ from tests.conftest import feature
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.te_debug_features import EXAMPLES
 from tests.test_config_loading_and_plan import LAYERS
+from tools.features_page import as_markdown
 
 ROOT = Path(__file__).parents[1]
 REGISTERED = {"transformer_engine": (*FEATURES, "Own")}
@@ -68,7 +68,7 @@ def test_the_example_of_each_feature_loads(name: str) -> None:
 
 
 def test_docs_features_is_made_from_the_schemas() -> None:
-    remedy = "run: python -m te_precision_callbacks.cli.manual.features_page > docs/features.md"
+    remedy = "run: python -m tools.features_page > docs/features.md"
     assert (ROOT / "docs" / "features.md").read_text() == as_markdown(), remedy
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks import planted
 from benchmarks.planted import Drift, judge, train
 from te_precision_callbacks.runs import RecordedRun
-from te_precision_callbacks.views.compare import ComparedNumbers, compare
+from te_precision_callbacks.views.compare import compare
 
 pytestmark = pytest.mark.slow
 
@@ -45,20 +44,6 @@ def test_a_planted_drift_comes_first(seed: int, healthy: tuple[RecordedRun, Reco
 
 def test_a_healthy_training_has_no_finding(healthy: tuple[RecordedRun, RecordedRun], tmp_path: Path) -> None:
     assert not compare(healthy[0], train(1000, tmp_path), noise=[healthy[1]]).has_findings
-
-
-def test_what_is_ordinary_for_the_loss_is_what_the_noise_is_apart(
-    healthy: tuple[RecordedRun, RecordedRun],
-) -> None:
-    a, noise = healthy
-    numbers = ComparedNumbers()
-    compare(a, noise, noise=[noise], numbers=numbers)
-    (curve,) = [each for each in numbers.curves if each.subject.statistic == "loss"]
-    off = np.abs(curve.b / curve.a - 1)
-    wide = (curve.high - curve.low) / 2 / curve.a
-    assert wide.max() < 2 * off.max()
-    assert np.median(wide) < 4 * np.median(off)
-    assert (wide > off).mean() > 0.9
 
 
 def test_a_planted_drift_changes_nothing_that_is_computed(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from te_precision_callbacks.cli.manual import options_page
 from te_precision_callbacks.diagnosis import rules
+from tools import options_page
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_table_of_options_is_made_from_the_docstring() -> None:
-    remedy = "a keyword has changed; python -m te_precision_callbacks.cli.manual.options_page prints the table"
+    remedy = "a keyword has changed; python -m tools.options_page prints the table"
     assert options_page.table() in (ROOT / "docs" / "options.md").read_text(encoding="utf-8"), remedy
 
 

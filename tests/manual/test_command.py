@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from te_precision_callbacks import cli
 from te_precision_callbacks.base.numerics.recipes import RECIPES
 from te_precision_callbacks.cli.manual.features import UnknownFeatureError, features
-from te_precision_callbacks.cli.manual.statistics import recipes_table
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.schemas import FEATURES
@@ -25,6 +24,7 @@ from tests.conftest import feature
 from tests.docs.pages import ROOT, blocks
 from tests.manual.json_schema import is_valid
 from tests.reference.processes import answers
+from tools import recipes_table
 
 
 def run(*arguments: str) -> str:
@@ -140,7 +140,7 @@ def test_the_example_of_a_statistic_loads_in_what_collects_it(name: str) -> None
 
 def test_docs_statistics_has_the_recipes_and_symbols() -> None:
     page = (ROOT / "docs" / "statistics.md").read_text()
-    assert recipes_table() in page
+    assert recipes_table.table() in page
     assert SYMBOLS in one_line(page)
     for name, recipe in RECIPES.items():
         said = json.loads(run("statistics", f"{name}_mse", "--json"))["statistics"][0]["recipe"]

@@ -260,8 +260,9 @@ def test_a_run_of_the_default_config(look: Look, tmp_path: Path) -> None:
     assert len(look.plot(TICKS.format("y"))) >= 2, "3.1 to 4.1 has no power of ten, and no 5"
     look.turn("page=heatmap")
     look.everything_drawn()
-    short = [f"…layers.{n}.self_attention.{part}" for n in range(3) for part in ("layernorm_qkv", "proj")]
-    assert sorted(look.plot(TICKS.format("y"))) == sorted(short)
+    ticks = {tick.removeprefix("…") for tick in look.plot(TICKS.format("y"))}
+    assert len(ticks) == len(ESM2)
+    assert all(any(name.endswith(tick) for name in ESM2) for tick in ticks), "long names are cut at their beginning"
     look.turn("page=profile")
     look.everything_drawn()
     assert "add dynamic_range to the statistics of the config" in look.page.locator(".card").inner_text()

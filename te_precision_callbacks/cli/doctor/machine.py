@@ -115,7 +115,7 @@ def packages() -> tuple[Package, ...]:
 
 def _package(name: str, version: str | None, wanted: SpecifierSet, extra: str) -> Package:
     fits = version is not None and wanted.contains(version, prereleases=True)
-    text = ",".join(sorted(map(str, wanted), reverse=True))
+    text = ",".join(sorted({str(each) for each in wanted}, reverse=True))
     return Package(name, version, text, extra, "ok" if fits else "missing" if version is None else "outside")
 
 

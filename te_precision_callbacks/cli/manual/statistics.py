@@ -56,7 +56,7 @@ class RecipeEntry:
     is_simulated: bool
 
 
-_RECIPES = {
+RECIPE_ENTRIES = {
     row.name: RecipeEntry(
         row.name,
         row.shares,
@@ -67,18 +67,6 @@ _RECIPES = {
     )
     for row in RECIPES.values()
 }
-
-
-def recipes_table() -> str:
-    """The table of recipes of docs/statistics.md, in Markdown."""
-    lines = [
-        "| recipe | elements that share a factor | factor | elements by default | element format in a name |",
-        "|---|---|---|---|---|",
-    ]
-    for recipe in _RECIPES.values():
-        formats = ", ".join(f"`{name}`" for name in recipe.formats)
-        lines.append(f"| `{recipe.name}` | {recipe.shares} | {recipe.factor} | {recipe.elements} | {formats} |")
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -167,7 +155,7 @@ def _explained(name: str, request: Request) -> Explained:
             if "stats" in model.model_fields and _takes(model, entry)
         },
         is_of_own_recipe=request.recipe == OWN_RECIPE,
-        recipe=_RECIPES.get(request.recipe or ""),
+        recipe=RECIPE_ENTRIES.get(request.recipe or ""),
         element_format=None if request.e5m2 is None else ELEMENT_FORMATS[request.e5m2],
         direction=direction,
         read_by={} if direction is None else dict(COLUMNWISE if request.columnwise else ROWWISE),

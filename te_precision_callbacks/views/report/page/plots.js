@@ -18,7 +18,6 @@ const OTHER_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#
 const PRECISIONS = {
   nvfp4: "#cc79a7", mxfp8: "#56b4e9", fp8: "#0072b2", bf16: "#e69f00", fp16: "#f0e442", fp32: "#d55e00", fp64: "#8a3c04",
 };
-const FORMATS = { E4M3: "#0072b2", E5M2: "#d55e00", E2M1: "#cc79a7" };
 
 const isDark = () => document.documentElement.dataset.theme === "dark";
 

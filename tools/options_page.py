@@ -1,6 +1,6 @@
 """The table of docs/options.md, made from the docstring and the defaults of ``SessionOptions``.
 
-python -m te_precision_callbacks.cli.manual.options_page    # prints the table
+python -m tools.options_page    # prints the table
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """docs/features.md, made from the schemas that check configs.
 
-python -m te_precision_callbacks.cli.manual.features_page > docs/features.md
+python -m tools.features_page > docs/features.md
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _INTRODUCTION = f"""\
 # Features
 
 The keys of a config, and of each feature. This page is generated from the schemas that check configs:
-`python -m te_precision_callbacks.cli.manual.features_page > docs/features.md`.
+`python -m tools.features_page > docs/features.md`.
 
 ```yaml
 statistics:                      # a section: any name
