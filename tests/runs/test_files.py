@@ -534,3 +534,27 @@ def test_reading_loads_no_torch_and_no_transformer_engine(tmp_path: Path) -> Non
         "assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.processes
+def test_a_run_in_another_pid_namespace_is_running(tmp_path: Path) -> None:
+    """It has the host's name, and a process id that belongs to another process here."""
+    code = """
+import sys
+from te_precision_callbacks.runs import RunWriter
+RunWriter.begin(sys.argv[1])
+print("begun", flush=True)
+sys.stdin.read()
+"""
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code]
+    process = subprocess.Popen([*command, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               cwd=REPOSITORY)  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if process.stdout.readline() != "begun\n":
+            pytest.skip("this machine lets no user make a PID namespace")
+        assert open_run(tmp_path).segments[0].status == "running"
+    finally:
+        process.stdin.close()
+        process.wait()

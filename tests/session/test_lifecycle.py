@@ -367,3 +367,22 @@ def test_a_script_that_changes_its_directory_keeps_its_files_together(
     assert list((tmp_path / "run" / "nvdlfw_inspect_statistics_logs").iterdir())
     assert (tmp_path / "run" / "precision_records").is_dir()
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_model_that_is_registered_in_its_own_child_is_observed(tmp_path: Path) -> None:
+    net = model()
+    net[0].parent = net
+    keeper = run(net, statistics(), 1, tmp_path)
+    assert {row.layer for row in keeper.steps[0]} == {"0", "1.fc1", "1.fc2"}
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_named_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
+    (tmp_path / "file").touch()
+    run(model(), None, 1, tmp_path / "file")
+    assert "writes no records, statistics log, log of events, dumps, summary and report" in caplog.text
+    told = capfd.readouterr().err
+    assert "Not enough checked" in told
+    assert "logs:" not in told

@@ -22,6 +22,7 @@ from te_precision_callbacks import cli
 from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.answers import no_step_in_words
+from te_precision_callbacks.runs.run_files import FOLDER, make_segment
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.views.report.data import PageData
 from te_precision_callbacks.views.show import command
@@ -391,3 +392,18 @@ def test_a_new_finding_is_a_line_for_a_pipe(tmp_path: Path, capsys: pytest.Captu
             display(each)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("warning")] == [f"warning  {view.verdict[0]}"]
+
+
+def test_following_waits_for_a_run_whose_folder_is_still_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = make_segment(tmp_path / FOLDER / "run")
+
+    def train(seconds: float) -> None:
+        run = RunWriter(tmp_path / FOLDER / "run", number)
+        run.put_run()
+        append(run, {("fc1", "activation", "underflows%"): np.arange(5.0)})
+        run.close("ended")
+
+    monkeypatch.setattr(command.time, "sleep", train)
+    result = show(tmp_path, "--follow")
+    assert result.exit_code == 0
+    assert "fc1 activation" in result.output
