@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -66,17 +66,27 @@ def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
     }
 
 
-def install_when_needed() -> None:
-    """Install the backend, as the environment asks, when torch or Transformer Engine is imported."""
-    if os.environ.get(ENVIRONMENT_VARIABLE):
-        sys.meta_path.insert(0, _Trigger())
+def install_when_needed(then: Callable[[], None] | None = None) -> None:
+    """Install the backend, as the environment asks, when torch or Transformer Engine is imported.
+
+    Args:
+        then: called after that; None: nothing.
+    """
+    if os.environ.get(ENVIRONMENT_VARIABLE) or then is not None:
+        sys.meta_path.insert(0, _Trigger(then))
 
 
 class _Trigger(MetaPathFinder, PendingInstallation):
     """Gives torch and Transformer Engine loaders that install the backend.
 
     Looking for them does not install it: libraries look to know whether the packages exist.
+
+    Args:
+        then: as above.
     """
+
+    def __init__(self, then: Callable[[], None] | None) -> None:
+        self._then = then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -93,15 +103,16 @@ class _Trigger(MetaPathFinder, PendingInstallation):
     def install(self) -> None:
         """Install the backend as the environment asks."""
         told = inherited()
-        if told is None:
-            return
-        import torch
+        if told is not None:
+            import torch
 
-        from te_precision_callbacks.reference.install import install
+            from te_precision_callbacks.reference.install import install
 
-        arguments = arguments_here(told, has_gpu=torch.cuda.is_available())
-        if arguments is not None:
-            install(**arguments)
+            arguments = arguments_here(told, has_gpu=torch.cuda.is_available())
+            if arguments is not None:
+                install(**arguments)
+        if self._then is not None:
+            self._then()
 
 
 class _InstallingLoader(Loader):
