@@ -216,8 +216,8 @@ class ScriptWatch:
             self.session = InspectSession.from_options(_checked(self._options))
             self.session.start(front_door="watch", trainer_steps=True)
             self.session.follow(self)
-        several = {f"model{number}": each for number, each in enumerate(self._models)}
-        self.session.attach(several if len(several) > 1 else model)
+        # The first model's layers keep their names when another one is found.
+        self.session.attach({f"model{number}" if number else "": each for number, each in enumerate(self._models)})
 
     # ------------------------------------------------------------------ the step
 

@@ -148,7 +148,7 @@ def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
             generator.zero_grad()
         assert watch.session is not None
         assert watch.session.iteration == STEPS
-    assert sorted(layers_of(tmp_path)) == ["model0.first", "model0.last", "model1.first", "model1.last"]
+    assert sorted(layers_of(tmp_path)) == ["first", "last", "model1.first", "model1.last"]
 
 
 def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
