@@ -19,10 +19,11 @@ first imported, and never in a child that imports neither.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -66,27 +67,22 @@ def arguments_here(told: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
     }
 
 
-def install_when_needed(then: Callable[[], None] | None = None) -> None:
-    """Install the backend, as the environment asks, when torch or Transformer Engine is imported.
+def install_when_needed() -> None:
+    """Install the backend, and watch the script, as the environment asks, when torch or Transformer Engine is imported.
 
-    Args:
-        then: called after that; None: nothing.
+    Called at the start of each Python process, maybe twice: by ``startup/sitecustomize.py``, and by the file
+    ``te_precision_watch.pth`` of an installed package.
     """
-    if os.environ.get(ENVIRONMENT_VARIABLE) or then is not None:
-        sys.meta_path.insert(0, _Trigger(then))
+    is_asked = os.environ.get(ENVIRONMENT_VARIABLE) or os.environ.get("TE_PRECISION_WATCH", "0") != "0"
+    if is_asked and not any(isinstance(finder, _Trigger) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Trigger())
 
 
 class _Trigger(MetaPathFinder, PendingInstallation):
     """Gives torch and Transformer Engine loaders that install the backend.
 
     Looking for them does not install it: libraries look to know whether the packages exist.
-
-    Args:
-        then: as above.
     """
-
-    def __init__(self, then: Callable[[], None] | None) -> None:
-        self._then = then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -111,8 +107,8 @@ class _Trigger(MetaPathFinder, PendingInstallation):
             arguments = arguments_here(told, has_gpu=torch.cuda.is_available())
             if arguments is not None:
                 install(**arguments)
-        if self._then is not None:
-            self._then()
+        if os.environ.get("TE_PRECISION_WATCH", "0") != "0":
+            importlib.import_module("te_precision_callbacks.watch").begin_from_environment()
 
 
 class _InstallingLoader(Loader):

@@ -16,12 +16,7 @@ sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
 with contextlib.suppress(ImportError):
     from te_precision_callbacks.reference.children import install_when_needed
 
-    def begin_watch():
-        from te_precision_callbacks.watch import begin_from_environment
-
-        begin_from_environment()
-
-    install_when_needed(begin_watch if os.environ.get("TE_PRECISION_WATCH", "0") != "0" else None)
+    install_when_needed()
 
 _this = sys.modules.pop(__name__)
 try:
