@@ -287,7 +287,7 @@ os.environ["TE_PRECISION_WATCH"] = "1"
 site.addsitedir({str(tmp_path / "site")!r})
 import torch
 print("te_precision_callbacks.watch" in sys.modules)"""
-    assert python(code, fresh=True) == "True", "a .pth file lets TE_PRECISION_WATCH reach any process"
+    assert python(code, fresh=True) == "True\n", "a .pth file lets TE_PRECISION_WATCH reach any process"
 
 
 @pytest.mark.slow
