@@ -7,7 +7,7 @@
 # make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own tests on the reference backend
 # make gpu-check   on a machine with a GPU: whether all is right there, and what it costs; about eight minutes.
 #                  ARGS="--device cpu" GPU_PYTHON=.venv/bin/python runs the same code on a CPU
-# make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; docs/clients.md
+# make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; tests/clients/README.md
 # make proof   what the diagnosis says of planted defects and of healthy trainings, into docs/proof.md; about an hour
 #
 # Each sets up what it needs in .venv on its first call, and again where requirements.lock or pyproject.toml has changed:
@@ -86,7 +86,7 @@ gpu-check:
 	@$(GPU_PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clients: install
-	$(BIN)/python -m tests.clients --src "$(SRC)" $(if $(CACHE),--cache "$(CACHE)") --table docs/clients.md $(CLIENTS)
+	$(BIN)/python -m tests.clients --src "$(SRC)" $(if $(CACHE),--cache "$(CACHE)") --table tests/clients/README.md $(CLIENTS)
 
 proof: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/contest.py --page $(ARGS)

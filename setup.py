@@ -24,6 +24,7 @@ class BuildWithWatch(build_py):
         if not self.editable_mode:
             Path(self.build_lib, "te_precision_watch.pth").write_text(WATCH)
 
+
 settings = Path("pyproject.toml").read_text(encoding="utf-8")
 repository, version = (
     re.search(rf'^{key} = "(.+)"$', settings, re.MULTILINE)[1]  # type: ignore[index]

@@ -50,7 +50,7 @@ class Benchmark:
 BENCHMARKS = {
     "stats": Benchmark("stats.py", {}),
     "stats-avx2": Benchmark("stats.py", {"ATEN_CPU_CAPABILITY": "avx2"}),
-    **{name: Benchmark(f"{name}.py", {}) for name in ("step", "overflow", "dumps")},
+    **{name: Benchmark(f"{name}.py", {}) for name in ("step", "overflow")},
 }
 """With the policy of threads that everybody has: where they wait passively, each operation of torch wakes them up."""
 
@@ -203,25 +203,11 @@ def overflow() -> str:
     return _cases(kept("overflow"), columns)
 
 
-def dumps() -> str:
-    """What dumping adds."""
-    columns = {
-        "dumps.py": "case",
-        "none, ms": "none_ms",
-        "here, ms": "ours_added_ms",
-        "Transformer Engine, ms": "te_added_ms",
-        "left to write, ms": "ours_left_ms",
-        "bytes a step": "bytes_per_step",
-    }
-    return _cases(kept("dumps"), columns)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "stats": stats,
     "step": step,
     "overflow": overflow,
-    "dumps": dumps,
 }
 
 

@@ -33,9 +33,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from te_precision_callbacks.speed.costs import Cost, Shape, cast_cost, gemm_cost, high_ms
+from te_precision_callbacks.speed.costs import Cost, Shape, cast_cost, cast_of, gemm_cost, high_ms
 from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Constants, Device, Scatter, constants, device_named
-from te_precision_callbacks.speed.expected import interval
+from te_precision_callbacks.speed.expected import speedup_interval
 
 TOKENS = 15872
 Shapes = tuple[Shape, ...]
@@ -181,13 +181,17 @@ def _casts(
     of_casts: list[float] = []
     shares = {}
     for recipe in recipes:
+        kernels = (
+            cast_of(recipe, "activation", 1, device.capability),
+            cast_of(recipe, "weight", 1, device.capability, columnwise=False),
+        )
+        launches = len(LAYERS) * sum(cast.kernels for cast in kernels) * launch
         at_once = _with(device, kernel=dict(kernel), cast={recipe: 1.0}, launch_ms=launch)
         costs = {one: [call_cost(shape, recipe, at_once) for shape in SHAPES[one]] for one in FITTED}
         sums = np.array([SUMS[name][recipe][one] for one in FITTED])
         rest = np.array([sum(cost.low_ms - cost.cast_ms for cost in costs[one]) for one in FITTED])
-        launches = np.array([sum(cost.launch_ms for cost in costs[one]) for one in FITTED])
-        moved = np.array([sum(cost.cast_ms for cost in costs[one]) for one in FITTED])
-        a, y = moved / sums, (sums - rest) / sums
+        moved = np.array([sum(cost.cast_ms for cost in costs[one]) - launches for one in FITTED])
+        a, y = moved / sums, (sums - rest - launches) / sums
         slower = max(float(a @ y / (a @ a)), 1.0)
         shares[recipe] = 1 / slower
         errors += list(a * slower - y)
@@ -276,8 +280,9 @@ def cells(constants: Constants) -> list[Cell]:
         for name, shape, time, high in zip(LAYERS, SHAPES["fprop"], measured, CELLS[HIGH], strict=True):
             speedup, around = 1.0, (1.0, 1.0)
             if recipe != HIGH:
-                cost = call_cost(shape, recipe, device)
-                speedup, around = high_ms(shape, device) / cost.low_ms, interval(high_ms(shape, device), cost, device)
+                cost, in_high = call_cost(shape, recipe, device), high_ms(shape, device)
+                speedup = in_high / cost.low_ms
+                around = speedup_interval(in_high, cost.low_ms, [(in_high, cost)], device)
             found.append(Cell(name, recipe, time, expected(shape, recipe, device), high / time, speedup, around))
     return found
 

@@ -383,6 +383,7 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
             once, base, training.device, enough=to_within(_SHARE), seconds=options.seconds, least=options.least
         )
         for number in range(3 * options.least):
+            sides: list[tuple[list[Spent], Run]]
             sides = [(others.ways, functools.partial(session, early_steps=False)), (others.bases, without)]
             for times, run in sides if number % 2 else sides[::-1]:
                 with training.within(run) as step:

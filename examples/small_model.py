@@ -2,7 +2,7 @@
 
     python examples/small_model.py
 
-docs/start.md runs it, and the pages of docs/tour/ import it. With CUDA and a compiled Transformer Engine it uses those;
+docs/start.md runs it, and docs/tour.md imports it. With CUDA and a compiled Transformer Engine it uses those;
 otherwise the reference backend of this project.
 """
 

@@ -64,7 +64,7 @@ class DebugRun(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End, and put back what was changed."""
+        """End, and undo all changes."""
 
     def step(self, logging_step: int | None = None) -> Any:
         """End a step: call it after each step of the optimizer."""
@@ -114,10 +114,11 @@ class _AddNames(argparse.Action):
 def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[SessionKeywords]) -> DebugRun:
     """Turn the parsed options of :func:`add_debug_options` into a context manager around a training loop.
 
-    With ``te_precision`` the result is an :class:`te_precision_callbacks.InspectSession`, whose ``step`` ends a debug
-    iteration and hands its statistics on. With ``activation_overflow`` an inf or nan raises
-    :class:`te_precision_callbacks.debug_utils.ActivationOverflowError` in the optimizer's step, or at the latest in
-    ``step``; on its own this option needs no Transformer Engine. Without either option the result does nothing.
+    With ``te_precision`` the result is an :class:`te_precision_callbacks.InspectSession`. With ``activation_overflow``
+    an
+    inf or nan raises :class:`te_precision_callbacks.debug_utils.ActivationOverflowError` in the optimizer's step, or at
+    the
+    latest in ``step``; on its own this option needs no Transformer Engine. Without either option the result is a no-op.
 
     Args:
         arguments: the parsed arguments.
@@ -126,8 +127,8 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
             ``activation_overflow`` on its own uses only ``reduce`` and ``process_group``, and ignores the others.
 
     Raises:
-        OptionError: the parser does not have the options; what belongs to ``te_precision`` was given
-            without it; a keyword is unknown, or its value is invalid.
+        OptionError: the parser does not have the options; an option of ``te_precision`` was given without it; a keyword
+            is unknown, or its value is invalid.
         UnknownDebugOptionError: an unknown name.
         ConfigError: the config cannot be used.
     """

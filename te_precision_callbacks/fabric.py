@@ -23,18 +23,17 @@ from typing import Any
 import torch
 from typing_extensions import Self, Unpack
 
-from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.layers.naming import Model, named_te_modules
+from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection
 
 try:
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins.precision import DeepSpeedPrecision, TransformerEnginePrecision
+    from lightning.fabric.plugins.precision import DeepSpeedPrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.fabric", "lightning") from error
 
@@ -52,9 +51,10 @@ class PrecisionDebugFabricCallback:
     callback:``, with :meth:`stop`, or with the process. A step of the optimizer that ``fabric.setup`` has returned ends
     a debug iteration.
 
-    Statistics go to every logger of Fabric, on rank 0, at the debug iteration: the number of optimizer steps before.
-    The names are those of :class:`te_precision_callbacks.lightning.PrecisionDebugCallback`. ``log_dir`` is the folder
-    of Fabric's first logger where it is not given.
+    Statistics go to every logger of Fabric, on rank 0, at the debug iteration, with the names of
+    :class:`te_precision_callbacks.lightning.PrecisionDebugCallback`. ``log_dir`` defaults to the folder of Fabric's
+    first
+    logger.
 
     ``fabric.save`` and ``fabric.load`` take the callback as an entry of their state: ``{"model": model, "precision":
     callback}``.
@@ -65,8 +65,8 @@ class PrecisionDebugFabricCallback:
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
         step_on: the length of a debug iteration: ``"optimizer_step"``, or ``"batch"``, which
-            ``fabric.call("on_train_batch_end")`` ends. Of several optimizers the one that steps first counts.
-        **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
+            ``fabric.call("on_train_batch_end")`` ends. Of several optimizers the first to step counts.
+        **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
         ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
@@ -157,35 +157,10 @@ class PrecisionDebugFabricCallback:
                     " callback.on_after_setup(fabric, model)."
                 )
             return
-        if isinstance(strategy.precision, TransformerEnginePrecision):
-            self._warn_of_replaced(optimizer)
         if self._optimizer is None:
             self._optimizer = optimizer
         if self._step_on == "optimizer_step" and optimizer is self._optimizer:
             session.step()
-
-    def _warn_of_replaced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn once for each optimizer if it steps parameters that a precision plugin has replaced in
-        ``fabric.setup``: it has parameters without gradients that no known model has, and no parameter of the layers
-        in their place."""
-        if not self._notices.first(("replaced", id(optimizer))):
-            return
-        own = {id(parameter) for model in self._models for parameter in model.parameters()}
-        layers = [named.module for model in self._models for named in named_te_modules(model)]
-        new = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        others = [parameter for parameter in stepped if id(parameter) not in own]
-        holds_new = any(id(parameter) in new for parameter in stepped)
-        if new and others and not holds_new and all(parameter.grad is None for parameter in others):
-            logger.warning(
-                "%s of the %s that steps belong to no model and get no gradients, so the model's are not trained."
-                " fabric.setup(model, optimizer) replaces layers by those of Transformer Engine, and leaves the"
-                " optimizer the old ones. Call model = fabric.setup_module(model), make the optimizer from"
-                " model.parameters(), and call fabric.setup_optimizers(optimizer) and"
-                " callback.on_after_setup(fabric, model).",
-                many(len(others), "parameter"),
-                type(optimizer).__name__,
-            )
 
     def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
         """End the debug iteration with ``step_on="batch"``, whatever ``fabric.call`` hands over."""
@@ -225,11 +200,6 @@ class PrecisionDebugFabricCallback:
         if self._session is not None:
             self._session.stop(error)
 
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after :meth:`stop`."""
-        if self._session is not None:
-            self._session.release()
-
     def __enter__(self) -> Self:
         return self
 
@@ -258,6 +228,6 @@ def _log_dir_of(fabric: Fabric) -> Path:
 
 
 def _scales_loss(fabric: Fabric) -> bool:
-    """Whether DeepSpeed scales the loss for float16, with its own scaler. torch's is recognized in use."""
+    """Return whether DeepSpeed scales the loss for float16. torch's GradScaler is recognized in use."""
     precision = fabric.strategy.precision
     return isinstance(precision, DeepSpeedPrecision) and precision.precision.startswith("16")

@@ -11,7 +11,6 @@ Usage::
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,8 @@ from typing_extensions import Unpack
 from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.layers.replaced import BeforeConversion
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
-from te_precision_callbacks.session import InspectSession, SessionError, SessionOutcome
-from te_precision_callbacks.session.results import Mailbox
+from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection
 from te_precision_callbacks.sinks.loggers import (
     REPORT_NAME,
@@ -52,10 +49,6 @@ __all__ = ["HealthyCheckpoint", "PrecisionDebugCallback"]
 
 logger = logging.getLogger(__name__)
 
-_FREEZE_AGAIN = (
-    "In configure_model, call self.trainer.precision_plugin.convert_module(self), and freeze or tie them after it."
-)
-
 
 class PrecisionDebugCallback(Callback):
     """Runs Transformer Engine's precision debugging during ``trainer.fit``.
@@ -63,18 +56,18 @@ class PrecisionDebugCallback(Callback):
     Logged to every logger of the trainer, on rank 0, at the step of the batch's own metrics, with ``step_on="batch"``
     at the number of the batch (docs/lightning.md#each-batch-as-an-iteration):
 
-    - ``te.<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
-      ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are those of the tensor; a statistic whose name ends
-      in ``%`` is in percent (for MLflow, whose names have no ``%``, it ends in ``_pct``).
-    - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
-      :mod:`te_precision_callbacks.sinks.metrics`.
+    - ``te.<layer>/<tensor>/<statistic>`` for each statistic of the config, such as
+      ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are the tensor's; a statistic with a name that ends
+      in
+      ``%`` is in percent (in MLflow with ``_pct`` for ``%``).
+    - metrics of the whole model, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
 
-    Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file a rank) and
+    Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file per rank) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     Sanity checks, validation, test and predict are not observed. Features that change precision act in validation as in
-    training, and with ``keep_precision=True`` also after the fit, until :meth:`release` or the next fit. After an
-    exception or Ctrl-C the session is closed, and the statistics gathered since the last step are written.
+    training. After an
+    exception or Ctrl-C the session is closed, and the statistics since the last step are written.
 
     With ``debug="activation_overflow"`` the fit ends with an ``ActivationOverflowError`` where an activation or a
     gradient becomes inf or nan; see docs/activation-overflow.md.
@@ -82,7 +75,7 @@ class PrecisionDebugCallback(Callback):
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
         step_on: the length of a debug iteration: ``"optimizer_step"`` (all batches of an accumulation) or ``"batch"``.
-        **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
+        **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
         ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
@@ -108,53 +101,34 @@ class PrecisionDebugCallback(Callback):
         self._step_on = read_step_on(step_on)
         self._options = SessionOptions.from_keywords(config, **keywords)
         self._session: InspectSession | None = None
-        self._outcome: SessionOutcome | None = None
-        self._mailbox = Mailbox()
         self._restored_iteration: int | None = None
         self._last_global_step = 0
         self._step_of_batch: int | None = None
         self._numbers = TrainerNumbers()
-        self._before: BeforeConversion | None = None
         self._saving: BeforeCalls | None = None
         self._checkpoint = ""
 
     @property
-    def session(self) -> InspectSession | SessionOutcome:
-        """The session of the current or last fit. If the fit ran in other processes: the results of rank 0's session.
+    def session(self) -> InspectSession:
+        """The session of the current or last fit.
 
         Raises:
-            SessionError: nothing was fitted yet, or the session of rank 0 has left no results here.
+            SessionError: this process has not fitted yet. With a strategy such as ``ddp_spawn`` the sessions run in
+                other
+                processes, and their results are in ``log_dir``.
         """
-        self._outcome = self._mailbox.take() or self._outcome
-        if self._outcome is not None:
-            return self._outcome
         if self._session is None:
             raise SessionError(
                 "The callback has no session yet: it starts one when trainer.fit() begins. With a strategy such as"
-                " ddp_spawn the session runs in other processes. The results of rank 0 are available here after fit()"
-                " has ended, on the machine of rank 0. The logs are in log_dir."
+                " ddp_spawn sessions run in other processes; 'te-precision show LOG_DIR' shows their results."
             )
         return self._session
-
-    @property
-    def _live(self) -> InspectSession:
-        if self._session is None:
-            raise SessionError(
-                "The callback has no session: Lightning calls its setup() when trainer.fit() begins. Give it to"
-                " Trainer(callbacks=[callback])."
-            )
-        return self._session
-
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after the fit."""
-        if self._session is not None:
-            self._session.release()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the session, and without the methods of the model that a trainer attaches to a callback: both belong
         to this process, and a trainer that spawns others pickles the callback."""
         kept = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
-        return {**kept, "_session": None, "_outcome": None, "_before": None, "_saving": None}
+        return {**kept, "_session": None, "_saving": None}
 
     # ------------------------------------------------------------------ start
 
@@ -163,17 +137,15 @@ class PrecisionDebugCallback(Callback):
         if stage != "fit":
             return
         self._stop(trainer, SessionError("Another fit began."))  # one whose on_exception a callback has cut short
-        self._outcome = None
         self._restored_iteration = None
         self._step_of_batch = None
         self._numbers = TrainerNumbers()
         converts = isinstance(trainer.precision_plugin, TransformerEnginePrecision)
-        self._before = BeforeConversion(pl_module) if converts else None
         expected = "Lightning's precision plugin is TransformerEnginePrecision" if converts else ""
         select = MetricSelection(self._options.prefix, self._options.log_filter)
         self._session = InspectSession.from_options(self._options)
         self._session.start(
-            log_dir=self._options.log_dir or _log_dir_of(trainer),
+            log_dir=Path(trainer.log_dir or trainer.default_root_dir),
             sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
             stop_at_sigterm=False,  # the trainer takes it, and calls on_exception
             front_door="lightning",
@@ -185,36 +157,32 @@ class PrecisionDebugCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name the layers: the model is complete here, including layers that a precision plugin has replaced."""
-        session = self._live
+        session = self.session
         if self._restored_iteration is not None:
             session.iteration = self._restored_iteration
         session.attach(pl_module)
-        if self._before is not None and trainer.is_global_zero:
-            for text in self._before.lost_in(pl_module, by="TransformerEnginePrecision", remedy=_FREEZE_AGAIN):
-                logger.warning("%s", text)
-        self._before = None
         if session.overflow is not None:
             session.overflow.loss_scaled = _scales_loss(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the step of a resumed fit: the trainer has restored its own counts only when the first batch begins."""
-        if self._live.overflow is not None:
-            self._live.overflow.begin_batch()
+        if self.session.overflow is not None:
+            self.session.overflow.begin_batch()
         first = self._step_of_batch is None
         self._step_of_batch = self._logging_step(trainer)
         if not first:
             return
         if self._restored_iteration is None and self._options.start_step is None:
-            self._live.iteration = self._step_of_batch
+            self.session.iteration = self._step_of_batch
         elif self._restored_iteration is not None and trainer.global_step > self._last_global_step:
             # The checkpoint was written after the optimizer's step, and before this callback had counted it.
-            self._live.iteration = self._restored_iteration + 1
+            self.session.iteration = self._restored_iteration + 1
         self._last_global_step = trainer.global_step
 
     # ------------------------------------------------------------------ step
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Note the learning rate of the step: when the batch ends, a scheduler has set that of the next one."""
+        """Note the learning rate of the step, before a scheduler sets the next one."""
         self._numbers.note_step(trainer)
 
     def on_train_batch_end(
@@ -226,38 +194,39 @@ class PrecisionDebugCallback(Callback):
         self._last_global_step = trainer.global_step
         self._numbers.note(trainer, outputs)
         if stepped or self._step_on == "batch":
-            self._live.log(self._numbers.take(trainer), self._step_of_batch)
-            self._live.step(self._step_of_batch)
+            self.session.log(self._numbers.take(trainer), self._step_of_batch)
+            self.session.step(self._step_of_batch)
             # The loggers have it already; Lightning's own callbacks, such as EarlyStopping, get it here.
             name = overall_name(self._options.prefix, "findings")
             self._numbers.leave_out(name)
-            pl_module.log(name, float(self._live._results.diagnosis.problems.total()), logger=False)
+            pl_module.log(name, float(self.session._results.diagnosis.problems.total()), logger=False)
 
     def _logging_step(self, trainer: Trainer) -> int:
-        """The step at which the trainer logs the metrics of the current batch. With ``step_on="batch"`` the count of
-        batches before it: the trainer has one step for all batches of an accumulation."""
+        """Return the step at which the trainer logs the metrics of the batch; with ``step_on="batch"`` the number of
+        the batch.
+        """
         if self._step_on == "batch":
             return trainer.fit_loop.total_batch_idx
         return trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observe nothing during validation and sanity checks, whatever the module does there."""
-        self._tell_of_evaluation(trainer)
+        self._warn_of_evaluation(trainer)
         if self._session is not None:
             self._session.observing = False
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if the features that changed precision in the fit no longer act."""
-        self._tell_of_evaluation(trainer)
+        self._warn_of_evaluation(trainer)
 
     on_predict_start = on_test_start
 
-    def _tell_of_evaluation(self, trainer: Trainer) -> None:
+    def _warn_of_evaluation(self, trainer: Trainer) -> None:
         if self._session is not None and trainer.state.fn is not None:
-            self._session.tell_of_evaluation(f"trainer.{trainer.state.fn.value}()")
+            self._session.warn_of_evaluation(f"trainer.{trainer.state.fn.value}()")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observe again, and record what the validation has logged."""
+        """Observe again, and record the metrics of the validation."""
         if self._session is not None:
             self._session.observing = True
             if not trainer.sanity_checking:
@@ -276,7 +245,6 @@ class PrecisionDebugCallback(Callback):
         }
 
     def _before_saving(self, filepath: Any, *_: Any, **__: Any) -> None:
-        """Note the file of a checkpoint, which :meth:`state_dict` does not get."""
         self._checkpoint = str(filepath)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -305,14 +273,8 @@ class PrecisionDebugCallback(Callback):
         if self._saving is not None:
             self._saving.remove()
             self._saving = None
-        if self._session is None:
-            return
-        was_running = self._session.running
-        try:
+        if self._session is not None:
             self._session.stop(error, self._step_of_batch)  # the trainer counts batches in between two steps
-        finally:
-            if was_running and trainer.is_global_zero and self._mailbox.in_child:
-                self._mailbox.put(SessionOutcome.of(self._session))
 
 
 class HealthyCheckpoint(ModelCheckpoint):
@@ -381,22 +343,20 @@ class TrainerNumbers:
         self._seen: dict[str, torch.Tensor] = {}
 
     def note(self, trainer: Trainer, outputs: Any) -> None:
-        """Note the loss of a batch. Lightning has divided it by the number of batches that it accumulates, of which the
-        last accumulation of an epoch may have fewer."""
+        """Note the loss of a batch. Lightning has divided it by the number of accumulated batches."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().float().reshape(()) * trainer.accumulate_grad_batches)
 
     def leave_out(self, name: str) -> None:
-        """Take nothing that is logged under a name."""
         self._own.add(name)
 
     def note_step(self, trainer: Trainer) -> None:
-        """Note what the step of an optimizer uses; of several steps in a batch the first counts."""
+        """Note the settings of an optimizer step; the first of several steps in a batch counts."""
         self._of_step = self._of_step or _step_settings(trainer)
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
-        """The numbers of the step that ends. What the module logs under the same name does not replace them."""
+        """Return the scalars of the step that ends. Metrics of the module do not replace them."""
         loss = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
         own = {**loss, **(self._of_step or _step_settings(trainer))}
         self._losses, self._of_step = [], {}
@@ -404,7 +364,7 @@ class TrainerNumbers:
         return {**own, **self.logged(trainer)}
 
     def logged(self, trainer: Trainer) -> dict[str, Any]:
-        """What was logged since the last call: Lightning keeps what was logged before, in the same memory."""
+        """Return the metrics logged since the last call: Lightning keeps older metrics, in the same memory."""
         metrics = {name: value for name, value in trainer.callback_metrics.items() if name not in self._own}
         seen = {name: value.data_ptr() for name, value in self._seen.items()}
         new = {name: value for name, value in metrics.items() if value.data_ptr() != seen.get(name)}
@@ -413,7 +373,7 @@ class TrainerNumbers:
 
 
 def _step_settings(trainer: Trainer) -> dict[str, Any]:
-    """The learning rate of the first optimizer, and the scale of the loss, as they are now."""
+    """Return the present learning rate of the first optimizer, and the loss scale."""
     found: dict[str, Any] = {}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
     if rates:
@@ -424,28 +384,8 @@ def _step_settings(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def _log_dir_of(trainer: Trainer) -> Path:
-    """The trainer's folder; a temporary one if it has none, so that nothing is written where the script was started.
-
-    It has none with ``fast_dev_run``, whose runs leave nothing behind, and without a logger and ``default_root_dir``.
-    """
-    found = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: the trainer asks its first
-    trial = bool(getattr(trainer, "fast_dev_run", False))  # set by a function, which mypy does not see
-    if not trial and (trainer.loggers or found.absolute() != Path.cwd()):
-        return found
-    made = tempfile.mkdtemp(prefix="te_precision_") if trainer.is_global_zero else ""
-    folder = Path(trainer.strategy.broadcast(made))
-    if trainer.is_global_zero:
-        logger.warning(
-            "The trainer has no folder (%s), so the logs of precision debugging go to %s. log_dir= sets another.",
-            "fast_dev_run" if trial else "no logger, and no default_root_dir",
-            folder,
-        )
-    return folder
-
-
 def _scales_loss(trainer: Trainer) -> bool:
-    """Whether DeepSpeed scales the loss for float16, with its own scaler. torch's is recognized in use."""
+    """Return whether DeepSpeed scales the loss for float16. torch's GradScaler is recognized in use."""
     plugin = trainer.precision_plugin
     return isinstance(plugin, DeepSpeedPrecision) and plugin.precision.startswith("16")
 
@@ -475,7 +415,6 @@ class LightningLoggerSink(LoggerSink):
 
 
 def _log_histogram(receiver: Logger, name: str, counts: Sequence[float], step: int) -> None:
-    """Log an exponent histogram to a logger that takes histograms."""
     if isinstance(receiver, TensorBoardLogger):
         add_to_tensorboard(receiver.experiment, name, counts, step)
     elif isinstance(receiver, WandbLogger):
@@ -483,5 +422,4 @@ def _log_histogram(receiver: Logger, name: str, counts: Sequence[float], step: i
 
 
 def _named_for(receiver: Logger, metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics under names that the logger takes."""
     return names_for_mlflow(metrics) if isinstance(receiver, MLFlowLogger) else metrics

@@ -1,7 +1,7 @@
 """The engine and the recorder of a run, which measure and dump tensors for the features.
 
-nvidia-dlfw-inspect makes its features anew at each start, without knowledge of the run. The namespace API
-(``features/api.py``) gives each feature the observation of the run: a session's, or that of plain nvidia-dlfw-inspect.
+nvidia-dlfw-inspect constructs its features at each start, without a reference to the run. The namespace API
+(``features/api.py``) gives each feature the observation of the run: a session's, or one of plain nvidia-dlfw-inspect.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Observation:
         self._schedules = schedules
 
     def is_due(self, iteration: int) -> bool:
-        """Whether statistics are due in an iteration on any rank. All ranks answer alike."""
+        """Return whether an iteration is a collection step on any rank. The result is the same on all ranks."""
         return any(schedule.at(iteration)[0] for schedule in self._schedules)
 
     def take(

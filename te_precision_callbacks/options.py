@@ -48,11 +48,11 @@ StatisticsLogValue = StatisticsLogRanks | bool | int | str
 
 
 class LogChoice(NamedTuple):
-    """What ``statistics_log=`` says.
+    """The value of ``statistics_log=``.
 
     Attributes:
         ranks: which ranks write the log.
-        limit: the most bytes of a rank's log; 0 for any number.
+        limit: the maximum number of bytes of a rank's log; 0 for no limit.
     """
 
     ranks: StatisticsLogRanks
@@ -60,10 +60,10 @@ class LogChoice(NamedTuple):
 
 
 def read_statistics_log(statistics_log: object) -> LogChoice:
-    """The value of ``statistics_log=``: ranks, a size, or both, such as ``"rank0, 4GiB"``; False for ``"off"``.
+    """Parse ``statistics_log=``: ranks, a size, or both, such as ``"rank0, 4GiB"``; False for ``"off"``.
 
     Raises:
-        OptionError: it is none.
+        OptionError: the value is invalid.
     """
     ranks: list[StatisticsLogRanks] = []
     limits: list[int] = []
@@ -87,10 +87,10 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
 
 
 class ProfileChoice(NamedTuple):
-    """What ``profile=`` says.
+    """The value of ``profile=``.
 
     Attributes:
-        first, last: the iterations that are profiled, both included.
+        first, last: the iterations to profile, both included.
         on_all_ranks: whether each rank writes a trace; else rank 0 alone.
     """
 
@@ -100,10 +100,10 @@ class ProfileChoice(NamedTuple):
 
 
 def read_profile(profile: object) -> ProfileChoice | None:
-    """The value of ``profile=``: an iteration, or several and perhaps the ranks, such as ``"11-13, all"``.
+    """Parse ``profile=``: an iteration, or several and perhaps the ranks, such as ``"11-13, all"``.
 
     Raises:
-        OptionError: it is none.
+        OptionError: the value is invalid.
     """
     if profile is None:
         return None
@@ -120,14 +120,14 @@ def read_profile(profile: object) -> ProfileChoice | None:
 
 
 def step_number(what: str, step: object) -> int:
-    """The number of a step as an int; it may be a whole number of numpy.
+    """Return the number of a step as an int; it may be a whole number of numpy.
 
     Args:
-        what: what it is given as, such as ``start_step=``.
+        what: the keyword, for the message, such as ``start_step=``.
         step: the number.
 
     Raises:
-        OptionError: it is no whole number, or below 0.
+        OptionError: it is not a whole number, or negative.
     """
     number = whole_number(step)
     if number is None or number < 0:
@@ -156,7 +156,6 @@ class SessionKeywords(TypedDict, total=False):
     debug: DebugValue
     observe: Observe
     precision_features_in_eval: bool
-    keep_precision: bool
     allow_unmatched: bool
     strict: bool
     require: ContractSource
@@ -172,10 +171,10 @@ def _hints() -> Mapping[str, Any]:
 
 
 def check_value(key: str, value: object) -> None:
-    """Check a keyword whose type says what it takes: True or False, some texts, any text, or a process group.
+    """Check a keyword against its type: True or False, fixed texts, any text, or a process group.
 
     Raises:
-        OptionError: it does not take the value.
+        OptionError: the value is invalid.
     """
     hint = _hints()[key]
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -198,65 +197,57 @@ class SessionOptions:
     """The options of a session.
 
     Attributes:
-        config: the config: a path, a mapping, or a loaded one. None: in every 100th step, and in ``early_steps``,
-            statistics of every layer and of what quantization loses in it (docs/statistics.md#the-default-config).
+        config: a path, a mapping, or a loaded config. None: statistics of every layer in ``early_steps`` and every
+            100th step (docs/statistics.md#the-default-config).
         log_dir: the folder for logs. None: the trainer's folder, or the current one.
         feature_dirs: folders of a user's own features; every ``.py`` file below them is executed.
         features: a user's own features, as classes.
         sinks: receivers of each step's records, in addition to the statistics log and the trainer's loggers.
         process_group: the group over which statistics are reduced. None: all ranks.
         reduce: False keeps the statistics of each rank, without a collective.
-        statistics_log: which ranks write the statistics log. ``"rank0"``: the first of the ranks that reduce together,
-            which all have the same numbers, writes all numbers; the others write only their own. ``"all"``: each rank,
-            also its lines in nvidia-dlfw-inspect's log of events. ``"off"`` or False: none. A size, such as ``"4GiB"``,
-            a number of bytes, or ``"rank0, 4GiB"``, is the most that a rank's log grows to, by default 1 GiB: its older
-            half is dropped when it is full. ``"rank0, unlimited"`` sets no limit.
-        records: whether the run is recorded in ``<log_dir>/precision_records``: ``"on"`` or True, ``"off"`` or False,
-            or a size of at least 1 MiB such as ``"64GiB"`` or a number of bytes, the most that a rank records of a run,
-            whose old steps are then thinned; ``"on"`` means 16 GiB. See docs/records.md.
-        report: whether the page of the run is written to ``<log_dir>/report.html`` when it has ended without an error,
-            and attached to Weights & Biases; other loggers get its path. See docs/report.md.
+        statistics_log: the ranks that write the statistics log, and its limit. ``"rank0"``: the first of the ranks
+            that reduce together writes all values, the others their local values. ``"all"``: every rank writes all.
+            ``"off"`` or False: no log. A size, such as ``"4GiB"`` or ``"rank0, 4GiB"``, or ``"rank0, unlimited"``
+            replaces the limit of 1 GiB; at the limit, the older half is dropped.
+        records: whether the run is recorded in ``<log_dir>/precision_records``: ``"on"``, ``"off"``, or a size such as
+            ``"64GiB"``, the limit of a rank; old steps are then downsampled. ``"on"`` means 16 GiB. See
+            docs/records.md.
+        report: whether to write the page of the run to ``<log_dir>/report.html`` when it has ended without an error
+            (docs/report.md#as-a-page).
         start_step: the debug iteration at start. None: 0, or the resumed step.
-        early_steps: steps in which all statistics of the config are due as well, so that a verdict comes early in a
-            short run. True: the steps 1, 2, 5, 10, 20 and 50. A list: those steps. False: none. None: as True with the
-            default config, none with another. They lie within a statistic's first and last step, and count from the
-            start of the training, also in a resumed run. They do not change what DumpTensors writes.
-        layer_names: the names of layers, in selectors and in all output. ``"upstream"``: exactly the names and numbers
-            of nvidia-dlfw-inspect's ``infer_and_assign_layer_names``, for a config that was written for those.
-            ``"path"``: the paths in the module tree. None: as the config's own key ``layer_names`` says; without that
-            key the paths, with a warning where the config's selectors would select other layers by upstream's names.
-        scope: the prefix of this rank's layer names, where other ranks have other layers at the same paths: a text
-            such as ``"pp1"``, or a function that gives the prefix for a module's path. Empty: taken from Megatron's
-            parallel state or from device meshes (docs/statistics.md#aggregation).
+        early_steps: additional collection steps at the start of the training. True: steps 1, 2, 5, 10, 20 and 50. A
+            list: those steps. False: no steps. None: True with the default config, otherwise False. They do not apply
+            to DumpTensors.
+        layer_names: the names of layers, in selectors and in all output. ``"path"``: paths in the module tree.
+            ``"upstream"``: the names and numbers of nvidia-dlfw-inspect. None: the config's key ``layer_names``,
+            otherwise paths (docs/features.md#names).
+        scope: the prefix of this rank's layer names, if ranks have different layers at the same path: a text such as
+            ``"pp1"``, or a function of a module's path. Empty: from Megatron's parallel state or from device meshes
+            (docs/statistics.md#aggregation).
         prefix: first part of every metric name.
-        log_filter: which metrics go to the trainer's loggers: patterns with ``*`` and ``?``, one of which a metric's
-            name must match, or a function of the name. None: all (docs/statistics.md#in-the-loggers).
-        debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan;
-            ``"te_precision"`` is accepted, and changes nothing. None, or no names: neither. See
-            docs/activation-overflow.md.
-        observe: the path that layers take while features look at their tensors. ``"fused"``: the layers' own path, on
-            which training is the same to the last bit; a feature that needs a tensor which that path never has is
-            refused. ``"debug"``: Transformer Engine's debug path, which is unfused, and rounds some tensors otherwise.
-            ``"auto"``: the own path for all layers whose features allow it. See docs/observing.md.
-        precision_features_in_eval: whether features that change precision act in evaluation as they do in training.
-        keep_precision: whether features that change precision go on acting on the model after a normal end, as they do
-            in evaluation, until ``release()``, the next session, or the end of the process.
+        log_filter: the metrics that go to the trainer's loggers: patterns with ``*`` and ``?``, or a function of the
+            name. None: all, up to a limit (docs/statistics.md#in-the-loggers).
+        debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan
+            (docs/activation-overflow.md). ``"te_precision"`` is accepted without effect.
+        observe: the path of observed layers. ``"fused"``: the layers' own path, on which training is bit-identical; a
+            feature that needs an unavailable tensor is refused. ``"debug"``: Transformer Engine's unfused debug path,
+            which rounds some tensors differently. ``"auto"``: the fused path for all layers whose features allow it
+            (docs/observing.md).
+        precision_features_in_eval: whether features that change precision also act in evaluation.
         allow_unmatched: a section that matches no layer warns instead of raising.
-        strict: a failure in observation raises instead of being reported once, and so does a layer that Transformer
-            Engine's debug path refuses, and a difference that the audit of a resume finds (docs/resuming.md).
-        require: what the run must hold, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract).
-            Judged after the third step, on all ranks that reduce together, again where precision changes, and at the
-            end of a run that ends before.
-        on_broken: what happens if it does not hold: ``"raise"`` a PrecisionContractError, or ``"warn"``.
-        on_finding: what happens when a rule finds something: ``"warn"``, once for each finding; ``"stop"`` raises a
-            PrecisionFindingError on all ranks together, for errors and warnings, or for severities or rules, such as
-            ``"stop: nonfinite, dead-gradient"``; or a function of the finding, which also gets notes, and returns
-            ``"stop"`` to stop the training. See docs/diagnosis.md.
-        profile: the iterations that torch's profiler records, with ranges around layers, such as ``11`` or
-            ``"11-13"``; ``"11-13, all"`` on all ranks instead of rank 0 alone. The trace is written beside the records
-            of the run. Choose iterations after the first ones, in which no statistic is due. See docs/speed-traces.md.
-        quiet: leaves out the lines with the verdict that are printed to stderr when the run ends. So does the
-            environment variable TE_PRECISION_QUIET=1.
+        strict: raise instead of reporting once: for a failure in observation, a layer that Transformer Engine's debug
+            path refuses, and a difference that the audit of a resume finds (docs/resuming.md#the-audit).
+        require: a requirement on the run, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract). Checked
+            after the third step, when precision changes, and at the end of a shorter run.
+        on_broken: ``"raise"`` a PrecisionContractError for a broken contract, or ``"warn"``.
+        on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-or-act-on-a-finding). ``"warn"``: once
+            for each finding. ``"stop"``: raise a PrecisionFindingError on all ranks, for errors and warnings, or for
+            severities or rules, such as ``"stop: nonfinite, dead-gradient"``. A function of the finding returns
+            ``"stop"`` to stop.
+        profile: the iterations that torch's profiler records, such as ``11`` or ``"11-13"``, on rank 0; ``"11-13,
+            all"`` on all ranks (docs/fp8-not-faster.md#profile-a-few-steps).
+        quiet: omit the lines that are printed to stderr when the run ends. The environment variable
+            TE_PRECISION_QUIET=1 does the same.
     """
 
     config: Config
@@ -278,7 +269,6 @@ class SessionOptions:
     debug: tuple[str, ...] = ()
     observe: Observe = "auto"
     precision_features_in_eval: bool = True
-    keep_precision: bool = False
     allow_unmatched: bool = False
     strict: bool = False
     require: Contract | None = None
@@ -304,11 +294,6 @@ class SessionOptions:
                 raise OptionError(f"There is no option {key!r}.{suggestion(key, known)}")
         for key, value in keywords.items():
             check_value(key, value)
-        if keywords.get("keep_precision") and keywords.get("precision_features_in_eval") is False:
-            raise OptionError(
-                "keep_precision=True keeps the features that act in evaluation, but precision_features_in_eval=False"
-                " means that no feature does. Leave one of the two out."
-            )
         start_step = keywords.get("start_step")
         if start_step is not None:
             keywords["start_step"] = step_number("start_step=", start_step)
@@ -388,12 +373,12 @@ def _in_yaml(hint: Any) -> Any:
         return Union[tuple(kept)]  # noqa: UP007  # made at run time
     if origin in (Iterable, Sequence):
         return list[_in_yaml(arguments[0])]  # type: ignore[misc]
-    # jsonargparse compares the annotations of a protocol's methods: a class without them is judged by from_keywords().
+    # jsonargparse compares the annotations of a protocol's methods: a class without them is checked by from_keywords().
     return Sink | Any if hint is Sink else hint
 
 
 def read_step_on(step_on: object) -> StepOn:
-    """The keyword ``step_on`` of a front door, checked.
+    """Check the keyword ``step_on`` of an integration.
 
     Raises:
         OptionError: ``step_on`` is not a :data:`StepOn`.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.check.named_recipes import CHOICES
 from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config
-from te_precision_callbacks.config.problems import Vocabulary, nearest
+from te_precision_callbacks.config.problems import nearest
 from te_precision_callbacks.config.selection import LayerIndex
 from tests.conftest import feature
 
@@ -43,7 +41,6 @@ LAYERS = [
     Layer("model.layers.10.experts.gemm_3", types=("GroupedLinear", "grouped_linear")),
     Layer("model.head", aliases=("head", "my_head")),
 ]
-AMBIGUOUS = [Layer("head"), Layer("decoder.head", aliases=("head",))]
 
 
 def plan(layers: dict[str, Any], **keywords: Any) -> Plan:
@@ -173,13 +170,6 @@ def test_selectors() -> None:
     assert selected(exact_layer_names=["model.head"], layer_types=["all"]) == [4], "as upstream: the first one rules"
 
 
-@pytest.mark.parametrize("block", [{"exact_layer_names": ["head"]}, {"layer_name_regex_pattern": "^head$"}])
-def test_an_alias_that_is_another_layers_name_means_that_layer(block: dict[str, Any]) -> None:
-    section = {"enabled": True, "layers": block, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
-    planned = load_config({"s": section}).plan(AMBIGUOUS, REGISTERED)
-    assert [entry.layer.name for entry in planned.layers] == ["head"]
-
-
 @pytest.mark.parametrize(
     ("name", "number"),
     [("layer12.proj", 12), ("h3.fc1", 3), ("fc10", None), ("moe.gemm_0", None), ("a.7.fc1", 7), ("b2.7.fc1", 7)],
@@ -278,44 +268,6 @@ def test_a_selector_that_another_one_leaves_without_effect_is_warned_about(caplo
     caplog.clear()
     assert selected(layer_numbers=[10], layer_types=["fc1"]) == [2], "these two hold together"
     assert not caplog.records
-
-
-@pytest.mark.slow
-def test_names_are_looked_up_and_not_searched_section_by_section() -> None:
-    """Planning grows with the sections and the layers, and not with their product."""
-
-    class Counted(Layer):
-        looks = 0
-
-        def __getattribute__(self, name: str) -> Any:
-            if name == "name":
-                Counted.looks += 1
-            return super().__getattribute__(name)
-
-    number = 2000
-    layers = [Counted(f"model.layers.{each}.fc1") for each in range(number)]
-    config = load_config(
-        {
-            f"s{each}": {**feature("DisableFP8Layer", []), "layers": layers_block}
-            for each in range(number)
-            for layers_block in [
-                {"exact_layer_names": [f"model.layers.{each}.fc1"]} if each % 2 else {"layer_numbers": [each]}
-            ]
-        }
-    )
-    planned = config.plan(layers, REGISTERED)
-    assert [entry.sections for entry in planned.layers] == [(f"s{each}",) for each in range(number)]
-    assert Counted.looks < 20 * number
-
-
-def test_near_names_are_sought_among_few() -> None:
-    compared: list[int] = []
-    vocabulary = Vocabulary(f"model.layers.{number}.self_attention.proj" for number in range(20_000))
-    with mock.patch.object(difflib, "get_close_matches", wraps=difflib.get_close_matches) as spy:
-        assert vocabulary.nearest("model.layers.777.self_atention.proj")[0] == "model.layers.777.self_attention.proj"
-        assert vocabulary.nearest("odel.layers.4242.self_attention.proj")[0] == "model.layers.4242.self_attention.proj"
-        compared += [len(call.args[1]) for call in spy.call_args_list]
-    assert max(compared) <= 200
 
 
 def test_unknown_features_are_refused_with_near_names() -> None:
@@ -430,35 +382,6 @@ def test_configs_as_others_write_them(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(OTHERS[name])
     assert load_config(path).sections
-
-
-TE_FEATURE = "{LogTensorStats: {enabled: True, tensors: [weight], stats: [max]}}"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "s:\n  enabled: True\n  layers: {layer_types: [all]}\n  LogTensorStats: {enabled: True, stats: [max]}\n"
-            f"  transformer_engine: {TE_FEATURE}",
-            r"line 4 .*'LogTensorStats' is a feature of 'transformer_engine'; indent it below 'transformer_engine:'",
-        ),
-        (
-            f"s:\n  enabled: True\n  layer_name_regex_pattern: fc1\n  transformer_engine: {TE_FEATURE}",
-            r"line 3 \(section 's'\): 'layer_name_regex_pattern' selects layers and belongs below 'layers:'",
-        ),
-        ("configs:\n  bf16: {}\nmatchers:\n  first: {config: bf16}", "a config of Megatron-Core .*Keep that file"),
-        ("tensor_inspect: {enabled: true, features: x.yaml}", "Megatron-Bridge .*'tensor_inspect.features'"),
-        ("model_name_or_path: x\nstage: sft\nfp8: true", "a config of LLaMA-Factory .*a file of their own"),
-        ("compute_environment: LOCAL_MACHINE\nmixed_precision: fp8", "a config of Accelerate .*a file of their own"),
-    ],
-)
-def test_a_config_that_would_record_nothing_is_one_error(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
-        load_config(path)
-    assert len(caught.value.problems) == 1
 
 
 def test_a_gemm_among_tensors_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""A contract that breaks ends the training of every front door at its third step, or at the end of a shorter run."""
+"""A broken contract ends the training of an integration at its third step, or at the end of a shorter run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from te_precision_callbacks import (
     PrecisionDebugCallback,
-    PrecisionDebugFabricCallback,
-    PrecisionDebugger,
-    PrecisionDebugTrainerCallback,
 )
 from te_precision_callbacks.debug_options import add_debug_options, debugging
 from te_precision_callbacks.session import Coverage, PrecisionContractError
 from te_precision_callbacks.transformers import Trainer, TrainingArguments
-from tests.accelerate import loops
 from tests.lightning import models as lightning
-from tests.lightning import test_fabric as fabric
 from tests.transformers import models as transformers
 
 BROKEN = "fp8 >= 95%"
@@ -35,43 +29,6 @@ def by_lightning(folder: Path, require: Any) -> Callable[[], Coverage]:
     callback = PrecisionDebugCallback(require=require)
     fit = lightning.trainer(folder, callbacks=[callback], max_steps=5).fit
     return lambda: (fit(lightning.Plain(), lightning.loader(8)), callback.session.coverage())[1]
-
-
-def by_lightning_without_transformer_engine(folder: Path, require: Any) -> Callable[[], Coverage]:
-    callback = PrecisionDebugCallback(require=require)
-    fit = lightning.trainer(folder, callbacks=[callback], max_steps=5).fit
-    return lambda: (fit(lightning.Torch(), lightning.loader(8)), callback.session.coverage())[1]
-
-
-def by_fabric(folder: Path, require: Any) -> Callable[[], Coverage]:
-    callback = PrecisionDebugFabricCallback(require=require, log_dir=folder)
-    made = fabric.fabric_of(folder, callback)
-
-    def train() -> Coverage:
-        model, optimizer = fabric.prepared(made)
-        with callback:
-            fabric.train(made, model, optimizer, range(5))
-        return callback.session.coverage()
-
-    return train
-
-
-def by_accelerate(folder: Path, require: Any) -> Callable[[], Coverage]:
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = loops.prepared(accelerator, loops.Plain())
-
-    def train() -> Coverage:
-        with PrecisionDebugger(accelerator, model, require=require, log_dir=folder) as debugger:
-            loops.run(accelerator, debugger, model, optimizer, loader)
-        return debugger.session.coverage()
-
-    return train
-
-
-def by_transformers(folder: Path, require: Any) -> Callable[[], Coverage]:
-    callback = PrecisionDebugTrainerCallback(require=require)
-    trainer = transformers.trainer(transformers.arguments(folder), callback, model=transformers.llama())
-    return lambda: (trainer.train(), callback.session.coverage())[1]
 
 
 def by_transformers_flag(folder: Path, require: Any) -> Callable[[], Coverage]:
@@ -99,10 +56,6 @@ def by_argparse(folder: Path, require: Any) -> Callable[[], Coverage]:
 
 FRONT_DOORS = {
     "Lightning": by_lightning,
-    "Lightning, without Transformer Engine": by_lightning_without_transformer_engine,
-    "Fabric": by_fabric,
-    "Accelerate": by_accelerate,
-    "Transformers": by_transformers,
     "Transformers, by the flag": by_transformers_flag,
     "argparse": by_argparse,
 }

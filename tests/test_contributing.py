@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: what it says to do to add a statistic, a feature, a format or a front door, done in a copy."""
+"""CONTRIBUTING.md: what it says to do to add a statistic, a feature, a format or an integration, done in a copy."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_its_steps_do_as_they_say(tmp_path: Path) -> None:
     put(package / "config" / "schemas.py", "        DumpTensors,\n", "        HighPrecisionWgrad,\n")
     (of_format,) = steps("A format")
     put(package / "base" / "numerics" / "formats.py", "E2M1 = FloatFormat", of_format)
-    (front_door,) = steps("A front door")
+    (front_door,) = steps("An integration")
 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(front_door=front_door))
@@ -99,13 +99,6 @@ def test_its_steps_do_as_they_say(tmp_path: Path) -> None:
     assert operands == "{'fprop': ['FP8 E4M3'], 'dgrad': ['FP8 E4M3', 'FP8 E5M2'], 'wgrad': ['FP32']}"
     # OCP Microscaling Formats (MX) Specification 1.0, table 1: the largest number and the smallest subnormal of E3M2.
     assert last == f"rms 28.0 0.0625 {package / '__init__.py'}"
-
-
-def test_each_takes_fewer_than_ten_lines() -> None:
-    for heading in ("A statistic", "A feature", "A format", "A front door"):
-        for block in steps(heading):
-            lines = [line for line in block.splitlines() if line.strip() and not line.startswith(("from ", "class "))]
-            assert len(lines) < 10, f"{heading}:\n{block}"
 
 
 def test_every_place_that_it_names_is_there() -> None:

@@ -81,12 +81,6 @@ def test_an_unknown_name_ends_the_program_with_all_names(capsys: pytest.CaptureF
     assert "'activation_overflow', 'te_precision'" in message
 
 
-def test_one_parsing_leaves_nothing_for_the_next() -> None:
-    made = parser()
-    assert made.parse_args(["--debug", "te_precision"]).debug == ("te_precision",)
-    assert made.parse_args([]).debug == ()
-
-
 # ---------------------------------------------------------------------- acting on them
 
 
@@ -124,26 +118,12 @@ def test_te_precision_is_a_session(tmp_path: Path, keeper: Keeper, more: list[st
     assert logged_lines(tmp_path) == {("0_activation_max", step): batch(step).max().item() for step in range(3)}
 
 
-def test_the_statistics_log(tmp_path: Path) -> None:
-    flags = ["--debug", "te_precision", "--te-precision-statistics-log", "off"]
-    train(parser().parse_args([*flags, "--steps", "1"]), net(), log_dir=tmp_path)
-    assert not (tmp_path / "nvdlfw_inspect_statistics_logs").exists()
-    with pytest.raises(OptionError, match=r"te_precision_statistics_log='off'.*--debug te_precision"):
-        debugging(parser().parse_args(flags[2:]), net())
-
-
 def test_a_finding_stops_the_loop(tmp_path: Path) -> None:
     flags = ["--debug", "te_precision", "--te-precision-on-finding"]
     with pytest.raises(PrecisionFindingError, match="nonfinite"):
         train(parser().parse_args([*flags, "stop: nonfinite"]), net(), spoil_at=1, log_dir=tmp_path, quiet=True)
     with pytest.raises(OptionError, match="there is no rule 'nonfinit'"):
         debugging(parser().parse_args([*flags, "stop: nonfinit"]), net())
-
-
-@pytest.mark.parametrize("flags", [[], ["--te_precision_report"], ["--te-precision-report"]])
-def test_the_page_of_the_run(tmp_path: Path, flags: list[str]) -> None:
-    train(parser().parse_args(["--debug", "te_precision", *flags, "--steps", "1"]), net(), log_dir=tmp_path)
-    assert (tmp_path / "report.html").exists() == bool(flags)
 
 
 @pytest.mark.parametrize("flags", [["activation_overflow"], ["activation_overflow", "te_precision"]])
@@ -153,34 +133,6 @@ def test_an_overflow_stops_the_loop(tmp_path: Path, flags: list[str]) -> None:
         train(parser().parse_args(["--debug", *flags]), model, spoil_at=1, log_dir=tmp_path)
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
-
-
-@pytest.mark.parametrize("flags", [["activation_overflow"], ["activation_overflow", "te_precision"]])
-def test_a_loop_with_a_grad_scaler_says_so(tmp_path: Path, flags: list[str]) -> None:
-    """Its first scale is too high, which it finds out by itself."""
-    model = torch.nn.Linear(32, 32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
-    with debugging(parser().parse_args(["--debug", *flags]), model, log_dir=tmp_path) as debug:
-        assert debug.overflow is not None
-        debug.overflow.loss_scaled = True
-        for step in range(4):
-            scaler.scale(model(100 * batch(step)).pow(2).mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            debug.step()
-    assert scaler.get_scale() < 3e38, "gradients were infinite"
-
-
-def test_the_keywords_are_checked_whatever_is_asked_for(tmp_path: Path) -> None:
-    arguments = parser().parse_args(["--debug", "activation_overflow"])
-    with pytest.raises(OptionError, match="There is no option 'log_dri'"):
-        debugging(arguments, net(), log_dri="x")  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match="reduce= must be True or False"):
-        debugging(arguments, net(), reduce="no")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="takes no debug="):
-        debugging(arguments, net(), debug="te_precision")
 
 
 @pytest.mark.parametrize(
@@ -210,12 +162,6 @@ def test_an_error_names_the_flag_where_a_flag_was_given(
     with pytest.raises(PrecisionDebugError) as caught:
         debugging(parser().parse_args(["--debug", "te_precision", *flags]), net(), **keywords)
     assert str(caught.value).startswith(message)
-
-
-def test_without_a_flag_nothing_is_done(tmp_path: Path) -> None:
-    model = net()
-    train(parser().parse_args([]), model, spoil_at=1, log_dir=tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_work_is_an_error_before_the_loop(tmp_path: Path) -> None:

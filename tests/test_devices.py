@@ -11,23 +11,15 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks import dumps
 from te_precision_callbacks.base import devices
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.dumps.budget import Limits
-from te_precision_callbacks.dumps.recording import Recorder, Wanted
-from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation import scalars
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, extreme_slots
-from te_precision_callbacks.reference.extension.versions import CUBLASLT_VARIABLE
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.statistics.names import tensor_request
-from te_precision_callbacks.statistics.schedule import Schedule
-from tests.conftest import statistics
-from tests.instrumentation.taps import tapped
 
 ASSERTED = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
 
@@ -74,43 +66,6 @@ def test_a_lost_gpu_is_told_from_a_failure(cuda: Callable[..., None]) -> None:
     assert devices.is_lost(lost())
     assert not devices.is_lost(torch.OutOfMemoryError("CUDA out of memory"))
     assert not devices.is_lost(TypeError("not about a GPU"))
-
-
-def test_a_lost_gpu_captures_nothing(cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking raises the same error as all else then, and hooks ask."""
-
-    def fail() -> bool:
-        raise lost()
-
-    cuda(lost())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
-    assert not devices.is_capturing()
-    assert devices.is_lost(lost())
-
-
-@pytest.mark.parametrize("raised", [lost(), RuntimeError("Triton Error [CUDA]: an illegal memory access")])
-def test_a_lost_gpu_is_not_called_a_failure_of_triton(
-    raised: Exception, cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> Any:
-        raise raised
-
-    triton_kernel = pytest.importorskip("te_precision_callbacks.engine.kernels.triton_kernel")
-    monkeypatch.setattr(triton_kernel, "add_together", fail)
-    monkeypatch.setattr(kernels, "_on_gpu", kernels._with_triton)
-    sums, maxima = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
-    pending = [kernels.Pending(torch.ones(8), None, None, False, kernels.ColumnPlaces(0, 0, -1, -1, -1, -1))]
-    cuda(lost())
-    with pytest.raises(type(raised)) as error:
-        kernels._gpu_pass()(pending, sums, maxima)
-    assert error.value is raised
-    assert caplog.text == ""
-    assert kernels._on_gpu is kernels._with_triton
-    cuda()
-    with caplog.at_level(logging.WARNING):
-        kernels._gpu_pass()(pending, sums, maxima)
-    assert "The Triton kernel cannot be used" in caplog.text, "the GPU works, so it is Triton's"
-    assert sums[3] == 8, "and plain torch does its work"
 
 
 def test_observation_says_once_that_the_gpu_is_lost_and_does_not_blame_itself(
@@ -208,49 +163,6 @@ def test_a_step_in_a_capture_does_nothing_and_that_is_said(
         session.step()
         assert session.iteration == 1
     assert caplog.text.count("step() was called while a CUDA graph is being captured") == 1
-
-
-def test_a_layer_in_a_capture_by_torch_is_left_alone(
-    cuda: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Transformer Engine itself knows of captures by its own function alone."""
-    layer = te.Linear(32, 32)
-    with InspectSession(statistics(), model=layer, log_dir=tmp_path, observe="fused") as session:
-        cuda(capturing=True)
-        layer(torch.ones(16, 32)).sum().backward()
-        cuda()
-        records = session.step()
-        assert records is None or not len(records)
-        assert "a replay runs no Python" in caplog.text
-
-
-def test_no_tensor_is_dumped_in_a_capture(
-    cuda: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    recorder = Recorder(tmp_path)
-    wanted = Wanted(Schedule.of(1, 0, -1, None), True, False, False, (), Limits(1 << 30, 9, 1 << 20))
-    for iteration, capturing in enumerate((True, True, False)):
-        cuda(capturing=capturing)
-        recorder.note(Watched("fc1", "activation", iteration, torch.ones(8)), wanted, dict)
-        recorder.end_step()
-    recorder.close()
-    (dump,) = dumps.list(tmp_path / "tensor_dumps")
-    assert dump.header.iteration == 2
-    assert caplog.text.count("is not written: a CUDA graph is being captured") == 1
-
-
-def test_rows_of_experts_are_not_read_in_a_capture(
-    cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(CUBLASLT_VARIABLE, "130600")
-    net = te.GroupedLinear(2, 128, 256, params_dtype=torch.bfloat16, use_grouped_tensor=True)
-    with tapped(net) as events:
-        cuda(capturing=True)
-        inputs = torch.ones(384, 128, dtype=torch.bfloat16, requires_grad=True)
-        net(inputs, torch.tensor([128, 256])).sum().backward()
-        cuda()
-    assert events == []
-    assert caplog.text.count("are not observed in a CUDA graph") == 1
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -134,28 +134,6 @@ def test_a_gemm_that_is_not_measured(measured: list[str], said: str) -> None:
         check_conditions(plan, read.enabled_sections, detects_overflow=False)
 
 
-def test_layers_with_the_same_condition_are_named_together() -> None:
-    dumped = feature("DumpTensors", ["all"], tensors=["weight"], high_precision_tensor=True, when="max > 1")
-    config = load_config({"s": dumped})
-    plan = config.plan(LAYERS, {"transformer_engine": tuple(FEATURES)})
-    with pytest.raises(ConfigError) as caught:
-        check_conditions(plan, config.enabled_sections, detects_overflow=False)
-    names = [layer.name for layer in LAYERS]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    assert "section 's'" in str(caught.value)
-    assert f"'weight' in the layers {', '.join(map(repr, names[:3]))}{more}. Add the" in str(caught.value)
-    assert "for those layers and tensor." in str(caught.value)
-
-
-def test_overflow_without_detection_has_the_line_and_words_that_fit_everywhere(tmp_path: Path) -> None:
-    options = "tensors: [activation]\nwhen: [nonfinite, activation_overflow]"
-    with pytest.raises(ConfigError) as caught:
-        check(tmp_path, "stats: [mse]", options)
-    assert f"line {FIRST_OPTION + 1} " in str(caught.value)
-    assert 'is off. A session with debug="activation_overflow" turns the detection on.' in str(caught.value)
-    check(tmp_path, "stats: [mse]", options, detects_overflow=True)
-
-
 @pytest.mark.parametrize(
     ("stats", "when", "hint"),
     [
@@ -202,21 +180,6 @@ def test_a_recipes_name_is_that_of_a_statistic_without_one_where_the_tensor_has_
     assert found("mse", "mxfp8_mse", recipe="mxfp8") is None
 
 
-def test_what_was_asked_for_is_told_where_it_is_of_another_recipe() -> None:
-    other, same = (found("mxfp8_mse", "mse", recipe=recipe) for recipe in ("nvfp4", "mxfp8"))
-    assert other is not None
-    assert (other.request.label, other.of_own_recipe) == ("mse", True)
-    assert same is not None
-    assert not same.of_own_recipe
-
-
-def test_a_recipe_may_be_spelled_in_two_ways() -> None:
-    assert labels("fp8_delayed_scaling_mse", "delayed_scaling_mse") == ("delayed_scaling_mse",)
-    assert labels("fp8_current_scaling_e5m2_mse", "fp8_current_e5m2_mse") == ("fp8_current_e5m2_mse",)
-    assert labels("delayed_scaling_mse", "fp8_delayed_scaling_mse") == ("fp8_delayed_scaling_mse",)
-    assert labels("fp8_delayed_scaling_mse", "mse", "delayed_scaling_mse") == ("delayed_scaling_mse",)
-
-
 def test_the_element_format_in_a_name_is_part_of_it() -> None:
     assert labels("mxfp8_e5m2_mse", "mxfp8_mse", "mxfp8_e4m3_mse", "mxfp8_e5m2_mse") == ("mxfp8_e5m2_mse",)
     assert found("mxfp8_e5m2_mse", "mxfp8_mse", "mse", recipe="mxfp8") is None
@@ -239,12 +202,6 @@ def test_a_size_that_means_nothing_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match=r"must be a number of bytes >= 1") as caught:
         size_in_bytes(size)
     assert str(caught.value).endswith(f"not {size!r}.")
-
-
-@pytest.mark.parametrize("size", [2**63, 10**400, "9223373TB", "9" * 400, "9" * 400 + "TB", "8388608TiB"])
-def test_a_size_that_no_disk_counts_is_refused(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be a number of bytes up to 2\^63 - 1, not"):
-        size_in_bytes(size)
 
 
 def test_a_number_of_bytes_is_taken_exactly() -> None:

@@ -50,7 +50,7 @@ def test_another_measurement_makes_another_page(figures: Any, tmp_path: Path, mo
 
 def test_a_number_that_no_case_has_is_no_empty_column(figures: Any) -> None:
     with pytest.raises(KeyError, match="no case has other_ms"):
-        figures._cases(figures.kept("dumps"), {"dumps.py": "case", "other, ms": "other_ms"})
+        figures._cases(figures.kept("overflow"), {"dtype": "dtype", "other, ms": "other_ms"})
 
 
 @pytest.mark.parametrize("asked", ["stepp", "accuracy"])

@@ -11,24 +11,26 @@ import pytest
 import torch
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.runs.fingerprints import Finding, Fingerprint, FingerprintError, read
-from te_precision_callbacks.runs.fingerprints.changes import compare
-from te_precision_callbacks.runs.fingerprints.fingerprint import (
+from te_precision_callbacks.runs.fingerprints import (
+    Finding,
+    Fingerprint,
+    FingerprintError,
     LayerFingerprint,
     Recipe,
     ScalingState,
-    TensorDigest,
     Weights,
+    compare,
+    content_hash,
     file_name,
-    merged,
+    read,
+    recipe_fingerprint,
     write,
 )
-from te_precision_callbacks.runs.fingerprints.taking import content_hash, recipe_fingerprint
 
 
 def layer(name: str, *, sharded: bool = False, rowwise: str = "a") -> LayerFingerprint:
     weights = Weights("quantized", "Float8Tensor", {"rowwise": rowwise}, sharded)
-    return LayerFingerprint("", name, None, "", weights, None, None, ())
+    return LayerFingerprint("", name, weights)
 
 
 def fingerprint(*layers: LayerFingerprint, rank: int = 0, world_size: int = 2) -> Fingerprint:
@@ -49,7 +51,7 @@ def test_the_hash_is_the_weighted_sum_of_the_words(size: int) -> None:
 def test_the_hash_of_a_large_tensor_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.randn(1000)
     whole = content_hash(data)
-    monkeypatch.setattr("te_precision_callbacks.runs.fingerprints.taking._PIECE", 64)
+    monkeypatch.setattr("te_precision_callbacks.runs.fingerprints._CHUNK_BYTES", 64)
     assert content_hash(data) == whole
 
 
@@ -92,28 +94,27 @@ def test_a_function_in_a_recipe_has_no_address() -> None:
 # ---------------------------------------------------------------------- files and ranks
 
 
-def test_each_rank_reads_its_own_file_or_all(tmp_path: Path) -> None:
+def test_each_rank_reads_its_own_file_or_that_of_rank_0(tmp_path: Path) -> None:
     ranks = [fingerprint(layer("a"), rank=0), fingerprint(layer("b"), rank=1)]
     for each in ranks:
         write(each, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(file_name, range(2)))
-    assert read(tmp_path, 1) == {1: ranks[1]}
-    assert read(tmp_path, 5) == dict(enumerate(ranks))
-    assert list(merged(read(tmp_path, 5).values())) == [("", "a"), ("", "b")]
-    assert read(tmp_path / "nowhere", 0) == {}
+    assert read(tmp_path, 1) == ranks[1]
+    assert read(tmp_path, 5) == ranks[0]
+    assert read(tmp_path / "nowhere", 0) is None
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = fingerprint(), replace(fingerprint(), iteration=8)
     write(before, tmp_path)
     write(after, tmp_path)
-    assert read(tmp_path, 0) == {0: after}
+    assert read(tmp_path, 0) == after
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             write(before, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [file_name(0)]
-    assert read(tmp_path, 0) == {0: after}
+    assert read(tmp_path, 0) == after
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_shards_are_compared_at_their_own_place_alone() -> None:
         (True, {"rank": 0, "world_size": 4}, False),
     ):
         before = fingerprint(layer("a", sharded=sharded), **saved)
-        report = compare({before.rank: before}, fingerprint(layer("a", sharded=sharded, rowwise="b")))
+        report = compare(before, fingerprint(layer("a", sharded=sharded, rowwise="b")))
         assert any("rounded anew" in finding.what for finding in report.findings) == finds, (sharded, saved)
 
 
@@ -153,7 +154,7 @@ def test_many_layers_are_a_pattern(layers: list[str], words: str) -> None:
 
 def test_layers_that_one_side_lacks_are_not_compared() -> None:
     before, now = fingerprint(layer("a"), layer("b")), fingerprint(layer("b", rowwise="b"), layer("c"))
-    (found,) = compare({0: before}, now).findings
+    (found,) = compare(before, now).findings
     assert found.layers == ("b",)
 
 
@@ -161,17 +162,17 @@ def test_scales_are_compared_where_ranks_have_the_same() -> None:
     """Without a reduction of amax another rank has its own; but scales of 1 are not restored ones."""
 
     def state(scale: float) -> ScalingState:
-        return ScalingState(TensorDigest(3, scale, scale, str(scale)), TensorDigest(16, 0.0, 2.0, "a"))
+        return ScalingState(str(scale), "a", has_unit_scales=scale == 1, is_new=False, steps=16)
 
     before = fingerprint(replace(layer("a"), forward=state(8.0)))
     for rank, scale, found in ((0, 8.0, 0), (0, 4.0, 1), (1, 4.0, 0), (1, 1.0, 1)):
         now = fingerprint(replace(layer("a"), forward=state(scale)), rank=rank)
-        assert len(compare({0: before}, now).findings) == found, (rank, scale)
+        assert len(compare(before, now).findings) == found, (rank, scale)
     reduced = {"recipes": (Recipe("DelayedScaling", {"reduce_amax": True, "amax_history_len": 16}),)}
     before, now = (
         replace(fingerprint(replace(layer("a"), recipe=0, forward=state(scale)), rank=rank), **reduced)
         for rank, scale in ((0, 8.0), (1, 4.0))
     )
-    assert [finding.what for finding in compare({0: before}, now).findings] == [
+    assert [finding.what for finding in compare(before, now).findings] == [
         "Other scales than in the checkpoint (forward)"
     ]

@@ -15,14 +15,12 @@ from accelerate import Accelerator
 from te_precision_callbacks import (
     InspectSession,
     PrecisionDebugCallback,
-    PrecisionDebugFabricCallback,
     PrecisionDebugger,
     PrecisionDebugTrainerCallback,
 )
 from tests.accelerate import loops
 from tests.conftest import statistics
 from tests.lightning import models as lightning
-from tests.lightning import test_fabric as fabric
 from tests.transformers import models as transformers
 
 CONFIG = statistics(freq=100)
@@ -120,23 +118,6 @@ def test_a_loop_that_steps_too_often(
     assert all(f": {len(kinds)} debug iterations for each step" in text for text in found)
 
 
-@pytest.mark.parametrize(("step_on", "warns"), [("batch", False), ("optimizer_step", True)])
-def test_accelerate_without_accumulate(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, step_on: Any, warns: bool
-) -> None:
-    """A script that accumulates by itself, so that Accelerate takes each micro-batch for a step."""
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = loops.prepared(accelerator, loops.Plain(), batches=12)
-    with PrecisionDebugger(accelerator, model, CONFIG, log_dir=tmp_path, step_on=step_on) as debugger:
-        for index, batch in enumerate(loader):
-            accelerator.backward(model(batch).pow(2).mean())
-            if index % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
-            debugger.step()
-    assert any(text.startswith(MICRO_BATCHES) for text in caplog.messages) == warns
-
-
 def test_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = loops.prepared(accelerator, loops.Plain(), batches=3)
@@ -147,16 +128,6 @@ def test_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (text,) = said(caplog)
     assert "SGD has stepped 3 times" in text
     assert "Call debugger.step() after each batch" in text
-
-
-def test_fabric_with_an_optimizer_that_was_not_set_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callback = PrecisionDebugFabricCallback(CONFIG, log_dir=tmp_path)
-    made = fabric.fabric_of(tmp_path, callback)
-    model, optimizer = fabric.prepared(made)
-    with callback:
-        fabric.train(made, model, optimizer.optimizer, range(3))
-    (text,) = said(caplog)
-    assert "Set the optimizer up with fabric.setup(model, optimizer)" in text
 
 
 class Manual(lightning.Plain):
@@ -210,14 +181,3 @@ def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pyte
     (text,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert text.startswith("In step 0 the optimizer has stepped, but all observed layers are in evaluation mode")
     assert "call model.train() before the training" in text
-
-
-def test_products_of_a_first_step_that_an_error_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They count as soon as the optimizer has stepped; before that the step may be half of one."""
-    whole = trained(tmp_path / "whole", fails_before="session", require="fp8 >= 50%")
-    assert [product.gemm for product in whole.coverage() if product.macs] == ["fprop", "wgrad"]
-    assert "breaks its precision contract" in caplog.text
-    caplog.clear()
-    half = trained(tmp_path / "half", fails_before="optimizer", require="fp8 >= 50%")
-    assert not half.coverage()
-    assert "never judged: the run has ended in its first step, before the optimizer's." in caplog.text

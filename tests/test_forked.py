@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -70,23 +68,3 @@ def test_code_and_modules(tmp_path: Path) -> None:
         expected = runs(sys.executable, tmp_path, *arguments)
         assert expected[0] == 0, expected
         assert runs(executable(), tmp_path, *arguments) == expected
-
-
-def test_sitecustomize_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "path").mkdir()
-    (tmp_path / "path" / "sitecustomize.py").write_text("print('customized')")
-    assert runs(executable(), tmp_path, "-c", "print('run')") == (0, "customized\nrun\n", "")
-
-
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_it(tmp_path: Path, sent: signal.Signals) -> None:
-    """Also one of which the program that was called learns nothing."""
-    there = tmp_path / "there"
-    code = f"import os, signal; open({str(there)!r}, 'w').write(str(os.getpid())); signal.pause()"
-    with subprocess.Popen([executable(), "-c", code]) as process:
-        while not (there.exists() and there.read_text()):
-            time.sleep(0.01)
-        process.send_signal(sent)
-        assert process.wait(60) == -sent
-    while Path("/proc", there.read_text()).exists():
-        time.sleep(0.01)

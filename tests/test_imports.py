@@ -141,10 +141,9 @@ def test_the_floor_knows_only_itself(part: str) -> None:
 
 CHANGES = {
     "session.session": {"_last_started"},  # the session of this process
-    "instrumentation.callers": {"_last_looks"},  # modules that need no second look
-    "transformers.training": {"_OPEN"},  # trainings that a Trainer has left without a word
-    "overflow.grad_scaler": {"_listeners", "_wrapped"},  # who is told of torch's GradScaler: a seam
-    "sinks.log_file": {"_OPEN"},  # logs that are open, which a forked process closes
+    "transformers.callback": {"_TRAININGS"},  # trainings that a Trainer has left without closing
+    "session.endings": {"_WATCHING"},  # watchers of signals, which a forked process closes
+    "overflow.grad_scaler": {"_listeners"},  # the listeners to torch's GradScaler
     "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do
     "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import pickle
 import signal
@@ -23,7 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from te_precision_callbacks.base.ranks import group, meeting, messages
-from te_precision_callbacks.base.ranks.group import NoAddressError, devices
+from te_precision_callbacks.base.ranks.group import devices
 from te_precision_callbacks.base.ranks.meeting import Meeting, MeetingFailed, Place
 from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _read, _Return
 
@@ -246,6 +245,25 @@ def test_a_rank_that_has_met_and_does_not_connect_says_so(tmp_path: Path, failin
     assert [text for rank, text in enumerate(said) if rank != failing] == [reason] * 2
 
 
+@contextlib.contextmanager
+def listeners() -> Any:
+    """The addresses on which a socket was opened meanwhile that listens."""
+    addresses: list[Any] = []
+    before = group._sockets().values()
+    yield addresses
+    for descriptor, inode in group._sockets().items():
+        with socket.socket(fileno=os.dup(descriptor)) as opened:
+            if inode not in before and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                addresses.append(opened.getsockname())
+
+
+def listening(**keywords: Any) -> list[str]:
+    with listeners() as addresses:
+        kept = devices(**keywords)
+    del kept
+    return [host for host, _ in addresses]
+
+
 @pytest.mark.processes
 def test_a_stranger_holds_nobody_up(tmp_path: Path) -> None:
     """It connects before the ranks do, and sends a few bytes."""
@@ -276,60 +294,6 @@ def test_what_arrives_is_not_unpickled() -> None:
 
 
 # ---------------------------------------------------------------------- where a rank listens
-
-
-@contextlib.contextmanager
-def listeners() -> Any:
-    """The addresses on which a socket was opened meanwhile that listens."""
-    addresses: list[Any] = []
-    before = group._sockets().values()
-    yield addresses
-    for descriptor, inode in group._sockets().items():
-        with socket.socket(fileno=os.dup(descriptor)) as opened:
-            if inode not in before and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                addresses.append(opened.getsockname())
-
-
-def listening(**keywords: Any) -> list[str]:
-    with listeners() as addresses:
-        kept = devices(**keywords)
-    del kept
-    return [host for host, _ in addresses]
-
-
-def test_a_rank_listens_on_one_interface_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(group.INTERFACE, raising=False)
-    assert listening(on_one_machine=True) == ["127.0.0.1"]
-    monkeypatch.setenv(group.INTERFACE, "lo")
-    assert listening(on_one_machine=False) == ["127.0.0.1"]
-    monkeypatch.setenv(group.INTERFACE, "nosuch0")
-    with pytest.raises(NoAddressError, match="cannot listen on GLOO_SOCKET_IFNAME=nosuch0: "):
-        devices(on_one_machine=True)
-
-
-@pytest.mark.parametrize("resolves", [False, True])
-def test_a_host_name_without_an_address_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, resolves: bool
-) -> None:
-    """Of ranks on several machines; on one machine the name is not needed."""
-
-    def lookup(*_: Any, **__: Any) -> list[Any]:
-        if not resolves:
-            raise socket.gaierror(-2, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 9))]
-
-    for variable in (group.INTERFACE, "MASTER_ADDR"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    assert listening(on_one_machine=True) == ["127.0.0.1"]
-    with caplog.at_level(logging.WARNING), pytest.raises(MeetingFailed, match="rank 0 cannot be reached"):
-        meeting.connect(dist.HashStore(), Place(0, 2, name), 1, 1, on_one_machine=False)
-    why = "resolves to 127.0.1.1 only" if resolves else "does not resolve"
-    assert caplog.messages == [
-        f"Rank 0 cannot be reached by the other ranks: the host name 'node-7' {why}. Set GLOO_SOCKET_IFNAME to the"
-        " interface that all machines share."
-    ]
 
 
 # ---------------------------------------------------------------------- meetings

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.cli.manual.features import keys_of
 from te_precision_callbacks.cli.manual.features_page import as_markdown
 from te_precision_callbacks.config import Config, ConfigError, load_config
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
@@ -71,19 +70,6 @@ def test_the_example_of_each_feature_loads(name: str) -> None:
 def test_docs_features_is_made_from_the_schemas() -> None:
     remedy = "run: python -m te_precision_callbacks.cli.manual.features_page > docs/features.md"
     assert (ROOT / "docs" / "features.md").read_text() == as_markdown(), remedy
-
-
-def test_every_key_is_explained() -> None:
-    for model in FEATURES.values():
-        for key in keys_of(model):
-            assert key.meaning.endswith((".", "...")), key
-            assert key.values
-    keys = {key.name: key for key in keys_of(FEATURES["FakeQuant"])}
-    everywhere = ((), ("tensors_struct",), ("gemms_struct",), ("gemms_struct", "tensors_struct"))
-    assert sorted(keys["margin"].where) == sorted(everywhere)
-    assert (keys["margin"].values, keys["margin"].default) == ("an integer from -126 to 127", 0)
-    assert keys["gemm"].where == (("gemms_struct",),)
-    assert keys["gemm"].values == "one of fprop, dgrad, wgrad"
 
 
 def test_a_bare_name_is_handed_over_as_a_list_and_no_default_is_filled_in(tmp_path: Path) -> None:
@@ -511,12 +497,6 @@ def test_all_problems_of_a_file_are_told_at_once_each_with_its_line(tmp_path: Pa
     assert not found
     copied = pickle.loads(pickle.dumps(caught.value))
     assert (str(copied), copied.problems) == (str(caught.value), caught.value.problems), "as between processes"
-
-
-def test_of_very_many_problems_some_are_told_and_all_are_counted() -> None:
-    many = {f"s{number}": feature("LogTensorStats", ["fc1"], stats=["maxx"]) for number in range(100)}
-    with pytest.raises(ConfigError, match=r"The config has 100 problems:\n(- .*\n){20}- \.\.\. and 80 more$"):
-        load_config(many)
 
 
 def test_a_mapping_is_checked_like_a_file_and_merge_keys_have_a_line(tmp_path: Path) -> None:

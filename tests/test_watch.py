@@ -209,7 +209,7 @@ def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
 def test_a_session_of_the_script_wins(tmp_path: Path) -> None:
     model = Model()
     with watched(tmp_path / "watch") as watch:
-        with InspectSession(model=model, log_dir=tmp_path / "own", report=False) as session:
+        with InspectSession(model=model, log_dir=tmp_path / "own", report=False):
             train(model, sgd(model))
         assert watch.session is None
     assert (tmp_path / "own").is_dir()

@@ -1,4 +1,4 @@
-"""Renew the outputs and pictures of docs/start.md and docs/tour/: run the pages, and put in what comes out.
+"""Renew the outputs and pictures of docs/start.md and docs/tour.md: run the pages, and put in what comes out.
 
     .venv/bin/python tools/tour.py              # outputs and pictures; pictures need chromium
     .venv/bin/python tools/tour.py --outputs    # outputs alone
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "docs" / "start.md", *sorted((ROOT / "docs" / "tour").glob("*.md")))
+PAGES = (ROOT / "docs" / "start.md", ROOT / "docs" / "tour.md")
 """The pages in the order in which they run."""
 
 WIDTH = 130

@@ -12,7 +12,7 @@ import torch
 from gpu_parts.rows import Rows, Settings, run_part
 from te_precision_callbacks.speed import Device, Shape, SpeedError, device_named, device_reported
 from te_precision_callbacks.speed.calibration import Calibration, calibrate
-from te_precision_callbacks.speed.expected import ProductTime, expected, products_of_shapes, with_recipes
+from te_precision_callbacks.speed.expected import ProductTime, products_of_shapes, timed, with_recipes
 
 LARGE = ("15872x4096x12288", "15872x4096x4096", "15872x4096x16384", "15872x16384x4096", "4096x1024x256")
 """Those of Transformer Engine's tutorial, and one that is too small to gain."""
@@ -35,10 +35,10 @@ def check(settings: Settings, rows: Rows) -> None:
             rows.left_out(recipe, str(error))
             continue
         with rows.of(recipe):
-            products = products_of_shapes(shapes, recipe)
-            modeled = expected(products, recipe, device)
-            table = calibrate(with_recipes(products, recipe), device=settings.device.type, table=table)
-            measured = expected(products, recipe, device, table=table)
+            products = with_recipes(products_of_shapes(shapes, recipe), recipe)
+            modeled = timed(products, device)
+            table = calibrate(products, device=settings.device.type, table=table)
+            measured = timed(products, device, table=table)
             found[recipe] = measured
             _beside(rows, modeled, measured, settings.backend_note)
     _advice(rows, found)

@@ -55,15 +55,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     pages |= {f"docs/{file.src_uri}": file.src_uri for file in files.documentation_pages()}
     own = next((path for path, target in ELSEWHERE.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}")
 
-    if own == "docs/api.md":
-        markdown = re.sub(r"(?m)^\| `.*?(?= \|)", _to_modules, markdown)
+    if own == "docs/options.md":
+        before, heading, modules = markdown.partition("\n## Public names\n")
+        markdown = before + heading + re.sub(r"(?m)^\| `.*?(?= \|)", _to_modules, modules)
     return "".join(
         part if part.lstrip().startswith("```") else between_pages(part, own, pages) for part in _fenced_apart(markdown)
     )
 
 
 def _to_modules(cell: re.Match[str]) -> str:
-    """The names of modules in a cell of the table of docs/api.md as links to their pages."""
+    """The names of modules in a cell of the table of docs/options.md as links to their pages."""
 
     def link(name: re.Match[str]) -> str:
         module = PACKAGE + name[1] if name[1].startswith(".") else name[1]

@@ -1,4 +1,4 @@
-"""The public names of the package, by the rule of docs/api.md, read from the sources without importing them.
+"""The public names of the package, by the rule of docs/options.md, read from the sources without importing them.
 
     public_names(repository)["te_precision_callbacks.session"]  # ("FeatureLoadError", "GemmPrecision", ...)
 

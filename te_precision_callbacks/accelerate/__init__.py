@@ -24,7 +24,6 @@ except ImportError as error:
 from te_precision_callbacks.accelerate.conversion import convert_to_te
 from te_precision_callbacks.accelerate.debugger import STATE_FILE, PrecisionDebugger, scales_loss
 from te_precision_callbacks.accelerate.unconverted import unconverted_layers, warn_of_unconverted
-from te_precision_callbacks.accelerate.unheld import warn_of_unheld
 
 __all__ = [
     "STATE_FILE",
@@ -33,5 +32,4 @@ __all__ = [
     "scales_loss",
     "unconverted_layers",
     "warn_of_unconverted",
-    "warn_of_unheld",
 ]

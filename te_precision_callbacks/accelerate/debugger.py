@@ -18,7 +18,6 @@ from typing_extensions import Self, Unpack
 
 from te_precision_callbacks.accelerate.tracking import LoggedNumbers, TrackerSink
 from te_precision_callbacks.accelerate.unconverted import expects_low_precision, roots_of, warn_of_unconverted
-from te_precision_callbacks.accelerate.unheld import warn_of_unheld
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.loading import ConfigSource
@@ -39,38 +38,39 @@ STATE_FILE = "te_precision_debugger.json"
 class PrecisionDebugger:
     """Runs Transformer Engine's precision debugging in a training loop with Accelerate.
 
-    Make the debugger after ``accelerator.prepare``, on every process. As a context manager it observes from the
-    beginning of the block to its end; otherwise call :meth:`start` and :meth:`stop`.
+    Make the debugger after ``accelerator.prepare``, on every process. As a context manager it observes until the end of
+    the
+    block; otherwise call :meth:`start` and :meth:`stop`.
 
     Logged on the main process, in one ``accelerator.log`` call per step, to every tracker:
 
-    - ``te.<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
-      ``te.model.layers.0.mlp.up_proj/activation/max``. Units are those of the tensor; a statistic whose name ends in
-      ``%`` is in percent. With an MLflow tracker, whose names have no ``%``, it ends in ``_pct`` in all trackers.
-    - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
-      :mod:`te_precision_callbacks.sinks.metrics`.
+    - ``te.<layer>/<tensor>/<statistic>`` for each statistic of the config, such as
+      ``te.model.layers.0.mlp.up_proj/activation/max``. Units are the tensor's; a statistic with a name that ends in
+      ``%``
+      is in percent, in MLflow with ``_pct`` for ``%``.
+    - metrics of the whole model, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
     - exponent histograms, as histograms, to the TensorBoard and W&B trackers.
 
-    Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file a rank) and
+    Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file per rank) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
-    ``accelerator.save_state`` saves the debug iteration in a separate file, and ``load_state`` restores it, as long as
-    the debugger lives, also before :meth:`start` and after :meth:`stop`. A second file, on each process, has the
-    fingerprint of the state of low precision, with which the resumed run is compared. Checkpoints with and without
-    these files load with and without a debugger.
+    ``accelerator.save_state`` saves the debug iteration in a separate file, and ``load_state`` restores it, also before
+    :meth:`start` and after :meth:`stop`. A second file, on each process, has the fingerprint of the low-precision
+    state,
+    for the audit of a resume. Checkpoints with and without these files load with and without a debugger.
 
     Modules in eval mode and forwards without gradients are not observed. Features that change precision act there as in
-    training. After an exception the statistics gathered since the last step are written, without a collective.
+    training. After an exception the statistics since the last step are written, without a collective.
 
     Args:
         accelerator: the :class:`accelerate.Accelerator` that has prepared the model.
-        model: the model that ``accelerator.prepare`` returned, or a list of such models, or a mapping whose keys become
-            prefixes of the layer names.
+        model: the model that ``accelerator.prepare`` returned, or a list of such models, or a mapping with prefixes of
+            the layer names as keys.
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
         step_on: the length of a debug iteration: ``"optimizer_step"`` (a call of :meth:`step` counts if gradients were
             synchronized, so the batches of an accumulation are one iteration) or ``"batch"`` (every call counts).
-        **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
-            ``log_dir`` is the accelerator's ``logging_dir`` or ``project_dir`` where it is not given.
+        **keywords: see :class:`te_precision_callbacks.options.SessionOptions`. ``log_dir`` defaults to the
+            accelerator's ``logging_dir`` or ``project_dir``.
 
     Raises:
         ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
@@ -119,7 +119,7 @@ class PrecisionDebugger:
         return dict(self._session.unconverted)
 
     def summary(self) -> RenderableType:
-        """Tables for the terminal: the precision that really ran, the last statistics, what was left unconverted.
+        """Tables for the terminal: findings, the precision of each layer, unconverted layers.
 
         ``rich.print(debugger.summary())``
         """
@@ -163,7 +163,6 @@ class PrecisionDebugger:
             if session.overflow is not None:
                 session.overflow.loss_scaled = scales_loss(self._accelerator)
             self._session.unconverted = warn_of_unconverted(self._accelerator, self._model)
-            warn_of_unheld(self._accelerator, self._model)
         except BaseException as error:
             self.stop(error)
             raise
@@ -173,8 +172,8 @@ class PrecisionDebugger:
         """End the debug iteration if it is complete. Call this once per batch, on every process, after the optimizer.
 
         Args:
-            step: the step at which the statistics are logged. The default is the debug iteration + 1: the number of
-                optimizer steps. Pass ``step`` if the script counts in another way.
+            step: the logging step of the statistics. The default is the debug iteration + 1: the number of optimizer
+                steps.
 
         Returns:
             The records of the iteration; None if it has none, or has not ended.
@@ -183,7 +182,7 @@ class PrecisionDebugger:
             OptionError: ``step`` is not a count.
             SessionError: the debugger was not started. A stopped debugger does nothing, and warns once; with
                 ``strict=True`` it raises.
-            ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last look.
+            ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last check.
         """
         if step is not None:
             step = step_number("step=", step)
@@ -214,10 +213,6 @@ class PrecisionDebugger:
             if was_running:
                 self._stopped = True
                 self._next_iteration = session.iteration
-
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after :meth:`stop`."""
-        self._session.release()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -316,7 +311,7 @@ class PrecisionDebugger:
             )
 
     def _own_optimizers(self) -> list[Any]:
-        """The accelerator's optimizers that hold a parameter of the model: it keeps those of earlier models as well."""
+        """The accelerator's optimizers with a parameter of the model: it also keeps optimizers of earlier models."""
         own = {id(parameter) for _, root in roots_of(self._model) for parameter in root.parameters()}
         return [
             optimizer
@@ -335,21 +330,21 @@ class PrecisionDebugger:
 
 
 def _call_with_folder(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
-    """Call a method with the last argument of a hook, the folder, as long as its object lives."""
     bound = method()
     if bound is not None:
         bound(Path(arguments[-1]))
 
 
 def scales_loss(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed or Megatron-LM scales the loss for float16, with its own scaler: an inf in a gradient is
-    then not an error, but a reason to lower the scale. (torch's GradScaler is recognized when it scales.)"""
+    """Return whether DeepSpeed or Megatron-LM scales the loss for float16: an inf in a gradient then lowers the scale,
+    and is not an error. (torch's GradScaler is recognized when it scales.)
+    """
     of_others = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     return of_others and accelerator.mixed_precision == "fp16"
 
 
 def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Refuse a model of which no part was prepared: Accelerate would replace its layers later, or never see them."""
+    """Refuse a model that was not prepared: Accelerate would replace its layers later, or never."""
     prepared = {id(module) for known in accelerator._models for module in known.modules()}
     if prepared.isdisjoint(map(id, model.modules())):
         other = "" if not accelerator._models else ", but another one"

@@ -83,11 +83,11 @@ class LoggedNumbers:
     """Listens to ``accelerator.log``, until it is removed.
 
     Args:
-        accelerator: the accelerator, whose attribute ``log`` is replaced.
-        take: a method that gets what the script logs, and the step; its object is not kept alive.
+        accelerator: the accelerator; its attribute ``log`` is replaced.
+        take: a method that gets the logged values and the step; its object is not kept alive.
 
     Attributes:
-        remove: listens no longer.
+        remove: stops listening.
     """
 
     def __init__(self, accelerator: Accelerator, take: Callable[[Mapping[str, Any], int | None], None]) -> None:
@@ -101,7 +101,6 @@ class LoggedNumbers:
 
 
 def _log_histograms(tracker: Any, histograms: Mapping[str, Histogram], step: int) -> None:
-    """Log exponent histograms to a tracker that takes histograms."""
     if tracker.name == "tensorboard":
         for name, counts in histograms.items():
             add_to_tensorboard(tracker.tracker, name, counts, step)

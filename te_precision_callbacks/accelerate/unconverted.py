@@ -64,18 +64,19 @@ def unconverted_in_words(model: Model) -> tuple[dict[str, str], str]:
 
 
 def unconverted_layers(model: Model) -> dict[str, str]:
-    """Lists the layers that ``accelerator.prepare`` with Transformer Engine's FP8 did not convert: name -> why.
+    """List the layers that ``accelerator.prepare`` with Transformer Engine's FP8 did not convert: name -> reason.
 
-    These are ``torch.nn.Linear``, and weights of other classes that multiply the input as a Linear does: ``Conv1D`` of
-    transformers' GPT-2, the routers and the experts of its mixtures, ``torch.nn.MultiheadAttention``. Nothing is run to
-    find them. A weight counts if it has two dimensions and "weight" in its name, or three dimensions, one of them for
-    the experts, in a module that is no embedding, convolution or norm. The name is the module's path, or the path of
-    the parameter if that is not called ``weight``.
+    These are ``torch.nn.Linear``, and other classes with a weight that multiplies the input: ``Conv1D`` of
+    transformers'
+    GPT-2, routers and experts of its mixtures, ``torch.nn.MultiheadAttention``. A weight counts if it has two
+    dimensions
+    and "weight" in its name, or three dimensions, one of them for the experts, in a module that is not an embedding,
+    convolution or norm. The name is the module's path, or the path of a parameter that is not called ``weight``.
 
-    In a container, Accelerate's ``convert_model`` stops at the first ``torch.nn.Linear`` whose weight has a dimension
-    that is not a multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15,
-    ``utils/transformer_engine.py``. The other facts are read from the converted model. In a run without FP8 that is the
-    reason of all layers.
+    In a container, Accelerate's ``convert_model`` stops at the first ``torch.nn.Linear`` with a dimension that is not a
+    multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15, ``utils/transformer_engine.py``.
+    In a
+    run without FP8 that is the reason for all layers.
 
     Args:
         model: the prepared model, or a list of them.
@@ -85,7 +86,7 @@ def unconverted_layers(model: Model) -> dict[str, str]:
 
 
 def _without_fp8() -> str:
-    """That Accelerate converts nothing in this process; empty if it does, or nothing has asked it to."""
+    """Return a message if Accelerate converts nothing in this process; else an empty text."""
     precision = AcceleratorState().mixed_precision if is_initialized() else "fp8"
     return "" if precision == "fp8" else f"Accelerate converts layers with mixed_precision='fp8', not {precision!r}"
 
@@ -98,7 +99,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
         other = "nothing in this model is converted; give the model that accelerator.prepare() with FP8 has returned"
 
     def visit(module: torch.nn.Module, path: str, why: str | None) -> str | None:
-        """Visit the modules below; returns why the following modules in the same container were skipped."""
+        """Visit the modules below; return the reason if the rest of the container was skipped."""
         if isinstance(module, torch.nn.Linear):
             indivisible = [size for size in (module.in_features, module.out_features) if size % _CONVERTED_MULTIPLE]
             elements = module.in_features * module.out_features
@@ -135,7 +136,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
 
 
 def _multiplied(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name and shape of the module's own parameters that multiply its input, if its class is not a Linear."""
+    """Return name and shape of the module's own parameters that multiply its input, if it is not a Linear."""
     if is_of_transformer_engine(module) or isinstance(module, _ConvNd):
         return
     if any("Embedding" in base.__name__ or "Norm" in base.__name__ for base in type(module).__mro__):
@@ -160,12 +161,12 @@ def _converted_elements(model: Model) -> int:
 
 
 def converts(accelerator: Accelerator) -> bool:
-    """Whether ``accelerator.prepare`` replaces layers by those of Transformer Engine."""
+    """Return whether ``accelerator.prepare`` replaces layers by layers of Transformer Engine."""
     return bool(accelerator.fp8_backend == "TE" and accelerator.distributed_type != DistributedType.MEGATRON_LM)
 
 
 def expects_low_precision(accelerator: Accelerator) -> str:
-    """Why an accelerator's settings let products be expected in low precision; empty if they do not."""
+    """Return the setting with which an accelerator asks for low precision; empty if there is none."""
     if accelerator.mixed_precision == "fp8":
         return "Accelerate's mixed_precision is 'fp8'"
     names = [name for name in os.environ if name.startswith("ACCELERATE_FP8_")]
@@ -173,7 +174,7 @@ def expects_low_precision(accelerator: Accelerator) -> str:
 
 
 def is_of_transformer_engine(module: torch.nn.Module) -> bool:
-    """Whether a module's class, or one that it derives from, is Transformer Engine's."""
+    """Return whether a module's class derives from a class of Transformer Engine."""
     return any(base.__module__.startswith("transformer_engine.") for base in type(module).__mro__)
 
 

@@ -1,1 +1,1 @@
-"""What every room uses: words, errors, notices, ranks, numerics, the terminal. It imports nothing above it."""
+"""Shared basics: vocabulary, errors, notices, ranks, numerics, the terminal. Imports nothing above it."""

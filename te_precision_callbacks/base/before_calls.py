@@ -1,4 +1,4 @@
-"""Listens to a method of one object, such as an accelerator's ``backward``, which has no hooks."""
+"""A callback before a method of one object, such as an accelerator's ``backward``, which has no hooks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any
 
 
 class BeforeCalls:
-    """Calls a method before each call of another object's method, with the same arguments, until it is removed.
+    """Call a method before each call of another object's method, with the same arguments, until it is removed.
 
     Args:
-        owner: the object whose method is replaced, in its ``__dict__``. Other objects of its class keep theirs.
+        owner: the object whose ``__dict__`` gets the replacement; other objects of its class keep their method.
         name: the method's name.
         before: a bound method; its object is not kept alive.
-
-    Attributes:
-        owner: as above.
     """
 
     def __init__(self, owner: Any, name: str, before: Callable[..., None]) -> None:
@@ -36,11 +33,10 @@ class BeforeCalls:
         return self._own(*args, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or pickle of the object has the original method."""
         return getattr, (self.owner, self._name)
 
     def remove(self) -> None:
-        """Put the original method back; what somebody else has put there since stays."""
+        """Restore the original method, unless another replacement has taken its place."""
         if vars(self.owner).get(self._name) is not self:
             return
         if self._found is None:

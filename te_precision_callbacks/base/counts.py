@@ -1,4 +1,4 @@
-"""Numbers of things in words.
+"""Formatting of counts and sizes.
 
 many(1, "file"), many(3000, "file")     # "1 file", "3,000 files"
 size(3 << 29)                           # "1.5 GiB"
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 
 def many(count: int, what: str) -> str:
-    """A number of things."""
     return f"{count:,} {what}{'' if count == 1 or what == 'series' else 's'}"
 
 
 def size(count: int) -> str:
-    """A number of bytes in the largest unit of 1024 that it fills, with three digits."""
+    """Format a number of bytes in units of 1024, with three digits."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     number, unit = float(count), 0
     while abs(number) >= 999.5 and unit < len(units) - 1:

@@ -1,4 +1,4 @@
-"""The values of ``debug=`` and ``--debug``, and how they are read.
+"""Parsing of ``debug=`` and ``--debug``.
 
 parse_debug("activation_overflow te_precision") == parse_debug(["activation_overflow", "te_precision"])
 """
@@ -14,30 +14,27 @@ from typing import Any, NamedTuple
 from te_precision_callbacks.base.errors import OptionError, named_as
 
 ACTIVATION_OVERFLOW = "activation_overflow"
-"""Stop where an activation or a gradient becomes inf or nan: :mod:`te_precision_callbacks.debug_utils`."""
 
 TE_PRECISION = "te_precision"
-"""Precision debugging of Transformer Engine's layers, as a session does it."""
 
 DEBUG_OPTIONS = (ACTIVATION_OVERFLOW, TE_PRECISION)
 
 DebugValue = str | Iterable[str] | None
-"""Names, or one text of names separated by spaces."""
 
 
 class UnknownDebugOptionError(OptionError, ValueError):
-    """A value that ``debug=`` or ``--debug`` does not take."""
+    """Not a valid value of ``debug=`` or ``--debug``."""
 
 
 def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> tuple[str, ...]:
-    """Gives the names in a value of ``debug=``, each once.
+    """Return the names in a value of ``debug=``, without duplicates.
 
     Args:
         value: a text such as ``"a b"``, a list of such texts, or None.
         valid: all valid names.
 
     Raises:
-        UnknownDebugOptionError: a name is unknown, or the value holds no names; the message lists all valid names.
+        UnknownDebugOptionError: a name is unknown, or the value is not text; the message lists all valid names.
     """
     parts = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
     names: dict[str, None] = {}
@@ -63,12 +60,12 @@ def _listed(valid: Sequence[str]) -> str:
 
 
 class Flag(NamedTuple):
-    """A keyword of a session that scripts take as ``--te_precision_<keyword>``.
+    """A session keyword that scripts accept as ``--te_precision_<keyword>``.
 
     Attributes:
-        keyword: the keyword's name.
-        metavar: the name of its value in a help text; empty for a switch.
-        help: what it is, after "with --debug te_precision".
+        keyword: the keyword.
+        metavar: the placeholder of its value in help texts; empty for a switch.
+        help: the help text, after "with --debug te_precision".
     """
 
     keyword: str
@@ -77,7 +74,6 @@ class Flag(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the argument."""
         return f"{TE_PRECISION}_{self.keyword}"
 
 
@@ -103,21 +99,20 @@ FLAGS = (
     ),
     Flag("report", "", "write the page of the run, report.html, into the log folder at its end"),
 )
-"""The arguments of scripts besides ``--debug``."""
 
 
 def given_flags(
     arguments: object, debug: Iterable[str], instead: Mapping[str, object] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The flags that were given, as keywords of a session.
+    """Return the given flags as keywords of a session.
 
     Args:
-        arguments: the parsed arguments; those that it lacks were not given.
+        arguments: the parsed arguments, which may lack flags.
         debug: the debug options.
-        instead: keyword -> a value that holds instead of that of the arguments, unless it is None.
+        instead: keyword -> value, which takes precedence unless it is None.
 
     Raises:
-        OptionError: one was given, but ``te_precision`` is not among the options: nothing would read it.
+        OptionError: a flag was given without ``te_precision`` among the debug options.
     """
     given: dict[str, Any] = {}
     for flag in FLAGS:
@@ -136,9 +131,5 @@ def given_flags(
 
 
 def naming_flags(given: Mapping[str, object]) -> AbstractContextManager[None]:
-    """Errors about keywords that are raised inside name the flags that gave them.
-
-    Args:
-        given: the flags, as from :func:`given_flags`.
-    """
+    """Let errors about keywords name the flags that set them."""
     return named_as({flag.keyword: flag.name for flag in FLAGS if flag.keyword in given})

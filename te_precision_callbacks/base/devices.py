@@ -1,7 +1,6 @@
-"""What a GPU does behind Python's back: it has several streams, records CUDA graphs, and can be lost for good.
+"""CUDA streams, graph capture and unrecoverable GPU errors.
 
-On a machine without CUDA, and before anything has used it, none of this exists, and every question has its answer
-without asking the driver.
+Without an initialized CUDA, no function calls the driver.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import torch
 
 
 def is_capturing() -> bool:
-    """Whether the current stream records a CUDA graph: an operation is then not run but recorded, a replay would run it
-    again, and whatever waits for the device ends the recording with an error."""
+    """Return whether the current stream captures a CUDA graph; synchronizing would then raise an error."""
     if not _in_use():
         return False
     try:
@@ -28,18 +26,16 @@ def _in_use() -> bool:
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream on which this thread queues operations of a device; None for a device without streams."""
+    """Return the current stream of a device; None for a device without streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def follow(stream: torch.cuda.Stream | None, tensors: Iterable[torch.Tensor]) -> None:
-    """Let what is queued on the current stream from now on see tensors that another stream has written.
-
-    The host does not wait. The memory of the tensors is not given to others before the current stream has read it.
+    """Make the current stream wait for another stream, and keep its tensors alive for that long.
 
     Args:
-        stream: the stream on which the last write was queued; None for a device without streams.
-        tensors: what was written, all on the device of the stream.
+        stream: the stream that wrote the tensors; None for a device without streams.
+        tensors: tensors on the stream's device.
     """
     if stream is None:
         return
@@ -51,10 +47,10 @@ def follow(stream: torch.cuda.Stream | None, tensors: Iterable[torch.Tensor]) ->
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an exception comes from a GPU that can run nothing any more in this process.
+    """Return whether an exception means that the GPU is unusable in this process.
 
-    An illegal address or an assertion in a kernel, in whatever kernel, is raised by the next call that looks, which may
-    be one of ours, and by each call after it. The stream reports it without waiting, whatever library has raised.
+    An illegal address or a failed assertion in any kernel is raised by the next CUDA call, and by every call after it.
+    Querying the stream detects this without synchronizing.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return False
@@ -68,12 +64,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def lost_in_words(error: BaseException, what: str) -> str:
-    """A message about a lost GPU.
-
-    Args:
-        error: an exception that :func:`is_lost`.
-        what: what ends.
-    """
+    """Return the message for an exception that :func:`is_lost`; ``what`` names what ends."""
     reason = str(error).strip().partition("\n")[0]
     return (
         f"The GPU can run nothing any more in this process ({type(error).__name__}: {reason}). A kernel that ran before"

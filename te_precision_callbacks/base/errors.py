@@ -1,7 +1,6 @@
-"""The exceptions of this package, from one base class.
+"""The exceptions of this package.
 
-Each part derives its exceptions from :class:`PrecisionDebugError`, so ``except PrecisionDebugError`` catches everything
-that this package raises on purpose, and nothing else. The exceptions of several parts are here::
+All derive from :class:`PrecisionDebugError`; packages define their own, and those of several packages are here::
 
     PrecisionDebugError
         OptionError                          a keyword, or its value
@@ -35,10 +34,10 @@ __all__ = [
 
 
 class PrecisionDebugError(Exception):
-    """Base class of every exception that this package raises on purpose."""
+    """Base class of all exceptions that this package raises on purpose."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """For pickle and copies, without a call of the class: its arguments may be others than the message."""
+        """Pickle without calling the class, whose arguments may differ from the message."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -48,11 +47,7 @@ class OptionError(PrecisionDebugError, TypeError):
 
 @contextmanager
 def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about keywords that are raised inside name what the user wrote: ``--observe= must be ...``.
-
-    Args:
-        names: keyword -> the name of the argument of a command or script that gave its value.
-    """
+    """Let errors about keywords name the user's arguments: keyword -> argument, as in ``--observe= must be ...``."""
     try:
         yield
     except PrecisionDebugError as error:
@@ -63,14 +58,14 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class FeatureError(PrecisionDebugError, RuntimeError):
-    """A debug feature failed while it was called.
+    """A debug feature failed.
 
     Args:
         message: the full message.
-        feature: the feature that failed; empty where no single one did.
+        feature: the feature that failed, if it was a single one.
         call: the call in which it failed.
         layer: the layer for which it failed.
-        failure: what went wrong, in words that are the same for each layer; the default is the message.
+        failure: a text that is equal for the same failure in all layers; by default the message.
     """
 
     def __init__(self, message: str, *, feature: str = "", call: str = "", layer: str = "", failure: str = "") -> None:
@@ -82,38 +77,27 @@ class FeatureError(PrecisionDebugError, RuntimeError):
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """A key that is equal for the same failure in different layers."""
         return self.feature, self.call, self.failure
 
 
 def install_line(extra: str) -> str:
-    """The command that installs an extra: from a checkout, since no package index has this package yet."""
+    """Return the command that installs an extra; no package index has this package yet."""
     return f"pip install -e '.[{extra}]' in a checkout of te-precision-callbacks"
 
 
 class MissingExtraError(PrecisionDebugError, ImportError):
-    """A module was imported whose optional dependency is not installed.
-
-    Args:
-        module: the module that was imported.
-        extra: the extra of this package that installs the dependency.
-    """
+    """A module's optional dependency is not installed; ``extra`` installs it."""
 
     def __init__(self, module: str, extra: str) -> None:
         super().__init__(f"{module} needs a package that is not installed. Install it with: {install_line(extra)}")
 
 
 class SessionError(PrecisionDebugError, RuntimeError):
-    """A session was used in an order that cannot work, or could not be started."""
+    """A session was used in an invalid order, or could not start."""
 
 
 class TransformerEngineUnavailableError(SessionError, ImportError):
-    """Transformer Engine cannot be imported, so there is nothing to observe.
-
-    Args:
-        error: the exception of the import.
-        subject: the subject of the message: Transformer Engine, and what imports it.
-    """
+    """Transformer Engine cannot be imported; ``subject`` begins the message."""
 
     def __init__(self, error: BaseException, subject: str = "Transformer Engine") -> None:
         super().__init__(
@@ -127,7 +111,7 @@ class TransformerEngineUnavailableError(SessionError, ImportError):
 
 
 def transformer_engine_error(error: BaseException | None) -> BaseException | None:
-    """The exception inside Transformer Engine that led to ``error``; None if there was none."""
+    """Return the exception inside Transformer Engine that caused ``error``, if any."""
     while error is not None:
         traceback = error.__traceback__
         while traceback is not None:
@@ -138,13 +122,12 @@ def transformer_engine_error(error: BaseException | None) -> BaseException | Non
     return None
 
 
-class FeatureLoadError(SessionError):
-    """A feature file or class could not be loaded."""
+class FeatureLoadError(SessionError): ...
 
 
 class ResumeAuditError(PrecisionDebugError, RuntimeError):
-    """With ``strict=True``: a resumed run has not begun as its checkpoint ended."""
+    """With ``strict=True``: a resumed run does not match its checkpoint."""
 
 
 class ObservationError(PrecisionDebugError, RuntimeError):
-    """A failure in observation, raised with ``strict=True``; otherwise it is reported once and training goes on."""
+    """With ``strict=True``: observation failed. Otherwise failures are reported once and training continues."""

@@ -1,4 +1,4 @@
-"""Python's collector of cycles, which is in the way of work that makes many objects at once."""
+"""A pause of Python's cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Let the collector rest. It would look at all objects of a large model again and again while none of them ends."""
+    """Pause the collector, which would scan all objects of a large model repeatedly."""
     if not gc.isenabled():
         yield
         return

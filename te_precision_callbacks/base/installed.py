@@ -1,4 +1,4 @@
-"""Which version of a package is installed."""
+"""Installed versions of packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a package that is installed now; None if it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Names of a package that are imported when they are first used.
+"""Lazy imports of a package's public names.
 
-In a package's ``__init__.py``, the block that a type checker reads says where each name is from::
+The package's ``__init__.py`` lists its names for type checkers::
 
     if TYPE_CHECKING:
         from te_precision_callbacks.views.compare.comparison import compare
@@ -19,13 +19,7 @@ from functools import cache
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package whose block ``if TYPE_CHECKING:`` imports its names.
-
-    The block is read from the package's source when a name is first asked for.
-
-    Args:
-        package: its ``__name__``.
-    """
+    """Return the ``__getattr__`` and ``__dir__`` of a package that imports its names ``if TYPE_CHECKING:``."""
 
     @cache
     def homes() -> dict[str, tuple[str, str]]:
@@ -44,7 +38,6 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
 
 
 def _imported_for_checkers(package: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Each name with its module and its name there."""
     spec = importlib.import_module(package).__spec__
     source = None if spec is None or spec.loader is None else spec.loader.get_source(package)  # type: ignore[attr-defined]
     for statement in ast.parse(source or "").body:

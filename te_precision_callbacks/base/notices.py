@@ -1,4 +1,4 @@
-"""Messages that are logged once, and messages that are gathered instead of logged."""
+"""Messages that are logged once, or collected instead of logged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class Notices:
-    """Remembers the messages that have been logged, for one run or another owner."""
+    """The messages that were logged already, of a run or another owner."""
 
     def __init__(self) -> None:
         self._said: set[Hashable] = set()
 
     def first(self, what: Hashable) -> bool:
-        """Whether a message has not been logged yet; from now on it counts as logged."""
+        """Return whether a message was not logged yet, and mark it as logged."""
         first = what not in self._said
         self._said.add(what)
         return first
@@ -33,7 +33,7 @@ class _Gathering(logging.Handler):
 
 @contextmanager
 def gathered_warnings() -> Iterator[list[str]]:
-    """A list to which this package's warnings go in a block, instead of to the handlers of loggers."""
+    """Collect this package's warnings in a list instead of logging them."""
     texts: list[str] = []
     handler, package = _Gathering(texts), logging.getLogger(_PACKAGE)
     propagate = package.propagate

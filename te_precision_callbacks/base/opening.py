@@ -1,4 +1,4 @@
-"""Opens the files of a log folder, in which others may have put something.
+"""Safe opening of files in a log folder that others can write to.
 
 with open(path, "a", opener=own_file) as file: ...
 """
@@ -11,10 +11,10 @@ import stat
 
 
 def own_file(path: str, flags: int) -> int:
-    """Open a file that is to be written, for ``opener=`` of :func:`open`.
+    """Open a file for writing, as ``opener=`` of :func:`open`.
 
     Raises:
-        OSError: it is a symbolic link, which may lead to any file, or a pipe or a device.
+        OSError: it is a symbolic link, a pipe or a device.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

@@ -1,4 +1,4 @@
-"""Sections of a config that mend a finding or follow an advice, in YAML."""
+"""Config sections, in YAML, that fix a finding."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 
 def keep_high(*layers: str, others: Iterable[str] = ()) -> str:
-    """Keep layers in high precision.
+    """Return a section that keeps layers in high precision.
 
     Args:
         layers: their names.
-        others: the names of layers that are not meant: without one among the numbered layers of a form, the pattern
-            takes all numbers.
+        others: names that the pattern must not match; if they have no other number of a numbered layer, the pattern
+            accepts all numbers.
     """
     pattern = json.dumps(f"^{_pattern(layers, others)}$")  # JSON is YAML
     return f"""keep_in_high_precision:
@@ -28,7 +28,6 @@ def keep_high(*layers: str, others: Iterable[str] = ()) -> str:
 
 
 def _pattern(layers: Iterable[str], others: Iterable[str]) -> str:
-    """A pattern of these names, and none of the others."""
     forms: dict[str, list[str]] = defaultdict(list)
     for name in layers:
         forms[_form(name)].append(name)
@@ -41,5 +40,4 @@ def _pattern(layers: Iterable[str], others: Iterable[str]) -> str:
 
 
 def _form(name: str) -> str:
-    """The pattern of a name with any numbers."""
     return re.sub(r"\d+", lambda _: r"\d+", re.escape(name))

@@ -1,4 +1,4 @@
-"""Attributes that are replaced for a while."""
+"""Temporary replacement of attributes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _MISSING = object()
 
 
 class Replaced:
-    """Replaces attributes of objects, classes and Python modules themselves, and puts them back.
+    """Replaces attributes of objects, classes and modules, and restores them.
 
     Args:
-        yields: whether what somebody has put around a replacement stays. It then goes on to call the replacement.
+        yields: whether to keep a wrapper that someone has put around a replacement, which it calls.
     """
 
     def __init__(self, *, yields: bool = False) -> None:
@@ -19,16 +19,14 @@ class Replaced:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def __bool__(self) -> bool:
-        """Whether anything is replaced."""
         return bool(self._replaced)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute until :meth:`put_back`."""
         self._replaced.append((owner, name, vars(owner).get(name, _MISSING), value))
         _set(owner, name, value)
 
     def put_back(self) -> None:
-        """Set all attributes to what they were, the last one first."""
+        """Restore all attributes in reverse order."""
         while self._replaced:
             owner, name, before, value = self._replaced.pop()
             if not self._yields or vars(owner).get(name) is value:

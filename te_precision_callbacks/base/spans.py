@@ -1,4 +1,4 @@
-"""Facts that hold for a span of iterations."""
+"""Facts that hold for spans of iterations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class IterationError(PrecisionDebugError, LookupError):
 
 
 def whole_number(value: object) -> int | None:
-    """A whole number of Python or numpy as an int, such as an iteration; None for anything else, True and False too."""
+    """Convert an integer of Python or numpy; None for anything else, including bool."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
@@ -26,7 +26,7 @@ def whole_number(value: object) -> int | None:
 
 
 class Iterations:
-    """The debug iterations that have run under a session."""
+    """The debug iterations that have run in a session."""
 
     def __init__(self) -> None:
         self._ran: list[list[int]] = []  # first and last of each span
@@ -37,20 +37,16 @@ class Iterations:
 
     @property
     def first(self) -> int | None:
-        """The first one; None if none has run."""
         return self._ran[0][0] if self._ran else None
 
     @property
     def last(self) -> int | None:
-        """The last one; None if none has run."""
         return self._ran[-1][1] if self._ran else None
 
     def ran(self, iteration: int) -> bool:
-        """Note that an iteration has run. One that runs again, after a return to a checkpoint, counts as it ran last,
-        and those after it have not run.
-
+        """Record that an iteration has run. After a return to a checkpoint, later iterations no longer count.
         Returns:
-            Whether there were such iterations.
+            Whether later iterations were dropped.
         """
         returned = bool(self._ran) and iteration < self._ran[-1][1]
         if returned:
@@ -62,12 +58,7 @@ class Iterations:
         return returned
 
     def require(self, what: str, iteration: int) -> None:
-        """Raise an IterationError if an iteration has not run.
-
-        Args:
-            what: what is asked of it, such as ``precision``.
-            iteration: the iteration.
-        """
+        """Raise an IterationError if an iteration has not run; ``what`` names the query."""
         if iteration not in self:
             ran = ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in self._ran)
             raise IterationError(
@@ -77,7 +68,7 @@ class Iterations:
 
 
 class AnyIteration(tuple[FactT, ...]):
-    """Facts about a run; calling the object gives the facts of one iteration."""
+    """Facts about a run; calling the object returns the facts of one iteration."""
 
     _at: Callable[[int], Iterable[FactT]]
 
@@ -90,12 +81,9 @@ class AnyIteration(tuple[FactT, ...]):
         return tuple(self), self._at
 
     def __call__(self, *, at: int) -> tuple[FactT, ...]:
-        """Gives the facts of one debug iteration.
-
-        Args:
-            at: the debug iteration.
+        """Return the facts of a debug iteration.
 
         Raises:
-            IterationError: the iteration has not run under this session; a LookupError.
+            IterationError: the iteration has not run in this session.
         """
         return tuple(self._at(at))

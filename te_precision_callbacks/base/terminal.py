@@ -1,12 +1,11 @@
-"""Prints tables, text and JSON: what the commands of ``te-precision`` share.
+"""Printing of tables, text and JSON by the commands of ``te-precision``.
 
     rows = table("layer", "tensor")
     rows.add_row(cell("fc1"), cell("activation"))
     show(rows)                        # fitted to a terminal; in a file or pipe every line stays whole
     show_json({"rows": []})
 
-Colour and bold are for terminals only. Text from files and configs is shown as text, not as markup, and without control
-characters.
+Colour and bold are for terminals only. Text from files and configs is printed without markup and control characters.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from rich.text import Text
 from te_precision_callbacks.base.wrapping import fitted, wrapped
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-"""The option of a command that can print JSON."""
 
 Run = Annotated[
     str | None,
@@ -40,19 +38,17 @@ Run = Annotated[
         help="The run of a folder that has several: its name, or the beginning of it. The default is the latest.",
     ),
 ]
-"""The option of a command that reads a recorded run."""
 
 _WHOLE_LINES = 500
-"""The width of a table in a file or pipe, unless COLUMNS says otherwise."""
+"""Table width in files and pipes, unless COLUMNS is set."""
 
 _WIDEST_TEXT = 120
 
 _PADDING = 3
-"""The blanks around a column of a table, with the one between two columns."""
 
 
 def table(*columns: str) -> Table:
-    """An empty table, which :func:`show` fits to the terminal."""
+    """Create an empty table, which :func:`show` fits to the terminal."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in columns:
         made.add_column(column, overflow="fold")
@@ -60,12 +56,11 @@ def table(*columns: str) -> Table:
 
 
 def is_terminal() -> bool:
-    """Whether stdout is a terminal; else it is a file or pipe."""
     return Console().is_terminal
 
 
 def show(what: RenderableType) -> None:
-    """Print a table or the like, or a line with rich's markup."""
+    """Print a rich renderable, or a line with rich's markup."""
     console = Console(highlight=False, soft_wrap=isinstance(what, str))
     if not isinstance(what, str) and not console.is_terminal:
         console = Console(highlight=False, width=shutil.get_terminal_size((_WHOLE_LINES, 0)).columns)
@@ -76,7 +71,7 @@ def show(what: RenderableType) -> None:
 
 
 def _print(what: RenderableType, console: Console) -> None:
-    """Print on a console; in a file or pipe without the blanks that fill its lines."""
+    """Print; in a file or pipe, without trailing blanks."""
     if console.is_terminal:
         console.print(what)
         return
@@ -86,7 +81,7 @@ def _print(what: RenderableType, console: Console) -> None:
 
 
 def _show_table(made: Table, console: Console) -> None:
-    """Print a table. Without room for a word of each column, a row is a paragraph with a line for each cell."""
+    """Print a table; where a word of each column does not fit, print a paragraph per row."""
     result = fitted_table(made, console.width)
     if result is not None:
         _print(result, console)
@@ -100,7 +95,7 @@ def _show_table(made: Table, console: Console) -> None:
 
 
 def fitted_table(made: Table, width: int) -> Table | None:
-    """A table whose cells break no word at this width; None if there is no such table."""
+    """Wrap the cells of a table without breaking words; None if the width is too small."""
     columns = _texts(made)
     room = width - _PADDING * len(columns) - 1
     widths = fitted(columns, room, [column.max_width for column in made.columns])
@@ -121,7 +116,7 @@ def fitted_table(made: Table, width: int) -> Table | None:
 
 
 def _texts(made: Table) -> list[list[str]]:
-    """The texts of each column, its heading first."""
+    """Return the texts of each column, heading first."""
     return [
         [text.plain if isinstance(text, Text) else render(str(text)).plain for text in (column.header, *column.cells)]
         for column in made.columns
@@ -129,12 +124,7 @@ def _texts(made: Table) -> list[list[str]]:
 
 
 class Paragraph:
-    """A text for rich: as wide as there is room, in whole words, and with names that break only behind a separator.
-
-    Args:
-        text: the text, without markup.
-        style: a style of rich's.
-    """
+    """A wrapped text; names break only after a separator."""
 
     def __init__(self, text: str, style: str = "") -> None:
         self._text, self._style = visible(text), style
@@ -145,13 +135,8 @@ class Paragraph:
 
 
 def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False) -> None:
-    """Print a paragraph, wrapped to the terminal; to 80 columns in a file or pipe, unless COLUMNS says otherwise.
-
-    Args:
-        text: the paragraph, without markup.
-        indent: the number of spaces before each line.
-        hanging: the number of further spaces before each line but the first.
-        err: whether it goes to stderr, as what is no part of a command's JSON does.
+    """Print a paragraph, wrapped to the terminal, or to 80 columns in a file or pipe, unless COLUMNS is set.
+    Further lines are indented by ``hanging`` more spaces. ``err`` prints to stderr.
     """
     width = min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
     first = " " * indent
@@ -169,13 +154,13 @@ def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False
 
 
 def show_as_it_is(text: str, indent: int = 0) -> None:
-    """Print lines that are copied or aligned, such as YAML and tables of a fixed width: they are not wrapped."""
+    """Print lines without wrapping, such as YAML."""
     for line in text.splitlines():
         typer.echo(" " * indent + visible(line))
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Print notes, each as its own paragraph; one of several lines has each of them on a line."""
+    """Print each note as a paragraph, and keep its line breaks."""
     for note in notes:
         typer.echo()
         for number, line in enumerate(note.splitlines()):
@@ -183,34 +168,33 @@ def show_notes(notes: Iterable[str]) -> None:
 
 
 def show_json(what: Any) -> None:
-    """Print a value as JSON: without dataclasses, and "nan", "inf" or "-inf" for a number that is not finite."""
+    """Print JSON; numbers that are not finite become "nan", "inf" or "-inf"."""
     typer.echo(as_json(what))
 
 
 def as_json(what: Any) -> str:
-    """The text of :func:`show_json`."""
     return json.dumps(plain(what), indent=2, allow_nan=False)
 
 
 def visible(text: str) -> str:
-    """The text without terminal controls: characters that cannot be printed become escapes."""
+    """Escape characters that cannot be printed, such as terminal controls."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def cell(what: object) -> str:
-    """Any text as a cell of a table or as a line, without rich's markup."""
+    """Escape a text for a table cell."""
     return escape(visible(str(what)))
 
 
 def cell_lines(lines: Iterable[str]) -> str:
-    """Several texts as the lines of one cell."""
+    """Escape several texts as the lines of one cell."""
     return "\n".join(map(cell, lines))
 
 
 def plain(value: Any) -> Any:
-    """A value for JSON: without dataclasses and tuples, and "nan", "inf" or "-inf" for a number that is not finite."""
+    """Convert to JSON types; numbers that are not finite become "nan", "inf" or "-inf"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return plain(fields)

@@ -1,4 +1,4 @@
-"""Daemon threads: the interpreter would wait for any other one before all else at its end."""
+"""Daemon threads, which do not block the interpreter's exit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ ResultT = TypeVar("ResultT")
 
 
 def started(what: str, call: Callable[[], object]) -> threading.Thread | None:
-    """A daemon thread that makes a call.
-
-    Args:
-        what: what it does, for its name.
-        call: made in it.
-
-    Returns:
-        The thread; None where none can be started, as when the interpreter is ending.
-    """
+    """Start a daemon thread; None where the interpreter is ending and cannot start one."""
     thread = threading.Thread(target=call, name=f"te-precision {what}", daemon=True)
     try:
         thread.start()
@@ -28,14 +20,13 @@ def started(what: str, call: Callable[[], object]) -> threading.Thread | None:
 
 
 def within(seconds: float, call: Callable[[], ResultT]) -> ResultT:
-    """The result of a call that asks a disk, which may not answer.
+    """Return the result of a disk access, with a timeout.
 
     Args:
-        seconds: how long to wait for it.
-        call: made in a daemon thread, which goes on waiting; in this one where no thread can be started.
+        call: runs in a daemon thread, which continues after the timeout.
 
     Raises:
-        TimeoutError: there was no answer in time.
+        TimeoutError: the disk did not respond in time.
     """
     found: list[ResultT] = []
     failed: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""The GPUs, and torch's settings that change precision, in a fresh process with this environment."""
+"""GPUs, and torch's settings that change precision."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that torch sees.
-
-    Attributes:
-        name: its name.
-        capability: its compute capability, such as ``9.0``.
-        memory_bytes: its memory.
-    """
+    """A GPU that torch can use; its capability is a text such as ``9.0``."""
 
     name: str
     capability: str
@@ -30,16 +24,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch sees.
+    """The state of torch in this process.
 
     Attributes:
-        gpus: in the order of their numbers.
-        visible_devices: CUDA_VISIBLE_DEVICES; None where it is not set.
-        driver: the version of NVIDIA's driver; None if there is none.
-        cuda: the CUDA version that torch was built for; None for a build without CUDA.
-        cudnn: the version of cuDNN; None if there is none.
-        warnings: what torch warned about while it looked for GPUs.
-        settings: the settings that change precision or numerics; a script can change them.
+        visible_devices: CUDA_VISIBLE_DEVICES, if set.
+        driver: the version of NVIDIA's driver, if installed.
+        cuda: torch's CUDA version; None for a build without CUDA.
+        cudnn: the version of cuDNN, if installed.
+        warnings: torch's warnings during the detection of GPUs.
+        settings: settings that change precision; scripts can change them.
     """
 
     gpus: tuple[Gpu, ...]
@@ -52,7 +45,7 @@ class Torch:
 
 
 def torch_facts() -> Torch:
-    """Ask torch, which is imported for it."""
+    """Import torch and read its state."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
@@ -94,12 +87,11 @@ def _settings(torch: Any) -> dict[str, object]:
 
 
 def _driver(text: str) -> str | None:
-    """The version in ``/proc/driver/nvidia/version``."""
     found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
     return None if found is None else found[1]
 
 
 def _cudnn(encoded: int) -> str:
-    """90100 is 9.1.0; before version 9, 8902 was 8.9.2 (cudnn_version.h)."""
+    """Decode a version: 90100 is 9.1.0; before version 9, 8902 is 8.9.2 (cudnn_version.h)."""
     major, rest = divmod(encoded, 10_000 if encoded >= 90_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"

@@ -1,6 +1,6 @@
-"""The names that all parts share: tensors, GEMMs and their operands, recipes, and Transformer Engine's quantizers.
+"""Shared names: tensors, GEMMs and operands, recipes, and Transformer Engine's quantizers.
 
-Each of these facts is defined only here. Neither Transformer Engine, torch nor the rest of the package is imported.
+Imports neither Transformer Engine nor torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ OperandName = Literal["activation", "weight", "gradient"]
 TensorName = Literal["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 
 GEMMS: tuple[GemmName, ...] = get_args(GemmName)
-"""The GEMMs of a linear layer: the forward, and the gradients of its input and of its weight."""
 
 OPERANDS: Mapping[GemmName, tuple[OperandName, OperandName]] = {
     "fprop": ("activation", "weight"),
@@ -27,37 +26,33 @@ GEMM_OF_LAYOUT: Mapping[str, GemmName] = {"TN": "fprop", "NN": "dgrad", "NT": "w
 """The layout that Transformer Engine asks for (whether each operand is transposed, as in BLAS) -> the GEMM."""
 
 RESULT: Mapping[GemmName, TensorName] = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
-"""The tensor that each GEMM makes."""
 
 ROWWISE: Mapping[str, GemmName] = {"activation": "fprop", "weight": "fprop", "gradient": "dgrad"}
 """The GEMM that reads the rowwise data of a tensor; the other one reads its columnwise data."""
 
 COLUMNWISE: Mapping[str, GemmName] = {"activation": "wgrad", "weight": "dgrad", "gradient": "wgrad"}
-"""The GEMM that reads the columnwise data of a tensor."""
 
 TENSORS: tuple[TensorName, ...] = get_args(TensorName)
-"""The tensors of a layer that can be watched: what the GEMMs read, and what they make."""
 
 ELEMENT_FORMATS = ("e4m3", "e5m2")
-"""The formats of FP8 elements, as spelled in statistics' names."""
 
 
 class RecipeRow(NamedTuple):
-    """What is known of a recipe. Names of Transformer Engine are those of 2.20.2.
+    """A recipe. Names are those of Transformer Engine 2.20.2.
 
     Attributes:
-        name: as spelled in statistics' names.
-        other_names: other spellings: those in Transformer Engine's documentation that its code refuses, and short ones.
-        shares: which elements share a factor, in words; ``all``: the recipe has one scale for a tensor.
-        factor: the type of the factor, in words.
-        elements: the format of the elements by default, in words.
-        fixed: why a statistic's name cannot choose the format of the elements; empty if it can.
-        recipe_class: its class, in ``common/recipe``.
-        question: the method of such classes that is true for this recipe alone.
-        check: the function of ``pytorch/quantization.py`` that decides whether the recipe runs on this GPU.
-        quantizer: the class of its quantizers, in ``pytorch/tensor``.
-        storage: the base class of all tensors that such a quantizer makes.
-        format: the name of their format; for FP8 elements the element format follows the name.
+        name: the spelling in names of statistics.
+        other_names: further accepted spellings.
+        shares: the elements that share a scale; ``all``: the whole tensor.
+        factor: the type of the scale.
+        elements: the default element format.
+        fixed: why names of statistics cannot choose the element format; empty if they can.
+        recipe_class: the class in ``common/recipe``.
+        question: the method of recipe classes that returns True for this recipe only.
+        check: the function in ``pytorch/quantization.py`` that tests hardware support.
+        quantizer: the quantizer class in ``pytorch/tensor``.
+        storage: the base class of the quantized tensors.
+        format: the name of the tensor format; for FP8, the element format follows.
     """
 
     name: str
@@ -148,14 +143,14 @@ _ROWS = (
 )
 
 RECIPES: Mapping[str, RecipeRow] = {row.name: row for row in _ROWS}
-"""The recipes by their names. Their arithmetic is in ``numerics/recipes.py``, the sizes that their GEMMs take in
-``numerics/gemm_shapes.py``."""
+"""The recipes by name. ``numerics/recipes.py`` has their arithmetic, ``numerics/gemm_shapes.py`` the sizes
+that their GEMMs accept."""
 
 ONE_SCALE = tuple(row.name for row in _ROWS if row.shares == "all")
-"""The recipes with one scale for a tensor; the others have one for each block."""
+"""Recipes with one scale per tensor; others have one per block."""
 
 WITH_ELEMENT_FORMAT = tuple(row.name for row in _ROWS if not row.fixed)
-"""The recipes whose elements can be either of :data:`ELEMENT_FORMATS`, and which can be simulated."""
+"""Recipes whose elements can be any of :data:`ELEMENT_FORMATS`, and which can be simulated."""
 
 LOW_PRECISION: Mapping[str, frozenset[str]] = {
     "fp8": frozenset({"fp8", "mxfp8"}),
@@ -163,37 +158,24 @@ LOW_PRECISION: Mapping[str, frozenset[str]] = {
     "nvfp4": frozenset({"nvfp4"}),
     "quantized": frozenset({"fp8", "mxfp8", "nvfp4"}),
 }
-"""The words for low precision -> the precisions that they mean: MXFP8 is FP8 too, with a scale for each block."""
+"""Words for low precision -> precisions; MXFP8 is FP8 too, with a scale for each block."""
 
 HIGH_PRECISION = ("bf16", "fp16", "fp32", "fp64")
 
 PRECISIONS: Mapping[str, frozenset[str]] = {**LOW_PRECISION, **{name: frozenset({name}) for name in HIGH_PRECISION}}
-"""The words for a precision that a coverage's ``share`` takes -> the values of ``Product.precision``."""
+"""Words that a coverage's ``share`` accepts -> values of ``Product.precision``."""
 
-SUBJECTS = (
-    "parameter",
-    "gradient",
-    "main_grad",
-    "reduce",
-    "optimizer_state",
-    "master_weight",
-    "norm",
-    "softmax",
-    "residual",
-    "logits",
-)
+SUBJECTS = ("parameter", "gradient", "main_grad", "reduce", "optimizer_state", "master_weight")
 """What is kept: ``parameter``, ``gradient``: those of the model. ``main_grad``: Megatron's gradients, which accumulate
-over micro-batches. ``reduce``: what ranks sum of the gradients. ``optimizer_state``: tensors of the optimizer as large
-as a parameter. ``master_weight``: those of them, or of its parameters, that hold a weight in another type than the
-model does. ``norm``, ``softmax``: results of torch's norms and of softmax. ``residual``: what goes from block to block.
-``logits``: what the model returns, or what cross entropy takes."""
+over micro-batches. ``reduce``: gradients that ranks sum. ``optimizer_state``: tensors of the optimizer as large as a
+parameter. ``master_weight``: weights in another dtype than the model's, in the optimizer's state or parameters."""
 
 LayerNames = Literal["path", "upstream"]
-"""The names of layers: ``"path"``, their path in the module tree; ``"upstream"``, the names and numbers of
-nvidia-dlfw-inspect's ``infer_and_assign_layer_names``."""
+"""Layer names: ``"path"`` in the module tree, or ``"upstream"`` as by nvidia-dlfw-inspect's
+``infer_and_assign_layer_names``."""
 
 Observe = Literal["debug", "fused", "auto"]
-"""The path that layers take while features look at their tensors."""
+"""The path of layers while features observe their tensors."""
 
 
 _OF_QUANTIZER = {row.quantizer: row.name for row in _ROWS}
@@ -207,10 +189,10 @@ HYBRID_QUANTIZER = "HybridQuantizer"
 
 
 def class_names(thing: Any) -> tuple[str, ...]:
-    """The names of an object's class and of its base classes, the most derived first.
+    """Return the class names in an object's method resolution order.
 
-    Transformer Engine's classes are recognised by these names, so a user's subclass counts as its parent, and
-    Transformer Engine is not imported.
+    Transformer Engine's classes are recognized by name, so that subclasses count and Transformer Engine is not
+    imported.
     """
     kind: type = type(thing)
     return _names_of_class(kind)
@@ -222,7 +204,7 @@ def _names_of_class(kind: type) -> tuple[str, ...]:
 
 
 def recipe_of(quantizer: Any) -> str | None:
-    """The recipe (of :data:`RECIPES`) that one of Transformer Engine's quantizers belongs to; None for no recipe."""
+    """Return the recipe (of :data:`RECIPES`) of a quantizer of Transformer Engine, if any."""
     kind: type = type(quantizer)
     return _recipe_of_class(kind)
 
@@ -234,10 +216,7 @@ def _recipe_of_class(quantizer: type) -> str | None:
 
 
 def name_of_format(thing: Any) -> str | None:
-    """The format of one of Transformer Engine's quantized tensors or storages, or of a quantizer's results.
-
-    The name is ``RecipeRow.format``; None for any other class.
-    """
+    """Return the ``RecipeRow.format`` of a quantized tensor, a storage or a quantizer; None for other classes."""
     kind: type = type(thing)
     return _format_of_class(kind)
 
@@ -248,5 +227,5 @@ def _format_of_class(kind: type) -> str | None:
 
 
 def name_of_recipe(recipe: Any) -> str | None:
-    """The name (of :data:`RECIPES`) of one of Transformer Engine's recipes; None for a user's own."""
+    """Return the name (of :data:`RECIPES`) of a Transformer Engine recipe; None for a custom one."""
     return next((row.name for row in _ROWS if getattr(recipe, row.question)()), None)

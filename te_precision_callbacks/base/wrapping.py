@@ -1,4 +1,4 @@
-"""Wraps the cells of a table: words stay whole, and a name breaks only behind a separator.
+"""Wrapping of table cells: words stay whole, and names break only after a separator.
 
 widths = fitted([["layer", "layers.0.attention.qkv"], ["why not low", "not a TE layer"]], 30)
 text = wrapped("layers.0.attention.qkv", widths[0])
@@ -12,20 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.cells import cell_len
 
 _SEPARATED = re.compile(r"(?<=[^\W_][._:-])(?=[^\W\d_{]|[{])|(?<=\w/)(?=\S)|(?<=[})\]][./:])(?=\S)")
-"""Where a name may break: ``layers.|{0-7}.|self_|attention``. The numbers 1.5 and 2e-05 stay whole."""
 
 _BLANK = re.compile(r"\s+(?!%)")
 
 
 def fitted(columns: Sequence[Sequence[str]], width: int, widest: Sequence[int | None] = ()) -> list[int] | None:
-    """The width of each column of a table; None if a word would break.
+    """Return the width of each column; None if a word would break.
 
-    The widest column gives way first, down to its longest word. Only then do names break.
+    The widest column shrinks first, down to its longest word. Only then do names break.
 
     Args:
-        columns: the texts of each column, with its heading.
-        width: for all columns together.
-        widest: the largest width of each column, as far as its words allow; empty or None for no limit.
+        columns: the texts of each column, heading first.
+        width: the total width.
+        widest: the maximum width of each column; empty or None for no limit.
     """
     found, words, parts = ([_longest(column, part) for column in columns] for part in (str.splitlines, _words, _parts))
     for number, most in enumerate(widest):
@@ -37,8 +36,7 @@ def fitted(columns: Sequence[Sequence[str]], width: int, widest: Sequence[int | 
 
 
 def wrapped(text: str, width: int) -> str:
-    """The text in lines of at most this width; a longer part of a name is left whole. A line that fits stays as it is,
-    with its indentation."""
+    """Wrap a text; longer parts of names stay whole. A line that fits keeps its indentation."""
     return "\n".join(line for given in text.splitlines() for line in _lines(given, width))
 
 

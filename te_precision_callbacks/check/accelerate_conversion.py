@@ -59,6 +59,12 @@ def recipe_of_accelerate(name: str) -> tuple[str, tuple[str, ...]]:
     )
 
 
+_FREEZE_AGAIN = (
+    "Call accelerate.utils.convert_model(model) yourself before you make the optimizer, and freeze or tie them again"
+    " after it, as docs/accelerate.md shows."
+)
+
+
 def convert_by_accelerate(model: torch.nn.Module) -> Converted:
     """Convert a model in place, where it is.
 
@@ -68,7 +74,6 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
     """
     from te_precision_callbacks.accelerate.conversion import convert_to_te
     from te_precision_callbacks.accelerate.unconverted import unconverted_in_words
-    from te_precision_callbacks.accelerate.unheld import FREEZE_AGAIN
     from te_precision_callbacks.check.factory import failed, meta_device
     from te_precision_callbacks.layers.replaced import BeforeConversion
 
@@ -90,7 +95,7 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
         ) from error
     left_out, text = unconverted_in_words(model)
     notes += [text] if text else []
-    notes += before.lost_in(model, by="Accelerate's conversion", remedy=FREEZE_AGAIN)
+    notes += before.lost_in(model, by="Accelerate's conversion", remedy=_FREEZE_AGAIN)
     return Converted(Conversion.ACCELERATE, left_out, tuple(notes))
 
 

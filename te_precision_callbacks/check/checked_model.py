@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
@@ -25,14 +24,13 @@ from te_precision_callbacks.check.findings import (
     of_recipe,
     of_shapes,
     unsized_shares,
-    without_kernel,
 )
 from te_precision_callbacks.check.named_recipes import AUTO, NONE, recipe_named
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.contract import ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
-from te_precision_callbacks.config.early_steps import EarlySteps, read_early_steps, with_early_steps
+from te_precision_callbacks.config.early_steps import read_early_steps, with_early_steps
 from te_precision_callbacks.config.effects import NAMESPACE, Effect, spans_of
 from te_precision_callbacks.config.idle import notes_of
 from te_precision_callbacks.config.keys import Scheduled
@@ -47,8 +45,8 @@ from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
-from te_precision_callbacks.instrumentation.fused import choose, paths_in_words
-from te_precision_callbacks.instrumentation.recipe_arguments import computing, ignored_arguments, uses_of
+from te_precision_callbacks.instrumentation.fused import choose, format_paths
+from te_precision_callbacks.instrumentation.recipe_arguments import ignored_arguments
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import (
@@ -59,8 +57,7 @@ from te_precision_callbacks.layers.naming import (
     named_te_modules,
 )
 from te_precision_callbacks.options import check_value
-from te_precision_callbacks.speed.memory.planned import plan_memory
-from te_precision_callbacks.speed.memory.rows import Memory
+from te_precision_callbacks.speed.memory import Memory, plan_memory
 
 
 class ActingFeature(NamedTuple):
@@ -116,11 +113,6 @@ class CheckedModel:
     attention: tuple[str, ...] = ()
     spans: Mapping[str, Coverage] = field(default_factory=dict)
 
-    def _repr_html_(self) -> str:
-        findings = notebooks.bullets(f"{finding.kind}: {finding.text}" for finding in self.findings)
-        notes = notebooks.bullets(f"Note: {note}" for note in self.notes)
-        return f"{findings or notebooks.paragraph('No findings.')}{notes}{self.coverage._repr_html_()}"
-
 
 @without_collections()
 def check_model(
@@ -132,7 +124,6 @@ def check_model(
     batch: Any = None,
     require: ContractSource = None,
     observe: Observe = "auto",
-    early_steps: EarlySteps = None,
     unconverted: Mapping[str, str] | None = None,
     allow_unmatched: bool = False,
     memory: bool = False,
@@ -154,7 +145,6 @@ def check_model(
         require: a contract, as the integrations take it. A clause that the plan does not hold, or that cannot be
             checked, is a finding. A plan has no types of state.
         observe: the path that layers take while features look at their tensors, as the front doors take it.
-        early_steps: steps in which statistics are due as well, as the front doors take it.
         unconverted: of a model that Accelerate has converted, the layers that it left out and why, as
             ``te_precision_callbacks.accelerate.unconverted_layers(model)`` has them.
         allow_unmatched: a section that matches no layer is a note and not a finding.
@@ -164,8 +154,7 @@ def check_model(
     Raises:
         ConfigError: ``require`` is no contract, or has a pattern that matches no layer.
         RecipeError: as in :func:`~te_precision_callbacks.check.named_recipes.recipe_named`.
-        OptionError: ``tokens`` is not positive, or there is a batch as well; ``observe`` is no such path, or
-            ``early_steps`` no such steps.
+        OptionError: ``tokens`` is not positive, or there is a batch as well; ``observe`` is no such path.
         BatchError: the forward or backward does not run with ``batch``.
     """
     if tokens is not None and batch is not None:
@@ -177,7 +166,7 @@ def check_model(
     contract = read_contract(require)
     checked = _Check(
         model,
-        with_early_steps(config, read_early_steps(early_steps, config)),
+        with_early_steps(config, read_early_steps(None, config)),
         made,
         tokens,
         batch,
@@ -266,8 +255,6 @@ class _Check:
             )
         if products.not_counted:
             self._findings.append(not_sized(products.not_counted))
-        if ran is not None and ran.without_kernel:
-            self._findings.append(without_kernel(ran.without_kernel))
         if self._is_wanted and not any(product.is_low for product in products.coverage):
             is_there = any(product.family in ("te", "te_ops") for product in products.coverage)
             why = "the plan says why" if is_there else "the model has no layer of Transformer Engine"
@@ -346,9 +333,7 @@ class _Check:
                     self._findings.append(PlanFinding("rule", text, found.layers))
 
     def _facts(self, coverage: Coverage) -> Facts:
-        found = computing(self._modules, self._operations)
-        roots = (root for _, root in named_roots(self._model) or ())
-        ignored = [] if self._recipe is None else ignored_arguments([self._recipe], uses_of(found, roots))
+        ignored = [] if self._recipe is None else ignored_arguments([self._recipe])
         return Facts.of_plan(coverage, recipe_text(self._recipe), ignored)
 
     def _plan(self) -> Plan:
@@ -368,9 +353,7 @@ class _Check:
             self._findings += [PlanFinding("unmatched", text) for text in drafted.missing.texts]
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
-        self._notes += filter(
-            None, (self._without_layers(layers), alike_in_words(layers), drafted.plan.otherwise_upstream)
-        )
+        self._notes += filter(None, (self._without_layers(layers), alike_in_words(layers)))
         try:
             check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
         except ConfigError as error:
@@ -405,7 +388,7 @@ class _Check:
             self._findings.append(PlanFinding("refused", str(error)))
             fused, not_fused = choose("auto", self._modules, plan)[0], {}
         if not_fused:
-            self._notes.append(f'observe="{self._observe}": {paths_in_words(len(fused), not_fused)}')
+            self._notes.append(f'observe="{self._observe}": {format_paths(len(fused), not_fused)}')
         return [key for key, changed in fused.items() if not changed]
 
 

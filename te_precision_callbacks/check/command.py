@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from te_precision_callbacks.check.checked_model import CheckedModel
     from te_precision_callbacks.config import Config
-    from te_precision_callbacks.config.early_steps import EarlySteps
     from te_precision_callbacks.speed.devices import Device
     from te_precision_callbacks.speed.estimate import StepSpeed
 
@@ -102,13 +101,6 @@ def check_command(
             " debug.",
         ),
     ] = None,
-    early_steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STEPS",
-            help="Steps in which statistics are due as well, as early_steps= in a run: 1,2,5 or on or off.",
-        ),
-    ] = None,
     allow_unmatched: Annotated[
         bool,
         typer.Option(
@@ -152,7 +144,6 @@ def check_command(
         "--batch": batch,
         "--require": require,
         "--observe": observe,
-        "--early-steps": early_steps,
         "--allow-unmatched": allow_unmatched or None,
         "--memory": memory or None,
         "--cached-weights": cached_weights or None,
@@ -205,7 +196,6 @@ def check_command(
             batch,
             require,
             observe or _AUTO,
-            _steps(early_steps),
             convert,
             allow_unmatched=allow_unmatched,
             memory=memory,
@@ -250,19 +240,6 @@ def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
         raise typer.Exit(1) from None
 
 
-def _steps(text: str | None) -> EarlySteps:
-    """The value of ``early_steps=`` that a text stands for."""
-    if text in (None, "on", "off"):
-        return None if text is None else text == "on"
-    try:
-        steps = [int(step) for step in str(text).split(",")]
-    except ValueError:
-        steps = [-1]
-    if min(steps) < 0:
-        raise typer.BadParameter(f"{text!r} is none of on, off, and steps such as 1,2,5", param_hint="--early-steps")
-    return steps
-
-
 def _checked(
     spec: str,
     config: Config,
@@ -271,7 +248,6 @@ def _checked(
     batch_spec: str | None,
     require: str | None,
     observe: str,
-    early_steps: EarlySteps,
     convert: Conversion | None,
     *,
     allow_unmatched: bool,
@@ -315,7 +291,6 @@ def _checked(
         batch=batch,
         require=contract,
         observe=path,
-        early_steps=early_steps,
         allow_unmatched=allow_unmatched,
         memory=memory,
         cached_weights=cached_weights,

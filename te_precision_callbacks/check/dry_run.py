@@ -60,7 +60,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     try:
         with _left_as_it_is(model), meta_device() if on_meta else contextlib.nullcontext():
             products.watch(model, module_names(model), operations)
-            with stand_ins(model, modules, products) as seen, _Masks(products):
+            with stand_ins(model, modules, products) as ran, _Masks(products):
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
                     result = model(*arguments, **keywords)
                 in_backward = True
@@ -83,8 +83,9 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
         ) from error
     finally:
         products.close()
-    found = () if counted is None else counted.kinds.products(counted.parts)
-    return Ran(found, seen.recipes, seen.tokens, seen.left_out, seen.without_kernel)
+    if counted is not None:
+        ran.products = counted.kinds.products(counted.parts)
+    return ran
 
 
 class _Masks(TorchFunctionMode):

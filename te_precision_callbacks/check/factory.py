@@ -1,21 +1,21 @@
-"""Builds a model from the name of a function, without a GPU and without memory for its weights where that works.
+"""Builds a model from the name of a function, without a GPU, and without memory for its weights if possible.
 
     model, device = build_model("package.module:factory")     # device: "meta" or "cpu"
 
 The function takes no arguments and returns a ``torch.nn.Module``. It is called on the meta device first, where tensors
-have shapes and no values; if it raises there, it is called once more on the CPU.
+have shapes and no values, and on the CPU if it raises there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -25,22 +25,15 @@ from te_precision_callbacks.config.problems import nearest, shortened, shown
 
 
 class ModelFactoryError(PrecisionDebugError):
-    """The function of ``--model`` cannot be found, fails, or returns something else than a model."""
+    """The function of ``--model`` does not exist, fails, or does not return a model."""
 
 
 class BatchError(PrecisionDebugError):
-    """The function of ``--batch`` cannot be found, fails, or returns what a model's forward cannot be called with."""
+    """The function of ``--batch`` does not exist, fails, or does not return arguments for a model's forward."""
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What a function makes.
-
-    Attributes:
-        what: in a word.
-        returns: what it returns, in words.
-        error: is raised where it does not.
-    """
+class _Wanted(NamedTuple):
+    """The result that a function should return, and the error that is raised otherwise."""
 
     what: str
     returns: str
@@ -48,7 +41,6 @@ class _Wanted:
 
     @property
     def spelling(self) -> str:
-        """How to name the function."""
         return f"Write package.module:function; the function takes no arguments and returns {self.returns}."
 
 
@@ -59,16 +51,16 @@ _BATCH = _Wanted(
 
 
 def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, str]:
-    """The model that a function makes, and the device that it was made on.
+    """Return the model that a function makes, and the device that it was made on.
 
-    Modules are found as ``python -m`` finds them, in the current folder too. What the function prints goes to stderr.
+    Modules are found as ``python -m`` finds them, also in the current folder. Output of the function goes to stderr.
 
     Args:
         spec: ``package.module:function``.
-        on_meta: whether to try the meta device.
+        on_meta: whether to try the meta device first.
 
     Raises:
-        ModelFactoryError: there is no such function, it needs arguments or a GPU, raises, or returns no module.
+        ModelFactoryError: the function does not exist, needs arguments or a GPU, raises, or does not return a module.
     """
     with _as_from_here():
         factory = _found(spec, _MODEL)
@@ -84,13 +76,13 @@ def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, st
 
 
 def build_batch(spec: str) -> Any:
-    """The batch that a function makes: a tensor, a mapping or a tuple, with tensors on the CPU.
+    """Return the batch that a function makes: a tensor, a mapping or a tuple, with tensors on the CPU.
 
     Args:
-        spec: as of :func:`build_model`.
+        spec: ``package.module:function``.
 
     Raises:
-        BatchError: there is no such function, it needs arguments or a GPU, raises, or returns something else.
+        BatchError: the function does not exist, needs arguments or a GPU, raises, or returns something else.
     """
     with _as_from_here():
         made = _called(_found(spec, _BATCH), spec, _BATCH)
@@ -99,7 +91,7 @@ def build_batch(spec: str) -> Any:
 
 
 def require_batch(batch: object, said: str = "") -> None:
-    """Raise :class:`BatchError` for what is no batch; ``said`` comes before its value."""
+    """Raise :class:`BatchError` if a value is not a batch; ``said`` begins the message."""
     if isinstance(batch, (torch.Tensor, Mapping, tuple)):
         return
     text = f"{said}{shown(batch)}, which is no batch. A batch is {_BATCH.returns}."
@@ -116,7 +108,7 @@ def meta_device() -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Puts tensors on the meta device, also those that are made for a device by name, as Transformer Engine's are."""
+    """Makes tensors on the meta device even if another device is given, as Transformer Engine does."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
@@ -129,7 +121,7 @@ class _OnMeta(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _as_from_here() -> Iterator[None]:
-    """Let imports find the current folder, and keep stdout for the answer."""
+    """Let imports find the current folder, and keep stdout for the command's own output."""
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
@@ -147,56 +139,30 @@ def _called(factory: Callable[[], object], spec: str, wanted: _Wanted) -> object
 
 
 def _found(spec: str, wanted: _Wanted) -> Callable[[], object]:
-    spelling = wanted.spelling
     module_name, colon, name = spec.partition(":")
     if not (colon and name and all(part.isidentifier() for part in module_name.split("."))):
-        raise wanted.error(f"{shown(spec)} names no function. {spelling}")
+        raise wanted.error(f"{shown(spec)} names no function. {wanted.spelling}")
     try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise wanted.error(_failed_factory(f"{module_name!r} cannot be imported", error, wanted)) from error
-        raise wanted.error(
-            f"There is no module {error.name!r}, neither in the current folder nor in the environment."
-            f"{_meant(nearest(error.name, _modules_here()))} {spelling}"
-        ) from None
+        module: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise wanted.error(_failed_factory(f"{module_name!r} cannot be imported", error, wanted)) from error
-    module, above = found, module_name
-    for part in name.split("."):
-        if not hasattr(found, part):
-            close = _similar(part, found, above) or _similar(part, module, module_name)
-            raise wanted.error(f"{above!r} has no function {part!r}.{_meant(close)} {spelling}")
-        found, above = getattr(found, part), f"{above}{':' if found is module else '.'}{part}"
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module_name}.".startswith(f"{missing}."):
+            raise wanted.error(_failed_factory(f"{module_name!r} cannot be imported", error, wanted)) from error
+        files = (file.removesuffix(".py") for file in os.listdir() if file.endswith(".py"))
+        raise wanted.error(
+            f"There is no module {missing!r}, neither in the current folder nor in the environment."
+            f"{_meant(nearest(missing, files))} {wanted.spelling}"
+        ) from None
+    try:
+        found: Any = operator.attrgetter(name)(module)
+    except AttributeError:
+        own = [f"{module_name}:{key}" for key in nearest(name, (key for key in vars(module) if key[0] != "_"))]
+        raise wanted.error(f"{module_name!r} has no function {name!r}.{_meant(own)} {wanted.spelling}") from None
     if isinstance(found, (torch.nn.Module, torch.Tensor)):
-        raise wanted.error(f"{shown(spec)} is a {wanted.what}, which has been made already. {spelling}")
+        raise wanted.error(f"{shown(spec)} is a {wanted.what}, which has been made already. {wanted.spelling}")
     if not callable(found):
-        raise wanted.error(f"{shown(spec)} is no function, but {shown(found)}. {spelling}")
+        raise wanted.error(f"{shown(spec)} is no function, but {shown(found)}. {wanted.spelling}")
     return found  # type: ignore[no-any-return]
-
-
-def _modules_here() -> list[str]:
-    return [name.removesuffix(".py") for name in os.listdir() if name.endswith(".py")]
-
-
-def _similar(name: str, of: Any, spelled: str) -> list[str]:
-    """The functions and classes of a module or class that look like a name, as they are named on the command line.
-    Those that it imports or inherits from another package are left out."""
-    package = spelled.partition(":")[0].partition(".")[0]
-    own = (
-        [
-            each
-            for each, value in vars(of).items()
-            if not each.startswith("_") and callable(value) and _package(value) == package
-        ]
-        if hasattr(of, "__dict__")
-        else []
-    )
-    return [f"{spelled}{'.' if ':' in spelled else ':'}{each}" for each in nearest(name, own)]
-
-
-def _package(what: Any) -> str:
-    return str(getattr(what, "__module__", "")).partition(".")[0]
 
 
 def _meant(close: Sequence[str]) -> str:
@@ -211,7 +177,7 @@ def _module(made: object, spec: str) -> torch.nn.Module:
 
 
 def _failed_factory(what: str, error: BaseException, wanted: _Wanted) -> str:
-    """What has failed, the exception, the line that raised it, and what to do."""
+    """A message with the exception, the line that raised it, and the remedy."""
     text, place = failed(what, error), _place(error)
     if isinstance(error, TypeError) and "argument" in str(error) and not place:
         return f"{text} {wanted.spelling}"
@@ -224,13 +190,13 @@ def _failed_factory(what: str, error: BaseException, wanted: _Wanted) -> str:
 
 
 def failed(what: str, error: BaseException) -> str:
-    """What has failed, the exception, and the line of the user's own code that raised it."""
+    """A message with the exception, and the line of the user's own code that raised it."""
     text, place = f"{what}: {type(error).__name__}: {shortened(str(error))}", _place(error)
     return f"{text} ({place})." if place else f"{text}."
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's own code that an exception comes from: its file, number and text."""
+    """The innermost line of the user's own code in a traceback, with its file and number."""
     others = (os.path.dirname(os.path.dirname(__file__)), sys.prefix, sys.base_prefix, "<")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
     frames = [frame for frame in frames if "site-packages" not in frame.filename]

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.check.module_refusals import refusals_of
@@ -25,7 +24,6 @@ from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
-from te_precision_callbacks.reference import is_installed
 
 FindingKind = Literal[
     "config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "not_sized", "contract"
@@ -57,9 +55,6 @@ class PlanFinding:
     kind: FindingKind
     text: str
     layers: tuple[str, ...] = ()
-
-    def _repr_html_(self) -> str:
-        return notebooks.paragraph(f"{self.kind}: {self.text}")
 
 
 def of_recipe(
@@ -178,17 +173,6 @@ def unsized_shares(
         else:
             checkable.append(share)
     return found, replace(contract, shares=tuple(checkable))
-
-
-def without_kernel(layers: Sequence[str]) -> PlanFinding:
-    """Attention that no kernel takes; of these layers."""
-    text = (
-        f"Transformer Engine has no kernel for the attention of {listed(layers)} with these inputs and this recipe on"
-        " this GPU, and fails. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the environment makes it say why."
-    )
-    if is_installed():
-        text += " The reference backend has attention in FP8 for compute capability 10.0 alone; a GPU may have more."
-    return PlanFinding("recipe", text, tuple(layers))
 
 
 class _LayerFacts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Prints a plan: as a table for the terminal, or as an object for JSON.
+"""Prints a plan as a table, or as an object for JSON.
 
 show(checked, "package.module:function", "meta")
 """
@@ -15,9 +15,10 @@ from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import Converted
 from te_precision_callbacks.check.checked_model import CheckedModel
 from te_precision_callbacks.check.rows import PlannedLayers, rows
-from te_precision_callbacks.coverage.coverage import percent
+from te_precision_callbacks.coverage.coverage import Product, percent
+from te_precision_callbacks.coverage.gemm_precision import in_short
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.speed.memory.rows import show as show_memory
+from te_precision_callbacks.speed.memory import show as show_memory
 
 _INDENT = 2
 _MOST_NAMES = 8
@@ -34,8 +35,8 @@ def show(
         checked: the plan.
         model: the name of the model.
         device: the device that the model was made on.
-        batch: the name of its batch; None without one.
-        converted: what Accelerate has converted in it; None if nobody has asked for that.
+        batch: the name of its batch.
+        converted: the result of ``--convert``.
     """
     by = "" if converted is None else ", converted by Accelerate"
     terminal.show_text(
@@ -70,7 +71,7 @@ def show(
 
 
 def _conditions(checked: CheckedModel, batch: str | None) -> str:
-    """The recipe, the GPU, and the tokens or the batch that the plan is for."""
+    """The recipe, the GPU, and the tokens or the batch of the plan."""
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
     capability = "{}.{}".format(*get_device_compute_capability())
@@ -95,21 +96,25 @@ def _cells(row: PlannedLayers, whole: int) -> list[str]:
 
 
 def _formats(row: PlannedLayers, gemm: GemmName) -> str:
-    """The formats of a GEMM; of products without a weight those of the forward as of ``fprop``, and those of the
-    backward as of ``dgrad``."""
+    """The formats of a GEMM. The column of ``fprop`` also has products without a weight, and that of ``dgrad`` their
+    backward."""
     if gemm in row.gemms or gemm == "wgrad":
-        return str(row.gemms.get(gemm, ""))
+        return _text(row.gemms[gemm]) if gemm in row.gemms else ""
     behind = " backward" if gemm == "dgrad" else ""
-    found = {name: str(row.gemms[f"{name}{behind}"]) for name in _WITHOUT_WEIGHT if f"{name}{behind}" in row.gemms}
+    found = {name: _text(row.gemms[f"{name}{behind}"]) for name in _WITHOUT_WEIGHT if f"{name}{behind}" in row.gemms}
     if len(set(found.values())) == 1:
         return f"{', '.join(found)}: {next(iter(found.values()))}"
     return "; ".join(f"{name}: {text}" for name, text in found.items())
 
 
+def _text(product: Product) -> str:
+    return f"not run: {product.not_run}" if product.not_run else in_short(product.operands)
+
+
 def as_json(
     checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: Converted | None = None
 ) -> dict[str, Any]:
-    """A plan as an object for JSON. Arguments are those of :func:`show`."""
+    """A plan as an object for JSON. The arguments are as in :func:`show`."""
     coverage = checked.coverage
     return {
         "model": model,
@@ -130,7 +135,7 @@ def as_json(
                 "layers": row.layers,
                 "family": row.family,
                 "macs": row.macs,
-                "gemms": dict(row.gemms),
+                "gemms": {name: _gemm_as_json(product) for name, product in row.gemms.items()},
                 "features": [feature._asdict() for feature in row.features],
             }
             for row in rows(checked)
@@ -141,4 +146,14 @@ def as_json(
         "findings": checked.findings,
         "notes": checked.notes,
         "memory": checked.memory,
+    }
+
+
+def _gemm_as_json(product: Product) -> dict[str, Any]:
+    return {
+        "operands": product.operands,
+        "precision": product.precision,
+        "not_run": product.not_run,
+        "reason": "" if product.reason is None else product.reason.value,
+        "reason_ref": product.reason_ref,
     }

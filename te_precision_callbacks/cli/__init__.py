@@ -4,6 +4,7 @@ Usage::
 
     te-precision run train.py --epochs 3
     te-precision run -m package.train --epochs 3
+    te-precision run --watch --log-dir run train.py --epochs 3
     te-precision run torchrun --nproc-per-node 2 train.py
     te-precision check config.yaml --model package.module:factory
     te-precision show logs --follow
@@ -18,7 +19,7 @@ Usage::
     te-precision rules
     te-precision doctor
 
-Each command imports what it needs when it is called, so that ``te-precision --help`` is quick.
+Commands import lazily, so that ``te-precision --help`` is quick.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads and checks debug configs, and plans which features act on which layers of a model.
+"""Debug configs: loading, validation, and planning of features on the layers of a model.
 
 Usage::
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as written in a config.
+"""Sizes in bytes, as written in configs.
 
 size_in_bytes("2GiB")  # 2147483648
 """
@@ -10,17 +10,16 @@ import re
 from pydantic import ByteSize, TypeAdapter
 
 SIZE_PATTERN = r"^\s*(?!0+(?:\.0*)?(?!\.?\d))\d+(?:\.\d+)?\s*(?:[bB]|[kKmMgGtT](?:[iI]?[bB])?)?\s*$"
-"""The texts that are sizes, for JSON Schema; also some below one byte, and some beyond what a file system can count.
-pydantic alone also takes a text with more behind the unit, and bits."""
+"""A pattern of sizes for JSON Schema, which does not check the range. pydantic also accepts bits and suffixes."""
 
 LARGEST_SIZE = (1 << 63) - 1
-"""The most bytes that a file system can count."""
+"""The largest size that a file system supports."""
 
 _BYTES = TypeAdapter(ByteSize)
 
 
 def size_in_bytes(size: object) -> int:
-    """A size as written in a config: a number of bytes, or a text with a unit (kB, MB, GB, TB; KiB, MiB, GiB, TiB).
+    """Parse a size: a number of bytes, or a text with a unit (kB, MB, GB, TB; KiB, MiB, GiB, TiB).
 
     Raises:
         ValueError: not a size, or below one byte; the text continues a sentence that starts with the key.

@@ -1,4 +1,4 @@
-"""Reads the options of a section's features by their schemas, and reports invalid options in this project's words.
+"""Validation of features' options by their schemas, with readable errors.
 
 read = read_features({"FakeQuant": {...}}, place)     # raises ConfigError
 read["FakeQuant"]                                     # as written, a bare name as a list
@@ -24,12 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class ReadOptions(dict[str, Any]):
-    """A feature's options, as nvidia-dlfw-inspect passes them to the feature, and the same options typed.
+    """A feature's options as a mapping, as nvidia-dlfw-inspect passes them, and as a model.
 
-    As a mapping they are the options as written, except that a bare name which the schema accepts is a list.
-
-    Attributes:
-        schema: the options, typed.
+    The mapping has the options as written, except that a bare name becomes a list.
     """
 
     def __init__(self, written: Mapping[str, Any], schema: FeatureSchema) -> None:
@@ -37,21 +34,19 @@ class ReadOptions(dict[str, Any]):
         self.schema = schema
 
     def __reduce__(self) -> tuple[type[ReadOptions], tuple[dict[str, Any], FeatureSchema]]:
-        """Pickle the mapping and the schema."""
         return type(self), (dict(self), self.schema)
 
 
 def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOptions]:
-    """Read the enabled features of one section that have a schema, by their names as written.
+    """Validate the enabled features of a section that have a schema.
 
     Args:
-        features: feature -> options. A feature without a schema is a user's own, and is ignored, as is a feature that
-            is not enabled. Without a valid ``enabled``, which is reported elsewhere, the other keys are read all the
-            same.
-        place: gives the place of a key.
+        features: feature -> options. Custom features and features that are not enabled are ignored. Without a valid
+            ``enabled``, which is reported elsewhere, the other keys are validated all the same.
+        place: formats the place of a key.
 
     Raises:
-        ConfigError: all problems that the schemas find, in the order of the config.
+        ConfigError: all problems, in the order of the config.
     """
     found: dict[str, ReadOptions] = {}
     problems = Problems()
@@ -74,10 +69,10 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
 def _without_gemms(
     schema: type[FeatureSchema], feature: str, written: Mapping[str, Any], place: Where
 ) -> Mapping[str, Any]:
-    """The options without the GEMMs that a list of tensors has among its tensors.
+    """Return the options without GEMMs in a list of tensors.
 
-    Transformer Engine never calls a feature for such a tensor, and says nothing; configs that run with it have
-    ``fprop`` beside ``dgrad`` and ``wgrad``, which are both GEMMs and tensors.
+    Transformer Engine silently never calls a feature for such a tensor; working configs list ``fprop`` next to
+    ``dgrad`` and ``wgrad``, which are both GEMMs and tensors.
     """
     listed = written.get("tensors")
     if not issubclass(schema, ObservingFeatureSchema) or not isinstance(listed, list):
@@ -101,16 +96,14 @@ def _without_gemms(
 
 
 def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Where) -> FeatureSchema:
-    """The options of one feature, typed.
+    """Validate the options of a feature.
 
     Args:
-        schema: the feature's schema.
         name: the feature's name, as written.
-        options: the feature's options, as written.
-        place: gives the place of a key.
+        place: formats the place of a key.
 
     Raises:
-        ConfigError: all problems that the schema finds.
+        ConfigError: all problems.
     """
     try:
         return schema.model_validate(dict(options))
@@ -125,13 +118,11 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
 
 
 class _Problem:
-    """One of pydantic's errors.
+    """Formats one of pydantic's errors.
 
     Args:
-        schema: the feature's schema.
         feature: the feature's name, as written.
-        options: its options, as written.
-        place: gives the place of a key.
+        place: formats the place of a key.
         details: pydantic's description of the error.
     """
 
@@ -152,7 +143,7 @@ class _Problem:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The problem's position in the config; a missing key is at the end of the mapping that lacks it."""
+        """Position of the problem in the config; a missing key is at the end of its mapping."""
         positions: list[int] = []
         inside: Any = self.options
         for key in self.keys:
@@ -178,7 +169,7 @@ class _Problem:
         return f"{self._subject(self._named())} {self._refusal()}"
 
     def _named(self) -> KeyPath:
-        """The keys down to the last named one, or to an item that is a mapping with a schema."""
+        """Return the keys up to the last named one, or to an item with a schema."""
         in_list = bool(self.keys) and isinstance(self.keys[-1], int)
         is_item = in_list and self.kind == "value_error" and item_of(self._field()) is not None
         return self.keys[:-1] if in_list and not is_item else self.keys
@@ -195,7 +186,7 @@ class _Problem:
         return f" (given: {shown(self.value)})" if self.kind == "extra_forbidden" else ""
 
     def _elsewhere(self, key: Any) -> str:
-        """Where an unknown key belongs, and which key was meant instead."""
+        """Return where an unknown key belongs, and similar known keys."""
         here = self._level(self.keys[:-1])
         others = [path for path, level in self.levels.items() if key in level.model_fields]
         own = self.levels[here].model_fields
@@ -216,7 +207,7 @@ class _Problem:
         return self.levels[tuple(around)].model_fields[last]
 
     def _subject(self, keys: KeyPath) -> str:
-        """``'freq' in item 2 of 'tensors_struct' of 'LogTensorStats'``."""
+        """Format keys: ``'freq' in item 2 of 'tensors_struct' of 'LogTensorStats'``."""
         subject = shown(self.feature)
         for key in keys:
             if isinstance(key, int):

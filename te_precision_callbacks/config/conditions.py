@@ -1,4 +1,4 @@
-"""Conditions on a tensor in a step: one grammar, parsed once.
+"""Conditions on statistics of a tensor, and on shares of multiply-adds.
 
     condition = parse_condition("underflows% > 5")
     condition.statistic.label                   # "underflows%"
@@ -6,8 +6,8 @@
     str(condition)                              # "underflows% > 5"
     parse_condition("nonfinite")                # Event.NONFINITE
 
-A condition names a statistic as the log does, without layer and tensor: ``underflows%``, ``mxfp8_mse_columnwise``. One
-on a share of the multiply-adds names a precision, and the part of the products that is meant:
+A condition names a statistic as the log does, without layer and tensor: ``underflows%``, ``mxfp8_mse_columnwise``. A
+condition on a share names a precision, and optionally a part of the products:
 
     share = parse_share("fp8 wgrad >= 90%")
     share.holds(0.93)                           # True
@@ -46,7 +46,7 @@ ACTIVATION_OVERFLOW = debug_values.ACTIVATION_OVERFLOW
 
 
 class EventCondition(Enum):
-    """A condition that does not compare a statistic."""
+    """A condition without a statistic."""
 
     NONFINITE = NONFINITE
     """The tensor has an inf or nan."""
@@ -55,7 +55,6 @@ class EventCondition(Enum):
     """Activation overflow detection has found something."""
 
     def __str__(self) -> str:
-        """As in a config."""
         return self.value
 
 
@@ -65,9 +64,9 @@ class Threshold:
 
     Attributes:
         text: the condition as written.
-        statistic: the statistic to compare; :data:`BLOCKWISE` without blocks means that of any blocks.
+        statistic: the statistic; :data:`BLOCKWISE` without blocks matches any blocks.
         comparison: ``>``, ``>=``, ``<`` or ``<=``.
-        number: what the statistic is compared with.
+        number: the threshold.
     """
 
     text: str
@@ -76,17 +75,16 @@ class Threshold:
     number: float
 
     def holds(self, value: float) -> bool:
-        """Whether a value of the statistic meets the condition. A nan meets none."""
+        """Return whether a value meets the condition; nan does not."""
         return _COMPARE[self.comparison](value, self.number)
 
     def reads(self, request: Request) -> bool:
-        """Whether the condition is on the statistic of a request."""
+        """Return whether the condition applies to the statistic of a request."""
         if self.statistic.statistic.name == BLOCKWISE and self.statistic.blocks is None:
             return request.statistic is self.statistic.statistic
         return self.statistic.is_same(request)
 
     def __str__(self) -> str:
-        """As in a config."""
         return self.text
 
 
@@ -95,15 +93,14 @@ Condition = EventCondition | Threshold
 
 @dataclass(frozen=True)
 class Share:
-    """A condition on the share of the multiply-adds that run in a precision.
+    """A condition on the share of multiply-adds in a precision.
 
     Attributes:
         text: the condition as written.
         precision: one of :data:`te_precision_callbacks.coverage.coverage.PRECISIONS`.
-        part: ``fprop``, ``dgrad``, ``wgrad``, ``qk`` or ``pv`` for these products, ``forward`` or ``backward``; empty
-            for all.
+        part: ``fprop``, ``dgrad``, ``wgrad``, ``qk``, ``pv``, ``forward`` or ``backward``; empty for all products.
         comparison: ``>``, ``>=``, ``<`` or ``<=``.
-        number: what the share is compared with, from 0 to 1.
+        number: the threshold, from 0 to 1.
     """
 
     text: str
@@ -113,11 +110,10 @@ class Share:
     number: float
 
     def holds(self, share: float) -> bool:
-        """Whether a share meets the condition. A nan, the share of nothing, meets none."""
+        """Return whether a share meets the condition; nan does not."""
         return _COMPARE[self.comparison](share, self.number)
 
     def __str__(self) -> str:
-        """As in a contract."""
         return self.text
 
 
@@ -134,7 +130,6 @@ _DIGITS = r"\d(?:_?\d)*"
 _NUMBER = (
     rf"[+-]?(?:(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?{_DIGITS})?|[iI][nN][fF](?:[iI][nN][iI][tT][yY])?)"
 )
-"""The numbers that ``float`` reads, but nan."""
 
 _FORMS = (
     f"A condition is {NONFINITE!r}, {ACTIVATION_OVERFLOW!r}, or a statistic and a number with >, >=, < or <= between"
@@ -143,7 +138,6 @@ _FORMS = (
 
 
 PARTS = ("fprop", "dgrad", "wgrad", "qk", "pv", "forward", "backward")
-"""The words for a part of the products in a condition on a share."""
 
 _SHARE = re.compile(r"(\w+)(?:\s+(\w+))?\s*(<=|>=|<|>)\s*(\S+?)\s*%")
 
@@ -151,7 +145,7 @@ _SHARE_FORM = "A condition on a share is 'fp8 >= 95%', or with a part of the pro
 
 
 def parse_share(entry: object) -> Share:
-    """A condition on a share of the multiply-adds, as written in a contract.
+    """Parse a condition of a contract on a share of the multiply-adds.
 
     Raises:
         ValueError: not a condition; the text continues a sentence that starts with the key.
@@ -174,7 +168,7 @@ def parse_share(entry: object) -> Share:
 
 
 def parse_condition(entry: object) -> Condition:
-    """A condition as written in a config.
+    """Parse a condition of a config.
 
     Raises:
         ValueError: not a condition; the text continues a sentence that starts with the key.
@@ -195,11 +189,7 @@ def parse_condition(entry: object) -> Condition:
 
 
 def _statistic(entry: str, name: str) -> Request:
-    """The statistic of a name that some feature can log as a number.
-
-    Raises:
-        ValueError: as in :func:`parse_condition`.
-    """
+    """Return the statistic of a name; raises ValueError as :func:`parse_condition` does."""
     if name == BLOCKWISE:
         return Request(name, STATISTICS[name])
     try:
@@ -216,7 +206,7 @@ def _statistic(entry: str, name: str) -> Request:
 
 
 def comparison_pattern() -> str:
-    """A regular expression of the conditions that compare a statistic, in Python's dialect and in ECMA 262's."""
+    """Return a regular expression for thresholds, valid in Python and in ECMA 262."""
 
     def numbers(names: Iterable[str]) -> list[str]:
         return [name for name in names if STATISTICS[name].value is not None]

@@ -1,9 +1,9 @@
-"""What a run must hold: how much of it runs in which precision, and what is kept in which type.
+"""Precision contracts: required shares of precisions, precisions of layers, and dtypes of states.
 
 contract = read_contract("fp8 >= 95%")
 contract = read_contract("contract.yaml")                 # a mapping below the key precision_contract
 contract = read_contract({
-    "share": {"fp8": 95, "fp8 wgrad": 90},                # at least so many percent of the multiply-adds
+    "share": {"fp8": 95, "fp8 wgrad": 90},                # at least, in percent of the multiply-adds
     "layers": {r".*mlp.*": "mxfp8"},                      # all GEMMs of these layers
     "state": {"optimizer_state": "float32"},
     "by_step": 3,
@@ -25,24 +25,22 @@ from te_precision_callbacks.config.problems import ConfigError, Problems, shown,
 from te_precision_callbacks.config.yaml_text import read_yaml
 
 CONTRACT = "precision_contract"
-"""The key of a file that holds a contract."""
 
 OnBroken = Literal["raise", "warn"]
-"""What happens where a contract is broken."""
 
 _BY_STEP = 3
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a run must hold.
+    """The requirements for a run.
 
     Attributes:
         shares: conditions on shares of the multiply-adds.
-        layers: pattern of layers -> the precision of all of their GEMMs; the pattern is searched in the name.
-        state: what is kept -> its type, as torch names it: ``float32``.
-        by_step: after so many steps it must hold, and from then on: after step 2 of a run, counted from 0, with 3.
-        on_broken: what happens where it does not; None: as the keyword ``on_broken`` of the front doors says.
+        layers: pattern of layer names -> the precision of all their GEMMs.
+        state: subject -> dtype, as torch names it: ``float32``.
+        by_step: the number of steps after which the contract must hold, and stay valid.
+        on_broken: the reaction; by default the integration's keyword ``on_broken``.
     """
 
     shares: tuple[Share, ...] = ()
@@ -60,11 +58,10 @@ def read_contract(source: ContractSource) -> Contract | None:
 
     Args:
         source: a condition on a share; the path of a YAML file (``.yaml``, ``.yml``) with the key
-            ``precision_contract``; a mapping of the same content, with or without that key; a contract; or None.
+            ``precision_contract``; a mapping with or without that key; a contract; or None.
 
     Raises:
-        ConfigError: it is none of these; the file cannot be read; a key, a precision, a subject or a number is none.
-            One error reports all problems.
+        ConfigError: all problems of the source.
     """
     if source is None or isinstance(source, Contract):
         return source

@@ -1,4 +1,4 @@
-"""Checks that the ranks of a run have the same config, and finds where two configs differ."""
+"""Comparison of configs, also between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FlatConfig = Mapping[str, str]
 
 
 def flat_config(sections: Sequence[Section], features: Sequence[NamespacedFeatures]) -> FlatConfig:
-    """The values of enabled sections, as text that is the same in every process.
+    """Flatten enabled sections to texts that are equal in every process.
 
     Args:
         sections: the sections.
@@ -33,12 +33,12 @@ def flat_config(sections: Sequence[Section], features: Sequence[NamespacedFeatur
 
 
 def config_hash(config: FlatConfig) -> str:
-    """The hash of a config: hexadecimal digits, the same in every process."""
+    """Hash a config to hexadecimal digits, equal in every process."""
     return hashlib.sha256(repr(sorted(config.items())).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def difference(one: FlatConfig, other: FlatConfig) -> str:
-    """The first key in which two configs differ, with both values: ``stats...freq is 1 in one and 2 in the other``."""
+    """Describe the first difference between two configs: ``stats...freq is 1 in one and 2 in the other``."""
     for key in [*one, *(key for key in other if key not in one)]:
         if one.get(key) != other.get(key):
             return f"{key} is {one.get(key, 'missing')} in one and {other.get(key, 'missing')} in the other"

@@ -1,4 +1,4 @@
-"""Conditions of DumpTensors: the statistics that they read, and those that can never hold, found before the run.
+"""Conditions of DumpTensors: the statistics they read, and conditions that can never hold.
 
 known = collected(schemas_of_a_layer, "activation")    # label -> Collected
 read_by(parse_condition("mxfp8_mse > 5"), known)       # the statistic that the condition reads
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from te_precision_callbacks.config.planning import LayerPlan, NamespacedFeatures, Plan, Section
 
 _MOST_NAMED = 3
-"""The most layers that a message names."""
 
 
 def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflow: bool) -> None:
-    """Refuse conditions of DumpTensors that can never hold.
+    """Reject conditions of DumpTensors that can never hold.
 
     Args:
         plan: the plan of all layers.
@@ -46,8 +45,8 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
         detects_overflow: whether the run has activation overflow detection.
 
     Raises:
-        ConfigError: a condition needs a statistic that no feature collects of its layer and tensor, or only in steps in
-            which the tensor is not looked at; or it needs activation overflow detection, which is off.
+        ConfigError: a statistic is not collected for the layer and tensor, or never in a step of DumpTensors; or
+            activation overflow detection is off.
     """
     by_name = {section.name: section for section in sections}
     alike: dict[tuple[str, ...], list[LayerPlan]] = {}
@@ -67,7 +66,6 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
 
 
 def schemas_of(features: NamespacedFeatures) -> list[FeatureSchema]:
-    """The features of a layer that have schemas."""
     found = features.get(NAMESPACE, {}).values()
     return [options.schema for options in found if isinstance(options, ReadOptions)]
 
@@ -80,7 +78,7 @@ def _problem(
     *,
     detects_overflow: bool,
 ) -> tuple[KeyPath, str] | None:
-    """The problem of a condition in layers that have the same features, with its place."""
+    """Return the first problem with conditions in layers with equal features, and its place."""
     for target in sorted(targets, key=lambda target: TENSORS.index(str(target.tensor))):
         known = collected(schemas, str(target.tensor))
         for condition in target.options.when:
@@ -99,7 +97,7 @@ def _never_holds(
     *,
     detects_overflow: bool,
 ) -> str:
-    """Why a condition on a tensor can never hold; empty if it can."""
+    """Return why a condition can never hold; empty if it can."""
     if isinstance(condition, EventCondition):
         return no_detection() if condition is EventCondition.ACTIVATION_OVERFLOW and not detects_overflow else ""
     found = read_by(condition, known)
@@ -112,7 +110,7 @@ def _never_holds(
 
 
 def _place(sections: Mapping[str, Section], hit: Sequence[str], schema: type[FeatureSchema], keys: KeyPath) -> str:
-    """The place of a key of a feature, in the first of the sections that hit a layer; empty if none has the feature."""
+    """Return the place of a feature's key, in the first of the layer's sections with the feature; empty without one."""
     for name in hit:
         for feature in sections[name].features.get(NAMESPACE, {}):
             if schema_of(feature) is schema:
@@ -121,7 +119,6 @@ def _place(sections: Mapping[str, Section], hit: Sequence[str], schema: type[Fea
 
 
 def no_detection() -> str:
-    """The message about a condition on an overflow while detection is off."""
     return (
         f"the condition {ACTIVATION_OVERFLOW!r} of DumpTensors would never hold, because activation overflow detection"
         ' is off. A session with debug="activation_overflow" turns the detection on.'
@@ -131,13 +128,13 @@ def no_detection() -> str:
 def missing_statistic(
     condition: Threshold, known: Mapping[str, Collected], layers: Sequence[str], tensor: str, measured: str = ""
 ) -> str:
-    """The message about a condition on a statistic that no feature collects.
+    """Return the message for a condition on a statistic that no feature collects.
 
     Args:
         condition: the condition.
-        known: the statistics that are collected of the tensor.
+        known: the collected statistics of the tensor.
         layers, tensor: the layers and the tensor of the condition.
-        measured: the place of the ``gemms`` of LogGemmError for these layers; empty if that is not known.
+        measured: the place of LogGemmError's ``gemms`` for these layers, if known.
     """
     wanted = condition.statistic
     those = "that layer" if len(layers) == 1 else "those layers"
@@ -184,13 +181,7 @@ def _in_words(layers: Sequence[str]) -> str:
 
 
 def is_of_the_layers_recipe(condition: Threshold, asked: str, recipe: str | None) -> str:
-    """The message about a condition on a recipe's statistic, which was requested without a recipe.
-
-    Args:
-        condition: a condition on a statistic with a recipe in its name.
-        asked: the name of the statistic in ``stats``.
-        recipe: the recipe that the layer runs.
-    """
+    """Return the message for a condition on a recipe's statistic that was requested without a recipe."""
     wanted = condition.statistic
     return (
         f"{asked!r} in 'stats' is computed for the recipe that the layer runs, which is {recipe or 'none'}, so"
@@ -200,14 +191,12 @@ def is_of_the_layers_recipe(condition: Threshold, asked: str, recipe: str | None
 
 @dataclass(frozen=True)
 class Collected:
-    """A statistic that is collected of a tensor.
+    """A collected statistic of a tensor.
 
     Attributes:
-        request: the request.
-        labels: its names in the log. In a layer that runs no recipe, a statistic of the layer's own recipe gets a
-            recipe's name as prefix.
-        schedules: when the statistic is collected.
-        of_own_recipe: whether it was requested for the layer's own recipe, while a condition on it names a recipe.
+        labels: its names in the log. In a layer without a recipe, a statistic of the layer's own recipe gets a recipe's
+            name as a prefix.
+        of_own_recipe: whether it was requested for the layer's own recipe, and the condition names a recipe.
     """
 
     request: Request
@@ -217,7 +206,7 @@ class Collected:
 
 
 def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Collected]:
-    """The statistics that the features of a layer collect of a tensor, by the requested names."""
+    """Return the statistics that a layer's features collect of a tensor, by requested name."""
     asked: dict[str, tuple[Request, list[Schedule]]] = {}
     for options in (options for feature in features for options in holding(feature.targets, tensor, None)):
         if isinstance(options, LoggedTensor):
@@ -236,21 +225,21 @@ def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Colle
 
 
 def _under_recipes(request: Request, asked: Iterable[str]) -> Iterable[str]:
-    """The labels of a request in a layer that runs no recipe, without those that are requested separately."""
+    """Return the labels of a request in a layer without a recipe, except separately requested ones."""
     labels = [request.under(recipe).label for recipe in RECIPES if request.recipe == OWN_RECIPE]
     return [label for label in labels if label not in asked]
 
 
 def read_by(condition: Threshold, known: Mapping[str, Collected], recipe: str | None = None) -> Collected | None:
-    """The statistic that a condition reads, among those that are collected of a tensor; None if it is not collected.
+    """Return the collected statistic that a condition reads; None if it is not collected.
 
-    A condition on a statistic with a recipe's name also matches the statistic that was requested without one: in a
-    layer that runs that recipe the two are the same number.
+    A statistic requested without a recipe also matches a condition on the recipe that the layer runs, where both are
+    the same number.
 
     Args:
         condition: the condition.
         known: the result of :func:`collected`.
-        recipe: the recipe that the tensor was quantized with; None if it was not quantized, and before the run.
+        recipe: the recipe of the quantized tensor; None for other tensors, and before the run.
     """
     wanted = condition.statistic
     if wanted.label in known:

@@ -1,12 +1,12 @@
-"""Read ``early_steps=``: further collection steps at the start of a run.
+"""The option ``early_steps=``: more collection steps at the start of a run.
 
 read_early_steps(None, config)       # (1, 2, 5, 10, 20, 50) with the default config, () with one's own
 read_early_steps(True, config)       # (1, 2, 5, 10, 20, 50)
 read_early_steps([3, 30], config)    # (3, 30)
 with_early_steps(config, (1, 2, 5))  # the config with these steps in the schedule of each statistic
 
-No key of a config can say this: a config has to stay valid in Transformer Engine, whose ``freq`` is one number. The
-steps count from the start of the training, so a resumed run has statistics in the same steps as one that never stopped.
+This cannot be a key of configs, which stay valid for Transformer Engine, whose ``freq`` is one number. Steps count from
+the start of the training, so a resumed run collects in the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,23 +21,20 @@ from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import Section
 
 EarlySteps = bool | Sequence[int] | None
-"""The values of ``early_steps=``."""
 
 EARLY_STEPS = (1, 2, 5, 10, 20, 50)
 """Denser at the start, where most defects begin: rules that need three collection steps are checked after step 2. The
-default config goes on with every 100th step, which keeps its cost below 2 % of a training of 1,000 steps."""
+default config continues with every 100th step, at a cost below 2 % of a training of 1,000 steps."""
 
 
 def read_early_steps(early_steps: object, config: Config) -> tuple[int, ...]:
-    """The steps, increasing.
+    """Return the early steps in increasing order.
 
     Args:
-        early_steps: the value. None: :data:`EARLY_STEPS` with the default config, else none, since one's own config
-            says itself how often its statistics are due.
-        config: the config of the session.
+        early_steps: the option. None: :data:`EARLY_STEPS` with the default config, no steps with another.
 
     Raises:
-        OptionError: ``early_steps=`` does not take the value.
+        OptionError: the option is invalid.
     """
     if early_steps is None or isinstance(early_steps, bool):
         return EARLY_STEPS if early_steps or (early_steps is None and config.is_default) else ()
@@ -51,8 +48,7 @@ def read_early_steps(early_steps: object, config: Config) -> tuple[int, ...]:
 
 
 def with_early_steps(config: Config, steps: Sequence[int]) -> Config:
-    """The config in which each statistic is due in these steps as well, within its first and last step. What
-    DumpTensors writes is due as before."""
+    """Add steps to the schedules of all statistics, within their first and last step, but not to DumpTensors."""
     if not steps:
         return config
     return replace(config, sections=tuple(_with_early_steps(section, steps) for section in config.sections))

@@ -1,8 +1,7 @@
-"""The effects of features on the GEMMs of a layer, and which features exclude each other.
+"""Effects of features on the GEMMs of a layer, and conflicts between features.
 
-A GEMM multiplies two quantized tensors, or two in high precision. So a feature that quantizes a tensor of a GEMM and a
-feature that runs the GEMM in high precision exclude each other, on whichever tensors they act. A tensor has one value,
-so only one feature can replace it.
+A GEMM multiplies two quantized tensors, or two in high precision. So features that quantize a tensor of a GEMM conflict
+with features that run it in high precision. A tensor has one value, so only one feature can replace it.
 """
 
 from __future__ import annotations
@@ -16,26 +15,24 @@ from te_precision_callbacks.config.problems import shown
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 
 NAMESPACE = "transformer_engine"
-"""The namespace whose features have schemas."""
 
 BASE = "base"
 """nvidia-dlfw-inspect's own namespace, whose features are in a section without a namespace."""
 
 Pair = tuple[str, str]
-"""A GEMM and one of its tensors."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What a feature does to the GEMMs of a layer.
+    """The effect of a feature on the GEMMs of a layer.
 
     Attributes:
-        modifies: the tensors that the feature replaces, each with the GEMM that gets the replacement.
-        quantizes: whether the replacements are quantized.
-        high_precision: the GEMMs that the feature runs in high precision.
-        needs_recipe: the recipe that the layer has to run; empty if any will do.
-        schedules: GEMM and tensor -> the steps in which the feature acts there, an empty name for all. Without any, it
-            acts in every step.
+        modifies: replaced tensors, each with the GEMM that reads the replacement.
+        quantizes: whether replacements are quantized.
+        high_precision: GEMMs that run in high precision.
+        needs_recipe: the required recipe of the layer, if any.
+        schedules: GEMM and tensor -> the steps in which the feature acts, with an empty name for all. Empty: every
+            step.
     """
 
     modifies: tuple[Pair, ...] = ()
@@ -46,11 +43,10 @@ class Effect:
 
     @property
     def gemms(self) -> tuple[str, ...]:
-        """The GEMMs that it changes."""
         return tuple(dict.fromkeys((*self.high_precision, *(gemm for gemm, _ in self.modifies))))
 
     def steps(self, gemm: str, tensor: str = "") -> tuple[Schedule, ...]:
-        """The steps in which the feature acts on a GEMM, or on a tensor of it: those of any of the schedules."""
+        """Return the schedules of the feature for a GEMM, or for a tensor of it."""
         found = [
             schedule
             for (of_gemm, of_tensor), schedule in self.schedules.items()
@@ -59,12 +55,11 @@ class Effect:
         return tuple(dict.fromkeys(found)) or (EVERY_STEP,)
 
     def steps_in_words(self, gemm: str = "") -> str:
-        """The steps in which the feature acts, or acts on a GEMM: ``steps 0 to 99 and steps 500 on``."""
+        """Format the steps of the feature, or of its effect on a GEMM: ``steps 0 to 99 and steps 500 on``."""
         found = self.steps(gemm) if gemm else dict.fromkeys(self.schedules.values()) or (EVERY_STEP,)
         return " and ".join(map(str, found))
 
     def at(self, iteration: int) -> Effect:
-        """The effect in an iteration."""
         if not self.schedules:
             return self
         return replace(
@@ -76,12 +71,9 @@ class Effect:
 
 
 def spans_of(effects: Iterable[Effect]) -> dict[str, int]:
-    """The spans of steps in which features do the same, in words -> a step of the span.
+    """Return spans of steps with the same effects, as text -> a step of the span.
 
-    The span in which least is changed comes first. Spans that are apart and alike are one.
-
-    Args:
-        effects: the features' effects.
+    The span with the fewest changes comes first; equal spans are merged.
     """
     acting = list(effects)
     schedules = {schedule for effect in acting for schedule in effect.schedules.values()}
@@ -103,7 +95,7 @@ def _in_any(schedules: Iterable[Schedule], iteration: int) -> bool:
 
 
 def _meet(some: Iterable[Schedule], others: Sequence[Schedule]) -> bool:
-    """Whether a step is in one of the first schedules and in one of the others."""
+    """Return whether any pair of schedules shares a step."""
     return any(one.meets(other) for one in some for other in others)
 
 
@@ -111,22 +103,20 @@ class Acting(Protocol):
     """A section of a config, with the effects of its features."""
 
     @property
-    def effects(self) -> Mapping[str, Effect]:
-        """Feature, as written -> its effect."""
+    def effects(self) -> Mapping[str, Effect]: ...
 
-    def place(self, *keys: str | int) -> str:
-        """The place of a key of the section."""
+    def place(self, *keys: str | int) -> str: ...
 
 
 def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
-    """The conflicts between features that act on the same layers: one text for each pair that exclude each other.
+    """Yield a message for each pair of features that conflict in the same layers.
 
     Upstream calls only one of two features that modify a tensor. If a feature quantizes both operands of a GEMM,
-    upstream does not ask the feature that forbids it; if a feature quantizes one operand, the run fails in the GEMM.
+    upstream ignores a feature that forbids it; if a feature quantizes one operand, the GEMM fails.
 
     Args:
         sections: the sections that act on the layers.
-        layers: these layers, for the text.
+        layers: a description of the layers.
     """
     acting = [(section, feature, effect) for section in sections for feature, effect in section.effects.items()]
     for number, (section, feature, effect) in enumerate(acting):
@@ -155,7 +145,7 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
 
 
 def _both_ways(one: Effect, other: Effect) -> str | None:
-    """A GEMM that one feature runs in high precision while the other quantizes its tensors."""
+    """Return a GEMM that one feature runs in high precision while the other quantizes its tensors."""
     for quantizing, forbidding in ((one, other), (other, one)):
         if quantizing.quantizes:
             for gemm, tensor in quantizing.modifies:

@@ -1,12 +1,10 @@
-"""The types of feature keys' values, for the schemas, and a description of each.
+"""Types of config values for the schemas, with descriptions.
 
     freq: StrictInt = Field(1, ge=1)         # words(field): "an integer >= 1"
     tensors: ListOf[Operand]                 # words(field): "a list of activation, weight, gradient"
 
-pydantic makes the JSON Schema of a model of such fields.
-
-The text of a validator's error continues a sentence that starts with the key: "has the pair [5, 2], which ends before
-it starts."
+Texts of validation errors continue a sentence that starts with the key: "has the pair [5, 2], which ends before it
+starts."
 """
 
 from __future__ import annotations
@@ -55,25 +53,24 @@ T = TypeVar("T")
 
 
 JsonSchema = dict[str, Any]
-"""A JSON Schema, draft 2020-12."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """The description of what a field takes, in words, if its type does not say."""
+    """A description of valid values, where the type is not enough."""
 
     text: str
 
 
 def _listed(value: Any) -> Any:
-    """A bare name as a list of one: upstream would compare letters or parts of the name."""
+    """Convert a bare name to a list; upstream would compare letters or parts of the name."""
     if isinstance(value, str):
         return [value]
     return list(value) if isinstance(value, tuple) else value
 
 
 class _OrBareName:
-    """Lets the JSON Schema of a list of names take one of them without brackets."""
+    """Lets the JSON Schema of a list of names accept a bare name."""
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchema:
         listed = handler(core)
@@ -98,8 +95,7 @@ def _refused(
     *,
     other_feature: str = "",
 ) -> ValueError:
-    """The error about an entry of ``stats``, with the feature that has it, the nearest of ``names``, or all ``known``
-    names."""
+    """Return the error for an entry of ``stats``, with the feature that has it, or similar or known names."""
 
     reason = shortened(str(error).removeprefix(f"{entry!r}: "))
     if other_feature:
@@ -152,7 +148,7 @@ def _nvfp4_statistic(entry: Any) -> Request:
 
 
 def _quantized_shape(recipes: Sequence[str]) -> JsonSchema:
-    """The plain names, which an editor can offer, and the pattern of all names."""
+    """Return a JSON Schema with the plain names, for completion, and a pattern of all names."""
     pattern = f"^{quantized_pattern(recipes)}$"
     return {"type": "string", "anyOf": [{"enum": list(QUANTIZED_STATISTICS)}, {"pattern": pattern}]}
 
@@ -260,24 +256,24 @@ Intervals = Annotated[
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Whether a field is a list, whose only entry may be written as a bare name."""
+    """Return whether a field is a list; its only entry may be a bare name."""
     return get_origin(_plain(field.annotation)[0]) is list
 
 
 def names(field: FieldInfo) -> tuple[str, ...]:
-    """The names that a field takes, alone or in a list; none if it takes other values."""
+    """Return the names that a field accepts, alone or in a list; empty for other fields."""
     kind = _one(field.annotation)
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of the items of a field that is a list of mappings."""
+    """Return the model of a field's items, if it is a list of mappings."""
     kind = _one(field.annotation)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def words(field: FieldInfo) -> str:
-    """What a field takes: "an integer >= 1"."""
+    """Describe the valid values of a field: "an integer >= 1"."""
     kind, metadata = _plain(field.annotation)
     metadata = [*field.metadata, *metadata]
     found = _said(metadata)
@@ -309,7 +305,7 @@ def _integers(metadata: Sequence[Any]) -> str:
 
 
 def _plain(annotation: Any) -> tuple[Any, list[Any]]:
-    """An annotation without None and without metadata, and the metadata."""
+    """Split an annotation into its type, without None, and its metadata."""
     if type(None) in get_args(annotation):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Annotated:
@@ -318,6 +314,6 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
 
 
 def _one(annotation: Any) -> Any:
-    """The type of a field, or of its entries if it is a list."""
+    """Return the type of a field, or of its entries if it is a list."""
     kind = _plain(annotation)[0]
     return get_args(kind)[0] if get_origin(kind) is list else kind

@@ -1,4 +1,4 @@
-"""What of a config does nothing, in any layer or step, in words: a session and ``te-precision check`` warn of it."""
+"""Warnings about parts of a config without effect."""
 
 from __future__ import annotations
 
@@ -19,21 +19,16 @@ _MOST_NAMED = 3
 
 
 def notes_of(config: Config) -> list[str]:
-    """The warnings of a config without a session, whatever its model.
-
-    Raises:
-        ConfigError: a feature is unknown.
-    """
+    """Return the warnings for a config without a session; raises ConfigError for unknown features."""
     known = known_features()
     return idle_in_words(config, [resolve_features(section, known) for section in config.enabled_sections])
 
 
 def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> list[str]:
-    """The warnings.
+    """Return the warnings for a config.
 
     Args:
-        config: the config.
-        features: the features of each of its enabled sections, as they are registered.
+        features: the registered features of each enabled section.
     """
     sections = config.enabled_sections
     if not sections:
@@ -43,14 +38,13 @@ def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> lis
 
 
 def _idle(section: Section, features: NamespacedFeatures) -> str:
-    """Why a section changes nothing in a layer of Transformer Engine; empty if it does."""
     return (
         "" if any(features.values()) else f"{section.place()}: the section has no enabled feature, so it does nothing."
     )
 
 
 def _ignored_steps(section: Section) -> Iterator[str]:
-    """That upstream ignores a key of a feature's steps because there is a list of spans too; once for each feature."""
+    """Yield a warning per feature with keys that upstream ignores next to ``start_end_list``."""
     for feature, options in section.features.get(NAMESPACE, {}).items():
         for nested in (target.nested for target in _targets(options)):
             given = {key: value for key, value in nested.merged().items() if value is not None}
@@ -65,12 +59,7 @@ def _ignored_steps(section: Section) -> Iterator[str]:
 
 
 def never_due_in_words(config: Config, last: int) -> str:
-    """Which features the steps of a run never reach; empty if it reaches all.
-
-    Args:
-        config: the config.
-        last: the last step of the run.
-    """
+    """Return a warning about features that begin after the ``last`` step of a run; empty without any."""
     found: dict[str, None] = {}
     for section, feature, target in _all_targets(config):
         schedule = getattr(target.options, "schedule", EVERY_STEP)
@@ -88,12 +77,11 @@ def never_due_in_words(config: Config, last: int) -> str:
 
 
 def why_gemm_error_not_due(config: Config, begin: int, last: int, *, ended: bool) -> str:
-    """Why LogGemmError was not due in the steps of a run; empty if it was due, or is not in the config.
+    """Return why LogGemmError was not due in a run; empty if it was due or is not configured.
 
     Args:
-        config: the config.
         begin, last: the first and the last step of the run so far.
-        ended: whether the last one is that of the whole run.
+        ended: whether the run has ended.
     """
     items = [target.options for *_, target in _all_targets(config)]
     schedules = [item.schedule for item in items if isinstance(item, LogGemmErrorItem)]
@@ -109,14 +97,14 @@ def why_gemm_error_not_due(config: Config, begin: int, last: int, *, ended: bool
 
 
 def steps_that_observe(config: Config, steps: Iterable[int]) -> list[int]:
-    """Those of some steps in which a feature looks at tensors or GEMMs."""
+    """Return the steps with observation of tensors or GEMMs."""
     items = (target.options for *_, target in _all_targets(config))
     schedules = {item.schedule for item in items if isinstance(item, Scheduled)}
     return [step for step in steps if any(schedule.at(step)[0] for schedule in schedules)]
 
 
 def _all_targets(config: Config) -> Iterator[tuple[Section, str, Target[Level]]]:
-    """What the features of the enabled sections act on: the section, the feature's name, and the target."""
+    """Yield the targets of all features in enabled sections, with section and feature."""
     for section in config.enabled_sections:
         for feature, options in section.features.get(NAMESPACE, {}).items():
             for target in _targets(options):
@@ -124,5 +112,4 @@ def _all_targets(config: Config) -> Iterator[tuple[Section, str, Target[Level]]]
 
 
 def _targets(options: object) -> tuple[Target[Level], ...]:
-    """What an enabled feature acts on; nothing where its options are not known by a schema."""
     return options.schema.every_target if isinstance(options, ReadOptions) and options.schema.enabled else ()

@@ -1,7 +1,6 @@
-"""The keys for a tensor, shared by features and the items of their lists.
+"""Keys that features and the items of their lists share.
 
-A feature takes such a key for all its tensors, and an item of its lists for one tensor.
-:mod:`te_precision_callbacks.config.schemas` gives each feature its keys.
+A feature's key applies to all its tensors, an item's key to one tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from te_precision_callbacks.statistics.schedule import Schedule
 
 
 class _Steps(Level):
-    """The steps of a feature or item."""
-
     start_step: StrictInt | None = Field(0, ge=0, description="The first step, counted from 0.")
     end_step: StrictInt | None = Field(-1, ge=-1, description="The last step, inclusive. -1: no end.")
     start_end_list: Intervals | None = Field(
@@ -41,7 +38,6 @@ class _Steps(Level):
     )
 
     def check_target(self, nested: Nested) -> None:
-        """Check that the steps do not end before they start."""
         start, end = self.start_step or 0, self.end_step
         if not self.start_end_list and end is not None and -1 < end < start:
             raise Misfit(nested.path("end_step"), f"is {end}, which is before 'start_step', {start}. -1 means no end.")
@@ -49,8 +45,6 @@ class _Steps(Level):
 
 
 class Spans(_Steps):
-    """The steps in which a feature changes precision, of a feature or item."""
-
     start_end_list: Intervals | None = Field(
         None,
         description="Instead of `start_step` and `end_step`: several ranges of steps, ends included, such as"
@@ -60,7 +54,7 @@ class Spans(_Steps):
     @model_validator(mode="before")
     @classmethod
     def _without_freq(cls, written: Any) -> Any:
-        """Refuse the key that the schedules of statistics have, and that a change of precision has no use for."""
+        """Reject ``freq``, which is for statistics only."""
         if isinstance(written, Mapping) and "freq" in written:
             raise Misfit(
                 ("freq",),
@@ -71,11 +65,9 @@ class Spans(_Steps):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The steps."""
         return Schedule.of(1, self.start_step, self.end_step, self.start_end_list)
 
     def check_target(self, nested: Nested) -> None:
-        """Check that the steps are given in one way."""
         given = nested.merged()
         other = next((key for key in ("start_step", "end_step") if key in given), None)
         if given.get("start_end_list") is not None and other is not None:
@@ -88,8 +80,6 @@ class Spans(_Steps):
 
 
 class Scheduled(_Steps):
-    """The schedule of a feature or item that looks at tensors."""
-
     freq: StrictInt = Field(
         1,
         ge=1,
@@ -99,11 +89,9 @@ class Scheduled(_Steps):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The steps."""
         return Schedule.of(self.freq, self.start_step, self.end_step, self.start_end_list)
 
     def check_target(self, nested: Nested) -> None:
-        """Check that the schedule has a step."""
         super().check_target(nested)
         if self.schedule.at(-1)[1] is None:
             raise Misfit(nested.path("freq"), f"leaves no step to act in: there are no {self.schedule}.")
@@ -115,32 +103,28 @@ the norm |E|_F^2 chi^2_s / s. Shifts |E|_F by 18 % at most (one standard deviati
 
 
 class GemmSampling(Scheduled):
-    """When, and by how many probes, the error of a GEMM is measured."""
-
     freq: StrictInt = Field(
         500,
         ge=1,
-        description="The feature acts in steps that are multiples of this number. A measured GEMM costs a few times"
-        " what it costs itself; docs/gemm-error.md has figures.",
+        description="The feature acts in steps that are multiples of this number. Measuring a GEMM takes a few times as"
+        " long as the GEMM.",
     )
     probes: StrictInt = Field(
         PROBES,
         ge=2,
         le=256,
-        description="The number of random vectors that the operands and the result are multiplied with. 16 miss an"
-        " error of 3 times its tolerance in less than one of 100,000 cases.",
+        description="The number of random vectors. 16 miss an error of 3 times its tolerance in less than 1 of 100,000"
+        " cases.",
     )
     max_memory: Size = Field(
         "64MiB",
         validate_default=True,
-        description="The size of a decoded piece of an operand, in float32; decoding it needs up to four times that for"
-        " a moment. A piece has at least 128 rows; a GEMM that does not fit is not measured, which is logged.",
+        description="The size of a decoded piece of an operand, in float32; decoding temporarily needs up to four times"
+        " that. A piece has at least 128 rows. A GEMM that does not fit is not measured, with a message.",
     )
 
 
 class TensorStatistics(Level):
-    """The statistics of a tensor itself."""
-
     stats: ListOf[TensorStatistic] = Field(
         default_factory=list,
         description="Statistics to compute; required here or in each item. Formulas and units:"
@@ -149,25 +133,21 @@ class TensorStatistics(Level):
 
 
 class Fp8Statistics(Level):
-    """The statistics of a quantized tensor."""
-
     stats: ListOf[Fp8Statistic] = Field(
         default_factory=list,
         description="Statistics to compute; required here or in each item. Without a recipe in the name: for the"
-        " recipe that the layer runs. With another recipe: what that recipe would give, in its default element format"
-        " or in FORMAT. `_columnwise`: for the transposed data, if the recipe scales blocks. Formulas and units:"
+        " layer's own recipe. With another recipe: simulated, in its default element format or in FORMAT."
+        " `_columnwise`: for the transposed data, if the recipe scales blocks. Formulas and units:"
         " `te-precision statistics`.",
     )
     only_quantized: StrictBool = Field(
         False,
-        description="Leave out statistics without a recipe in the name if the tensor is not quantized, instead of"
-        " logging what a recipe would give.",
+        description="Omit statistics without a recipe in the name if the tensor is not quantized, instead of simulating"
+        " a recipe.",
     )
 
 
 class Nvfp4Statistics(Level):
-    """The statistics of a tensor in NVFP4."""
-
     stats: ListOf[Nvfp4Statistic] = Field(
         default_factory=list,
         description="Statistics to compute; required here or in each item. `_columnwise`: for the transposed data."
@@ -176,32 +156,25 @@ class Nvfp4Statistics(Level):
 
 
 class Conditional(Level):
-    """The conditions on which something is written."""
-
     when: ListOf[When] = Field(
         default_factory=list,
-        description="Write the tensor or GEMM only in steps in which one of these conditions holds: the tensor, or the"
-        " result of the GEMM, has an inf or nan; a statistic of the same layer and tensor, which LogTensorStats,"
-        " LogFp8TensorStats or LogNvfp4TensorStats collects in that step, or of the GEMM, which LogGemmError does, is"
-        " above or below a number; activation overflow detection"
-        ' (`debug="activation_overflow"`) stops the run in that step. One condition needs no brackets. Without'
-        " `when`: in every step of the schedule.",
+        description="Write only in steps in which one of these conditions holds. `nonfinite`: the tensor, or the result"
+        " of the GEMM, has an inf or nan. `STATISTIC > NUMBER`: a statistic of the same tensor or GEMM, which a feature"
+        " of the config collects in that step. `activation_overflow`: activation overflow detection"
+        ' (`debug="activation_overflow"`) stops the run in that step. Without `when`: in every step of the schedule.',
     )
 
 
 class Dumped(Conditional):
-    """The parts of a tensor that are written, and when."""
-
     high_precision_tensor: StrictBool = Field(False, description="Write the tensor as it is before quantization.")
     quantized_tensor: StrictBool = Field(False, description="Write the quantized tensor, if there is one.")
     dump_quantized_internals: StrictBool = Field(
         True,
-        description="With `quantized_tensor`: also write its decoded parts: codes as numbers, scales, amax, row- and"
-        " columnwise, in plain layouts.",
+        description="With `quantized_tensor`: also write its decoded codes, scales and amax, rowwise and columnwise, in"
+        " plain layouts.",
     )
 
     def check_target(self, nested: Nested) -> None:
-        """Check that something is written."""
         if not self.high_precision_tensor and not self.quantized_tensor:
             raise Misfit(
                 nested.here,
@@ -211,8 +184,6 @@ class Dumped(Conditional):
 
 
 class DumpLimits(Level):
-    """The limits of a run's dumps."""
-
     max_bytes: Size = Field(
         "10GiB",
         validate_default=True,
@@ -224,14 +195,12 @@ class DumpLimits(Level):
         "1GiB",
         validate_default=True,
         description="Memory of each rank for tensors that wait to be written; when it is full, training waits for the"
-        " disk. The same amount again holds the tensors of a step until its end decides whether `when` holds; a"
-        " tensor that does not fit is not written, which is logged once.",
+        " disk. The same amount again holds the tensors of a step until `when` is evaluated at its end; a tensor that"
+        " does not fit is not written, with one message.",
     )
 
 
 class Margin(Level):
-    """Room above amax."""
-
     margin: StrictInt = Field(
         0,
         ge=-126,
@@ -242,8 +211,6 @@ class Margin(Level):
 
 
 class Quantization(Margin):
-    """A format to quantize to."""
-
     quant_format: QuantFormat | None = Field(
         None,
         description="The format to quantize to; required for every tensor, here or in an item. FP8 formats: one scale"
@@ -251,7 +218,7 @@ class Quantization(Margin):
     )
 
     def check_target(self, nested: Nested) -> None:
-        """Check that there is a format, and no margin where the format's blocks give the scales."""
+        """Check that there is a format, and no margin where blocks determine the scales."""
         if self.quant_format is None:
             raise Misfit(nested.here, f"has no 'quant_format', {words(type(self).model_fields['quant_format'])}.")
         if self.quant_format.startswith("MXFP8") and self.margin:
@@ -263,26 +230,18 @@ class Quantization(Margin):
 
 
 class LoggedTensor(Scheduled, OneTensor[NameT], Generic[NameT]):
-    """A tensor of which statistics are logged."""
-
     if TYPE_CHECKING:
         stats: list[Request]
 
     def check_target(self, nested: Nested) -> None:
-        """Check the schedule, and that a statistic is wanted."""
         super().check_target(nested)
         if not self.stats:
             raise Misfit(nested.here, f"has no 'stats', {words(type(self).model_fields['stats'])}.")
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:
-        """The requested statistics of this tensor."""
         return tuple(request.of(self.tensor) for request in self.stats)
 
     def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
-        """The requested statistics of the tensor in a step.
-
-        Args:
-            is_quantized: whether the tensor is quantized in the step.
-        """
+        """Return the requested statistics for a step with, or without, quantization of the tensor."""
         return self.requests

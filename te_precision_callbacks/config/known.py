@@ -1,7 +1,7 @@
-"""Lists the existing features, as far as they are known before any of them is imported.
+"""The existing features, as far as they are known before any is imported.
 
 Read from nvidia-dlfw-inspect 0.2.2 (``registry.py``, ``debug_features/``) and Transformer Engine 2.20.2
-(``debug/features/``): a file in such a folder registers its classes with a decorator, when a session starts.
+(``debug/features/``): files in these folders register their classes with a decorator when a session starts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _REGISTERED = re.compile(r"""@Registry\.register_feature\(namespace=["'](\w+)["'
 
 
 def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
-    """Namespace -> the features in it that a session will find, whatever a user's own folders hold.
+    """Map namespaces to the features that a session will find, except in custom folders.
 
     Args:
-        own: names of a user's own features, which are in the namespace ``transformer_engine``.
+        own: names of custom features, which belong to the namespace ``transformer_engine``.
     """
     # Not above: the schemas import pydantic and numpy.
     from te_precision_callbacks.config.schemas import FEATURES
@@ -38,15 +38,13 @@ def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
 
 
 def is_for_upstreams_tests(namespace: str, name: str) -> bool:
-    """Whether a feature is in a private file of upstream, as TestDummyFeature is: a config may name it, no list shows
-    it."""
+    """Return whether a feature is in a private file of upstream, such as TestDummyFeature: valid but not listed."""
     return (namespace, name) in _shipped_upstream(private=True)
 
 
 @functools.cache
 def _shipped_upstream(*, private: bool = False) -> tuple[tuple[str, str], ...]:
-    """Namespace and name of each feature in upstream's folders, or in their private files alone; these are read and not
-    imported."""
+    """Return namespace and name of the features in upstream's files, or in private files, without imports."""
     found: list[tuple[str, str]] = []
     for package, folder in _FOLDERS:
         spec = importlib.util.find_spec(package)
@@ -57,7 +55,7 @@ def _shipped_upstream(*, private: bool = False) -> tuple[tuple[str, str], ...]:
 
 
 def _registered_by_now() -> Iterable[tuple[str, str]]:
-    """Namespace and name of each feature that the script itself has registered."""
+    """Yield namespace and name of the features that the script has registered."""
     registry = sys.modules.get("nvdlfw_inspect.registry")
     for namespace, data in registry.Registry.data.items() if registry is not None else ():
         yield from ((namespace, name) for name in data.features)

@@ -1,8 +1,8 @@
-"""The levels of feature schemas.
+"""The nesting of feature schemas.
 
-Each mapping in a feature's options, the options themselves and the items of its lists, is a :class:`Level`. The options
-for a tensor of a GEMM, with the keys of all levels around it (:class:`Nested`), are a
-:class:`Target`, which features get with each call.
+Each mapping in a feature's options is a :class:`Level`: the options themselves, and the items of their lists. The
+effective options for a tensor of a GEMM, merged from all enclosing levels (:class:`Nested`), are a :class:`Target`,
+which features receive with each call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Misfit(ValueError):
     """Keys that contradict each other, or an incomplete choice.
 
     Args:
-        keys: the path of the key at fault, from the model that raises.
+        keys: the path of the key, from the model that raises.
         text: the problem; continues a sentence that starts with the key.
     """
 
@@ -48,8 +48,7 @@ _TENSORS = frozenset({"tensors", "tensors_struct"})
 
 @dataclass(frozen=True)
 class Nested:
-    """The options for a tensor or a GEMM, with the levels around them; the only place where inner keys override outer
-    ones.
+    """The options for a tensor or a GEMM, with the enclosing levels; inner keys override outer ones.
 
         whole = Nested.of({"margin": 1, "gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 2}]})
         ((gemm, of_gemm),) = whole.chosen("gemm")      # "fprop"
@@ -57,34 +56,30 @@ class Nested:
         nested.merged()["margin"]                       # 2
         nested.path("margin")                           # ("gemms_struct", 0, "margin")
 
-    A feature's options are a mapping whose lists hold mappings: ``tensors_struct``, and ``gemms_struct``, which may
-    hold ``tensors_struct`` again. Read from nvidia-dlfw-inspect 0.2.2, ``base.py``, and Transformer Engine 2.20.2,
-    ``debug/features/api.py``.
+    Options can have the list ``tensors_struct``, or ``gemms_struct``, whose items can have ``tensors_struct`` again.
+    Read from nvidia-dlfw-inspect 0.2.2, ``base.py``, and Transformer Engine 2.20.2, ``debug/features/api.py``.
 
     Attributes:
-        levels: the path of each level in the feature's options, and the options there; outermost first.
+        levels: path and options of each level, outermost first.
     """
 
     levels: tuple[tuple[KeyPath, Mapping[str, Any]], ...]
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Nested:
-        """A feature's options as a whole."""
         return cls((((), options),))
 
     @property
     def here(self) -> KeyPath:
-        """The path of the innermost level."""
         return self.levels[-1][0]
 
     def path(self, key: str) -> KeyPath:
-        """The path of the effective value of a key; the path of the innermost level if no level has the key."""
+        """Return the path of a key's effective value, or of the innermost level."""
         given = (path for path, level in reversed(self.levels) if key in level)
         return next(((*path, key) for path in given), self.here)
 
     def merged(self) -> dict[str, Any]:
-        """The effective options: for each key the innermost value; a level that chooses tensors replaces an outer
-        choice."""
+        """Return the effective options; a level that chooses tensors replaces an outer choice."""
         found: dict[str, Any] = {}
         for _, level in self.levels:
             outer = found if _TENSORS.isdisjoint(level) else {k: v for k, v in found.items() if k not in _TENSORS}
@@ -92,9 +87,9 @@ class Nested:
         return found
 
     def chosen(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
-        """Each name in ``<what>s`` or in the items of ``<what>s_struct``, of the innermost level that has either.
+        """Yield each name in ``<what>s`` or the items of ``<what>s_struct``, of the innermost level with either.
 
-        If no level has either, the options apply to all names: yields one None.
+        Without either, the options apply to all names: yield one None.
         """
         for path, level in reversed(self.levels):
             names, items = level.get(f"{what}s"), level.get(f"{what}s_struct")
@@ -115,7 +110,7 @@ class Level(BaseModel):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        """Refuse a list of names together with the list of items that says more of each."""
+        """Reject a list of names next to a list of items."""
         for key in ("tensors", "gemms"):
             if getattr(self, key, None) and getattr(self, f"{key}_struct"):
                 raise Misfit((f"{key}_struct",), f"is given together with {key!r}; keep one of the two.")
@@ -123,33 +118,21 @@ class Level(BaseModel):
 
     @property
     def nested(self) -> Nested:
-        """The keys that are given, in this level and in the items of its lists."""
+        """The given keys, in this level and in its items."""
         return Nested.of(_given(self))
 
     def check_target(self, nested: Nested) -> None:
-        """Check the options for one tensor of one GEMM.
-
-        Args:
-            nested: the place of these values.
-
-        Raises:
-            Misfit: keys that do not fit together.
-        """
+        """Check the options for a tensor of a GEMM; raises Misfit."""
 
     @classmethod
     def of(cls, nested: Nested, **named: str) -> Self:
-        """The item for one tensor or GEMM, with the keys of all levels around it, which were checked.
-
-        Args:
-            nested: the place of these keys.
-            **named: the tensor or the GEMM.
-        """
+        """Build the item for a tensor or GEMM from validated keys of all levels."""
         holds = {key: value for key, value in nested.merged().items() if key in cls.model_fields}
         return cls.model_construct(**{**holds, **named})
 
     @classmethod
     def listed(cls, written: Mapping[str, Any]) -> dict[str, Any]:
-        """Options that were checked, as written, except that bare names are lists of one."""
+        """Return validated options as written, with bare names as lists."""
         found = dict(written)
         for key, field in cls.model_fields.items():
             if is_list(field) and found.get(key) is not None:
@@ -168,13 +151,12 @@ def _given(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Target(Generic[HeldT_co]):
-    """A tensor and a GEMM on which a feature acts, with the options there.
+    """The options for a tensor and a GEMM.
 
     Attributes:
         tensor, gemm: None for all.
-        options: the options there: an item of the feature's list of tensors or GEMMs, completed by the keys around it,
-            or the feature's options if it has no such list.
-        nested: the place of these values.
+        options: an item of the feature's list, completed by enclosing keys, or the feature's options without a list.
+        nested: the place of these options.
     """
 
     tensor: str | None
@@ -184,11 +166,10 @@ class Target(Generic[HeldT_co]):
 
 
 def holding(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: str | None) -> list[HeldT_co]:
-    """The options that hold for a call, one for each target of its tensor.
+    """Return the options for a call, one per target of its tensor.
 
     Args:
-        targets: the targets of a feature.
-        tensor, gemm: those of the call; None if it has none.
+        tensor, gemm: the call's tensor and GEMM, if any.
     """
     found = [
         target.options
@@ -216,34 +197,24 @@ class FeatureSchema(Level):
         return self
 
     def check(self) -> None:
-        """Check what depends on more than one key.
-
-        Raises:
-            Misfit: keys that do not fit together.
-        """
+        """Check combinations of keys; raises Misfit."""
         for target in self.every_target:
             target.options.check_target(target.nested)
 
     @property
     def every_target(self) -> tuple[Target[Level], ...]:
-        """The targets, with those of a second kind, where a feature has such ones."""
         return self.targets
 
     @property
     def targets(self) -> tuple[Target[Level], ...]:
-        """The targets of the feature, in the order of the config; one target for everything if the config chooses none.
-
-        Raises:
-            Misfit: no tensor or GEMM is chosen, or one twice.
-        """
+        """The feature's targets, in the order of the config; one target for everything without a choice."""
         return (Target(None, None, self, self.nested),)
 
     def effect(self) -> Effect:
-        """The effect of the feature on the GEMMs of a layer."""
         return Effect()
 
     def schedules(self) -> dict[Pair, Schedule]:
-        """GEMM and tensor of each target -> its steps, an empty name for all; empty if all act in every step."""
+        """Map GEMM and tensor of each target to its steps, an empty name for all; empty if all act always."""
         found = {
             (target.gemm or "", target.tensor or ""): getattr(target.options, "schedule", EVERY_STEP)
             for target in self.targets
@@ -252,7 +223,7 @@ class FeatureSchema(Level):
 
 
 def _refuse_twice(found: Sequence[tuple[str, Nested]], what: str) -> None:
-    """Refuse a second item for one tensor or GEMM."""
+    """Reject a second item for a tensor or GEMM."""
     seen: set[str] = set()
     for name, nested in found:
         if what in nested.levels[-1][1]:
@@ -264,11 +235,7 @@ def _refuse_twice(found: Sequence[tuple[str, Nested]], what: str) -> None:
 
 
 def _chosen(nested: Nested, what: Literal["tensor", "gemm"]) -> list[tuple[str, Nested]]:
-    """The tensors or GEMMs that a level chooses, each with its keys.
-
-    Raises:
-        Misfit: the level chooses none.
-    """
+    """Return the tensors or GEMMs that a level chooses, with their keys; raises Misfit without any."""
     found = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
     if not found:
         example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
@@ -277,8 +244,6 @@ def _chosen(nested: Nested, what: Literal["tensor", "gemm"]) -> list[tuple[str, 
 
 
 class TensorChoice(Level, Generic[NameT, TensorItemT]):
-    """The choice of tensors."""
-
     tensors: ListOf[NameT] = Field(
         default_factory=list, description="Tensors that the feature acts on. One name needs no brackets."
     )
@@ -289,14 +254,11 @@ class TensorChoice(Level, Generic[NameT, TensorItemT]):
     )
 
     def target(self, gemm: str | None, tensor: str, nested: Nested) -> Target[TensorItemT]:
-        """One of the tensors, with the keys of all levels around it."""
         item: Any = item_of(type(self).model_fields["tensors_struct"])
         return Target(tensor, gemm, item.of(nested, tensor=tensor), nested)
 
 
 class GemmChoice(Level, Generic[GemmItemT]):
-    """The choice of GEMMs."""
-
     gemms: ListOf[GemmName] = Field(
         default_factory=list, description="GEMMs that the feature acts on. One name needs no brackets."
     )
@@ -307,45 +269,31 @@ class GemmChoice(Level, Generic[GemmItemT]):
 
     @cached_property
     def chosen_gemms(self) -> Mapping[str, Nested]:
-        """Each GEMM, with its keys.
-
-        Raises:
-            Misfit: no GEMM is chosen, or one in two items.
-        """
+        """Each chosen GEMM with its keys; raises Misfit without any, or for a GEMM with two items."""
         found = _chosen(self.nested, "gemm")
         _refuse_twice(found, "gemm")
         return dict(found)
 
 
 class OneTensor(Level, Generic[NameT]):
-    """An item of ``tensors_struct``."""
-
     tensor: NameT = Field(description="The tensor that the item is for.")
 
 
 class OneGemm(Level):
-    """An item of ``gemms_struct``."""
-
     gemm: GemmName = Field(description="The GEMM that the item is for.")
 
 
 class ObservingFeatureSchema(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[NameT, TensorItemT]):
-    """A feature that looks at tensors on a schedule."""
-
     @cached_property
     def targets(self) -> tuple[Target[TensorItemT], ...]:
-        """The listed tensors."""
         return tuple(self.target(None, tensor, nested) for tensor, nested in _chosen(self.nested, "tensor"))
 
 
 class ModifyingFeatureSchema(
     TensorChoice[NameT, TensorItemT], GemmChoice[GemmItemT], FeatureSchema, Generic[NameT, TensorItemT, GemmItemT]
 ):
-    """A feature that replaces tensors."""
-
     @cached_property
     def targets(self) -> tuple[Target[TensorItemT], ...]:
-        """The listed tensors of the listed GEMMs."""
         return tuple(
             self.target(gemm, tensor, nested)
             for gemm, outer in self.chosen_gemms.items()
@@ -353,12 +301,11 @@ class ModifyingFeatureSchema(
         )
 
     def modifies(self) -> tuple[Pair, ...]:
-        """The listed tensors that take part in the GEMM that they are listed for."""
+        """Return the listed tensors that belong to their GEMM."""
         listed = ((str(target.gemm), str(target.tensor)) for target in self.targets)
         return tuple((gemm, tensor) for gemm, tensor in listed if tensor in TAKES_PART[gemm])
 
     def check(self) -> None:
-        """Check the options for each tensor, and that some tensor is changed at all."""
         for outer in self.chosen_gemms.values():
             _refuse_twice(_chosen(outer, "tensor"), "tensor")
         super().check()
@@ -366,7 +313,6 @@ class ModifyingFeatureSchema(
             raise Misfit((), f"can never act: {self._idle()}.")
 
     def _idle(self) -> str:
-        """Why no tensor is changed."""
         listed = dict.fromkeys(repr(target.tensor) for target in self.targets)
         possible = names(type(self).model_fields["tensors"])
         has = {
@@ -378,7 +324,7 @@ class ModifyingFeatureSchema(
 
 
 def levels(model: type[BaseModel], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], type[BaseModel]]:
-    """Each mapping that a feature's options have: ``()`` is the feature itself, ``("tensors_struct",)`` an item."""
+    """Return the model of each mapping in a feature's options: ``()`` is the feature, others are items."""
     found = {path: model}
     for key, field in model.model_fields.items():
         item = item_of(field)

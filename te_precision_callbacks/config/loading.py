@@ -1,4 +1,4 @@
-"""Reading a config: from a YAML file, from a mapping, or the defaults."""
+"""Loading of configs from YAML files and mappings, and the default config."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ DEFAULT_CONFIG: dict[str, Any] = {
         },
     }
 }
-"""The meaning of ``config=None``: statistics of the GEMM operands of every TE layer, and of the quantization losses of
-the operands that are quantized. A session adds the early steps of ``early_steps.py``."""
+"""The default config: statistics of the GEMM operands of every TE layer, and of quantization losses. A session adds
+early steps (``early_steps.py``)."""
 
 LAYER_NAMES = "layer_names"
-"""The key beside the sections that says which layer names the selectors use."""
 
 _SECTION_KEYS = ("enabled", "layers")
 
@@ -77,17 +76,12 @@ _FORMATS_OF_OTHER_TOOLS = (
         "Keep that file for Accelerate, and write the sections of features into a file of their own.",
     ),
 )
-"""The keys of a config of another tool, the tool, and what to do."""
+"""Keys of other tools' configs, the tool, and the remedy."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """The features that are known before any is imported.
-
-    Attributes:
-        features: the known features.
-        others: whether there may be more.
-    """
+    """Features known before any is imported, and whether others may exist."""
 
     features: RegisteredFeatures
     others: bool
@@ -98,10 +92,10 @@ class Config:
     """A loaded config.
 
     Attributes:
-        sections: all sections, also disabled ones, in the order of the file.
-        source: the file of the config; None for a mapping and for the defaults.
-        layer_names: which layer names the selectors use; None if the config does not say.
-        content: the config as it was given.
+        sections: all sections in the order of the file, also disabled ones.
+        source: the file, if any.
+        layer_names: the names that selectors use, if configured.
+        content: the original config.
     """
 
     sections: tuple[Section, ...]
@@ -111,17 +105,15 @@ class Config:
 
     @property
     def name(self) -> str:
-        """Where it is from, in words: the path of its file, or ``a mapping``."""
         return str(self.source) if self.source else "a mapping"
 
     @property
     def is_default(self) -> bool:
-        """Whether it has the section of the defaults: then the session also looks at steps of optimizers."""
+        """Return whether this is the default config; sessions then also check optimizer steps."""
         return any(section.name in DEFAULT_CONFIG for section in self.enabled_sections)
 
     @property
     def enabled_sections(self) -> tuple[Section, ...]:
-        """The enabled sections."""
         return tuple(section for section in self.sections if section.enabled)
 
     def plan(
@@ -132,7 +124,7 @@ class Config:
         allow_unmatched: bool = False,
         layer_names: LayerNames | None = None,
     ) -> Plan:
-        """Decide which features act on which of ``layers``; see :func:`te_precision_callbacks.config.planning.plan`."""
+        """Plan which features act on each layer; see :func:`te_precision_callbacks.config.planning.plan`."""
         sections, layer_names = self.enabled_sections, layer_names or self.layer_names
         return plan(
             sections,
@@ -155,17 +147,15 @@ def load_config(
     """Read and check a config.
 
     Args:
-        source: the path of a YAML file, a mapping of the same content, a loaded config (returned as it is), or None for
-            the defaults: :data:`DEFAULT_CONFIG`.
-        features: a user's own features, as classes, as the session gets them.
-        feature_dirs: folders of a user's own features. Their features are known only when a session starts and executes
-            them; with folders, an unknown name is therefore checked at that point.
+        source: the path of a YAML file, a mapping, a loaded config (returned unchanged), or None for
+            :data:`DEFAULT_CONFIG`.
+        features: custom features, as classes.
+        feature_dirs: folders of custom features, which sessions import; unknown names are then checked at the start of
+            a session.
 
     Raises:
-        ConfigError: the file is missing or unreadable, is too large, or is not YAML; it is not a
-            mapping of sections, or a section is malformed; a feature or a namespace does not exist; an enabled feature
-            of Transformer Engine has a key or a value that its schema does not take; two features of a section exclude
-            each other. One error reports all problems of the sections.
+        ConfigError: the file cannot be read or parsed, or the config is invalid. One error reports all problems of the
+            sections.
     """
     if isinstance(source, Config):
         return source
@@ -185,7 +175,7 @@ def load_config(
 
 
 def _checked(data: Any, places: Places, known: _Known, source: Path | None, problems: Problems) -> Config:
-    """The config, or an error with the problems that reading has found and all that are in its sections."""
+    """Validate sections; raise all problems in one error."""
     if not isinstance(data, Mapping):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Decides before the run which features act on which layer.
+"""Planning: which features act on which layers.
 
-nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward pass: a selector that matches no layer is not
-reported, and two sections that select one layer end the run. Here the sections are merged per layer, and
-nvidia-dlfw-inspect gets exact layer names.
+nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward: a selector that matches no layer is silent, and
+two sections that select one layer end the run. Here sections are merged per layer before the run, and
+nvidia-dlfw-inspect receives exact layer names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect, conflicts
 from te_precision_callbacks.config.known import is_for_upstreams_tests
-from te_precision_callbacks.config.problems import MOST_TOLD, ConfigError, Problems, meant_for, shown, suggestion
+from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, shown, suggestion
 from te_precision_callbacks.config.selection import (
     EXACT,
     LayerIndex,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RegisteredFeatures = Mapping[str, Collection[str]]
-"""The existing features: namespace -> feature names."""
 
 _MOST_LAYERS_SHOWN = 3
 
@@ -47,16 +46,14 @@ NamespacedFeatures = Mapping[str, Mapping[str, FeatureOptions]]
 
 @dataclass(frozen=True)
 class Section:
-    """One top-level entry of a config: layers, and the features that act on them.
+    """A section of a config: layers, and the features that act on them.
 
     Attributes:
-        name: its key in the config.
-        enabled: a section that is not enabled does nothing, and nothing else in it is read.
-        selector: selects the layers.
-        features: the rest of the section, by namespace (``transformer_engine``) or, for the features of
-            nvidia-dlfw-inspect itself, by feature name.
-        places: the places of the config's keys, for messages.
-        effects: for each enabled feature of Transformer Engine, as written, its effect on the GEMMs of a layer.
+        name: its key.
+        enabled: whether it acts; the rest of a disabled section is not validated.
+        features: the features by namespace (``transformer_engine``), or by name for those of nvidia-dlfw-inspect.
+        places: formats places of keys for messages.
+        effects: the effect of each enabled feature of Transformer Engine.
     """
 
     name: str
@@ -67,17 +64,16 @@ class Section:
     effects: Mapping[str, Effect] = field(default_factory=dict)
 
     def place(self, *keys: str | int) -> str:
-        """The place of a key of this section, or of the key above it: ``config.yaml, line 7 (section 'stats')``."""
+        """Format the place of a key of this section, or of the key above: ``config.yaml, line 7 (section 'stats')``."""
         return self.places(self.name, *keys)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The features that act on one layer.
+    """The features that act on a layer.
 
     Attributes:
-        layer: the layer.
-        sections: the names of the sections that select it.
+        sections: names of the sections that select it.
         features: namespace -> feature -> its options.
     """
 
@@ -91,21 +87,17 @@ class Plan:
     """The features that act on each layer.
 
     Attributes:
-        layers: the layers that at least one section selects, in the order of the model.
-        unmatched: the names of the sections that select no layer.
-        otherwise_upstream: the warning about sections that would select other layers by nvidia-dlfw-inspect's names;
-            empty if there are none, or if ``layer_names`` says which names are meant.
+        layers: the selected layers, in the order of the model.
+        unmatched: names of the sections that select no layer.
     """
 
     layers: tuple[LayerPlan, ...]
     unmatched: tuple[str, ...]
-    otherwise_upstream: str = ""
 
     def as_inspect_config(self) -> dict[str, Any]:
-        """The plan as a config of nvidia-dlfw-inspect: one section for each set of layers with the same features.
+        """Convert to a config of nvidia-dlfw-inspect: one section for each set of layers with the same features.
 
-        The layers are given as one anchored pattern of exact names, so no layer is in two sections, and none matches by
-        chance.
+        The layers are one anchored pattern of exact names, so a layer is never in two sections.
         """
         groups: dict[tuple[str, ...], list[LayerPlan]] = {}
         for entry in self.layers:
@@ -125,13 +117,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan with its problems, before it is decided what becomes of them.
+    """A plan with its problems.
 
     Attributes:
-        plan: the plan; a layer whose sections exclude each other has no features.
-        wrong: the sections that exclude each other in a layer, and the selectors that cannot be searched.
-        missing: the sections that select no layer, and the names that no layer has.
-        idle: the entries of selectors that select nothing while the others do.
+        plan: the plan; layers with conflicts have no features.
+        wrong: conflicts, and invalid selectors.
+        missing: sections that select no layer, and names that no layer has.
+        idle: selector entries without effect while others select layers.
     """
 
     plan: Plan
@@ -141,7 +133,7 @@ class Draft:
 
 
 def exact_pattern(names: Iterable[str]) -> str:
-    """A regular expression that ``search`` finds in exactly these names; in no name if there are none."""
+    """Return a regular expression that ``search`` finds in exactly these names."""
     return rf"\A(?:{'|'.join(re.escape(name) for name in names) or '(?!)'})\Z"
 
 
@@ -153,22 +145,17 @@ def plan(
     allow_unmatched: bool = False,
     layer_names: LayerNames | None = None,
 ) -> Plan:
-    """Decide which features act on which layer.
+    """Plan which features act on each layer.
 
-    An entry of a list of types or numbers that matches no layer causes a warning only: one config may be for several
-    models.
+    List entries of types or numbers that match no layer only cause a warning: a config may serve several models.
 
     Args:
-        sections: the enabled sections.
-        layers: the layers of the model.
-        registered: the features that exist.
-        allow_unmatched: warn about a section that selects no layer and a name that no layer has, instead of raising.
-        layer_names: the names by which layers are selected. None: their paths, with a warning where
-            nvidia-dlfw-inspect's names would select other layers.
+        registered: the existing features.
+        allow_unmatched: warn about sections and names that match no layer, instead of raising.
+        layer_names: the names that selectors use; by default their paths.
 
     Raises:
-        ConfigError: a feature is unknown, a section selects no layer, no layer has a given name, two sections have one
-            feature for one layer, or two features exclude each other. One error reports all problems.
+        ConfigError: all problems: unknown features, selectors without a match, conflicts between sections or features.
     """
     found = draft(sections, layers, registered, layer_names=layer_names)
     found.idle.warn(logger)
@@ -188,10 +175,10 @@ def draft(
     *,
     layer_names: LayerNames | None = None,
 ) -> Draft:
-    """Decide which features act on which layer, and list what does not fit. Arguments are those of :func:`plan`.
+    """Plan which features act on each layer, and collect problems. Takes the arguments of :func:`plan`.
 
     Raises:
-        ConfigError: a feature is unknown.
+        ConfigError: unknown feature.
     """
     problems = Problems()
     resolved: list[NamespacedFeatures] = []
@@ -201,7 +188,6 @@ def draft(
     problems.raise_any()
     indexes = by_upstreams_names(layers) if layer_names == "upstream" else [LayerIndex(layers)]
     upstreams = by_upstreams_names(layers) if layer_names is None else []
-    otherwise: list[tuple[Section, Sequence[int], Sequence[int]]] = []
     hit: list[list[int]] = [[] for _ in layers]
     unmatched: list[Section] = []
     missing, idle = Problems(), Problems()
@@ -214,8 +200,6 @@ def draft(
             if not selected:
                 unmatched.append(section)
                 missing.add(_no_layer_message(section, index, upstream))
-            elif upstream is not None and section.selector.differs(index, upstream):
-                otherwise.append((section, selected, section.selector.select(upstream)))
             for key, entry, describe in section.selector.idle_entries(index) if selected else ():
                 what = _idle_message(section, key, entry, describe, upstream)
                 (missing if key == EXACT else idle).add(what)
@@ -234,23 +218,20 @@ def draft(
                 _refuse_conflicts(layer, meeting)
         planned.append(LayerPlan(layer, tuple(section.name for section in meeting), merged[numbers]))
     names = tuple(section.name for section in unmatched)
-    drafted = Plan(tuple(planned), names, _otherwise_message(otherwise, layers))
-    return Draft(drafted, problems, missing, idle)
+    return Draft(Plan(tuple(planned), names), problems, missing, idle)
 
 
 def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:
-    """The enabled features of a section by namespace, under the names that they are registered with.
+    """Return the enabled features of a section by namespace, under their registered names.
 
-    Case does not matter: Transformer Engine's documentation writes ``DisableFp8Gemm`` where its code has
-    ``DisableFP8GEMM``.
+    Case does not matter: Transformer Engine's documentation writes ``DisableFp8Gemm`` for ``DisableFP8GEMM``.
 
     Args:
-        section: the section.
-        registered: the features that exist.
-        others: whether there may be more features, which are left out.
+        registered: the existing features.
+        others: whether more features may exist; unknown ones are then ignored.
 
     Raises:
-        ConfigError: a feature or namespace that does not exist, or a feature without ``enabled``.
+        ConfigError: unknown feature or namespace, or a feature without ``enabled``.
     """
     resolved: dict[str, dict[str, FeatureOptions]] = {}
     problems = Problems()
@@ -300,7 +281,6 @@ def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, 
 
 
 def _feature_options(section: Section, path: tuple[str, ...], options: Any) -> FeatureOptions:
-    """A feature's options, checked to be a mapping with a valid ``enabled``."""
     name, here = shown(path[-1]), section.place(*path)
     if not isinstance(options, Mapping):
         raise ConfigError(f"{here}: the options of {name} must be a mapping, not {shown(options)}.")
@@ -349,22 +329,6 @@ def _idle_message(
     if upstream is not None and upstream.named((section.selector.exact_names or ())[entry]):
         text += f" {_BY_UPSTREAM}, and this is one of them."
     return text + _AS_WARNING
-
-
-def _otherwise_message(
-    otherwise: Sequence[tuple[Section, Sequence[int], Sequence[int]]], layers: Sequence[Layer]
-) -> str:
-    told = [
-        f"{section.selector.place()}: {_some([layers[at].name for at in ours])}; by nvidia-dlfw-inspect's names"
-        f" {_some([f'{layers[at].upstream[0]} (here {layers[at].name})' for at in theirs])}"
-        for section, ours, theirs in otherwise[:MOST_TOLD]
-    ]
-    if len(otherwise) > MOST_TOLD:
-        told.append(f"and {len(otherwise) - MOST_TOLD} more sections")
-    if not told:
-        return ""
-    lines = "\n- ".join(["The layers' paths select other layers than nvidia-dlfw-inspect would:", *told])
-    return f"{lines}\n{_BY_UPSTREAM}; layer_names='path' confirms that the paths are meant."
 
 
 def _some(names: Sequence[str]) -> str:

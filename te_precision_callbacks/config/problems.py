@@ -1,4 +1,4 @@
-"""The errors for problems of a config, with the place of each.
+"""Errors about configs, and suggestions.
 
 problems = Problems()
 with problems.noted():              # an error raised inside is one of several
@@ -21,15 +21,15 @@ from contextlib import contextmanager
 from te_precision_callbacks.base.errors import PrecisionDebugError
 
 KeyPath = tuple[str | int, ...]
-"""The keys and the places in lists that lead to an entry: ``("tensors_struct", 0, "freq")``."""
+"""The path of an entry: ``("tensors_struct", 0, "freq")``."""
 
 
 Where = Callable[..., str]
-"""Gives the place of an entry, such as ``config.yaml, line 7 (section 'stats')``, by its path below a section or
-feature; without a path the place of the section or feature itself."""
+"""Formats the place of an entry, such as ``config.yaml, line 7 (section 'stats')``, from its path below a section or
+feature; without a path, the place of the section or feature."""
 
 MOST_TOLD = 20
-"""The most problems that the text of one error has; it counts the others."""
+"""The most problems in a message; others are counted."""
 
 _LONGEST_PROBLEM = 4000
 _LONGEST_WORD = 200
@@ -37,18 +37,13 @@ _MOST_COMPARED = 200
 
 
 class ConfigError(PrecisionDebugError, ValueError):
-    """A config that cannot be used. The text names the file and line, the key, the value, and what to write instead.
-
-    Args:
-        problems: the problems, a text each.
-    """
+    """An invalid config. The message names file and line, key, value, and remedy."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*(shortened(problem, _LONGEST_PROBLEM) for problem in problems))
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """All problems; the text of the error has the first :data:`MOST_TOLD`."""
         return self.args
 
     def __str__(self) -> str:
@@ -61,51 +56,41 @@ class ConfigError(PrecisionDebugError, ValueError):
 
 
 def shortened(text: str, most: int = 500) -> str:
-    """A text from elsewhere for a message: of a long text, the beginning and the end."""
+    """Shorten a long text to its beginning and end."""
     return text if len(text) <= most else f"{text[: most - most // 4]} ... {text[-(most // 4) :]}"
 
 
 class Problems:
-    """Problems that are raised together.
-
-    Attributes:
-        texts: the added problems.
-    """
+    """Problems that are raised together."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def add(self, problem: str) -> None:
-        """Add a problem."""
         self.texts.append(problem)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A block whose :class:`ConfigError` is added instead of raised."""
+        """Collect the problems of a :class:`ConfigError` raised in a block."""
         try:
             yield
         except ConfigError as error:
             self.texts += error.problems
 
     def warn(self, logger: logging.Logger) -> None:
-        """Log the added problems as warnings."""
         for problem in self.texts[:MOST_TOLD]:
             logger.warning("%s", problem)
         if len(self.texts) > MOST_TOLD:
             logger.warning("... and %d more of this kind.", len(self.texts) - MOST_TOLD)
 
     def raise_any(self) -> None:
-        """Raise the added problems.
-
-        Raises:
-            ConfigError: there is a problem.
-        """
+        """Raise a ConfigError if there are problems."""
         if self.texts:
             raise ConfigError(*self.texts)
 
 
 class _Shown(reprlib.Repr):
-    """``repr``, but never longer than a few lines, even for a value that is deep or holds itself."""
+    """A ``repr`` of a few lines, even for deep or recursive values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +112,7 @@ _SHOWN = _Shown()
 
 
 def shown(value: object) -> str:
-    """A value of a config for a message: its ``repr``, shortened if long."""
+    """Format a value of a config for a message."""
     return _SHOWN.repr(value)
 
 
@@ -138,22 +123,18 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("backward", "bwd"), ("dgrad", "wgrad")),
     **dict.fromkeys(("input", "inputs", "x"), ("activation",)),
 }
-"""Words that others use -> those of a config."""
+"""Words of users -> words of a config."""
 
 
 class Vocabulary:
-    """The known words, to suggest for an unknown one.
-
-    Args:
-        words: the words; of two that differ only in case, the later one counts.
-    """
+    """Known words, as suggestions for unknown ones; of words that differ in case only, the last one counts."""
 
     def __init__(self, words: Iterable[str]) -> None:
         self._by_folded = {word.casefold(): word for word in words}
 
     @functools.cached_property
     def _by_part(self) -> dict[str, list[str]]:
-        """A part -> the words that have it beside others."""
+        """Map a part to the words that contain it and others."""
         found: dict[str, list[str]] = {}
         for word in self._by_folded:
             parts = {part for part in _PART.split(word) if len(part) > 1 and not part.isdecimal()}
@@ -170,9 +151,9 @@ class Vocabulary:
         return sorted(word[::-1] for word in self._by_folded)
 
     def nearest(self, word: str, most: int = 3) -> list[str]:
-        """The at most ``most`` words that look like this one, or that are meant by it, best first.
+        """Return similar words, or words with the same meaning, best first.
 
-        If there are many words, only those that begin or end like this one are compared, as words with one typo do.
+        Among many words, only those with a similar beginning or end are compared.
         """
         if len(word) > _LONGEST_WORD:
             return []
@@ -189,31 +170,30 @@ class Vocabulary:
         return [self._by_folded[match] for match in list(dict.fromkeys((*meant, *close)))[:most]]
 
     def sharing(self, word: str, most: int = 3) -> list[str]:
-        """The at most ``most`` words that have a part in common with this one, such as qkv."""
+        """Return words that share a part, such as qkv."""
         parts = _PART.split(word.casefold()) if len(word) <= _LONGEST_WORD else ()
         found = dict.fromkeys(other for part in parts for other in self._by_part.get(part, ())[:most])
         return [self._by_folded[other] for other in found][:most]
 
 
 def _around(word: str, in_order: Sequence[str]) -> Sequence[str]:
-    """The neighbours of a word in a sorted list."""
     place = bisect_left(in_order, word)
     return in_order[max(0, place - _MOST_COMPARED // 4) : place + _MOST_COMPARED // 4]
 
 
 def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The at most ``most`` entries of ``known`` that look like ``word``, best first."""
+    """Return entries of ``known`` similar to ``word``, best first."""
     return Vocabulary(known).nearest(word, most)
 
 
 def meant_for(key: str, present: Iterable[object]) -> str:
-    """``" Is ... meant for it?"`` if a present key looks like the missing one."""
+    """Return ``" Is ... meant for it?"`` if a present key is similar to a missing one."""
     close = nearest(key, map(str, present), most=1)
     return f" Is {close[0]!r} meant for it?" if close else ""
 
 
 def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
-    """``" Did you mean ...?"`` if a known word is similar, else the list of known words."""
+    """Return ``" Did you mean ...?"`` if a known word is similar, else a list of known words."""
     known = list(known)
     close = nearest(word, known)
     if close:

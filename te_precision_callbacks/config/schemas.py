@@ -1,12 +1,12 @@
-"""The schemas of the features in the namespace ``transformer_engine``: one pydantic model per feature.
+"""Schemas of the features in the namespace ``transformer_engine``: a pydantic model per feature.
 
     FEATURES["DisableFP8GEMM"].model_validate({"enabled": True, "gemms": ["fprop"]})
     schema_of("DisableFp8Gemm")                                    # case does not matter
 
-A config is checked with these models (:mod:`te_precision_callbacks.config.checking`). docs/features.md, ``te-precision
-features`` and the JSON Schema for editors are made from them (:mod:`te_precision_callbacks.cli.manual`): from the
-fields' types, limits, defaults and descriptions, and from the models' docstrings and examples.
-Upstream's keys: Transformer Engine 2.20.2, ``debug/features/*.py``.
+Configs are validated with these models (:mod:`te_precision_callbacks.config.checking`). docs/features.md,
+``te-precision features`` and the JSON Schema for editors are generated (:mod:`te_precision_callbacks.cli.manual`) from
+the fields' types, limits, defaults and descriptions, and from the models' docstrings and examples. Upstream's keys:
+Transformer Engine 2.20.2, ``debug/features/*.py``.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ class LogFp8TensorStatsItem(Fp8Statistics, LoggedTensor[OperandName]):
     """One tensor of LogFp8TensorStats."""
 
     def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
-        """The statistics; with ``only_quantized`` and no quantized tensor, only those that need none."""
+        """With ``only_quantized`` and no quantized tensor, return only statistics that name a recipe."""
         if is_quantized or not self.only_quantized:
             return self.requests
         return tuple(request for request in self.requests if request.recipe != OWN_RECIPE)
 
 
 class LogFp8TensorStats(Scheduled, Fp8Statistics, ObservingFeatureSchema[OperandName, LogFp8TensorStatsItem]):
-    """Logs what quantization does to the operands of the GEMMs: underflows, overflows, the error, the scales.
+    """Logs the effect of quantization on the operands of the GEMMs: underflows, overflows, errors, scales.
 
-    It can also show what a recipe other than the layer's own would do to the same tensors.
+    It can also simulate recipes that the layer does not run.
     """
 
     example = """
@@ -107,7 +107,7 @@ class LogNvfp4TensorStatsItem(Nvfp4Statistics, LoggedTensor[OperandName]):
 
 
 class LogNvfp4TensorStats(Scheduled, Nvfp4Statistics, ObservingFeatureSchema[OperandName, LogNvfp4TensorStatsItem]):
-    """Logs what quantization to NVFP4 does to the operands of the GEMMs."""
+    """Logs the effect of quantization to NVFP4 on the operands of the GEMMs."""
 
     example = """
 nvfp4_statistics:
@@ -129,12 +129,12 @@ class DisableQuantizationGemmItem(Spans, OneGemm):
 
 
 class DisableQuantizationGEMM(Spans, GemmChoice[DisableQuantizationGemmItem], FeatureSchema):
-    """Runs the listed GEMMs in high precision, whatever the recipe says: in every step, or in spans of steps.
+    """Runs the listed GEMMs in high precision under every recipe, in every step or in ranges of steps.
 
-    It excludes a feature that quantizes tensors of such a GEMM (PerTensorScaling).
+    It excludes PerTensorScaling on these GEMMs.
 
-    The bias is not always spared: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM,
-    in a GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. This is Transformer Engine's behaviour.
+    The bias is an exception: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM, in a
+    GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. Transformer Engine's own feature does the same.
     """
 
     example = """
@@ -150,19 +150,17 @@ backward_in_high_precision:
 
     @cached_property
     def targets(self) -> tuple[Target[DisableQuantizationGemmItem], ...]:
-        """The listed GEMMs."""
         return tuple(
             Target(None, gemm, DisableQuantizationGemmItem.of(nested, gemm=gemm), nested)
             for gemm, nested in self.chosen_gemms.items()
         )
 
     def effect(self) -> Effect:
-        """The listed GEMMs run in high precision."""
         return Effect(high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
 
 
 class DisableFP8GEMM(DisableQuantizationGEMM):
-    """The older name of DisableQuantizationGEMM; it does the same, for every recipe."""
+    """The older name of DisableQuantizationGEMM, with the same effect under every recipe."""
 
     example = """
 forward_in_high_precision:
@@ -178,12 +176,9 @@ forward_in_high_precision:
 
 
 class DisableQuantizationLayer(Spans, FeatureSchema):
-    """Runs all GEMMs of the layer in high precision, whatever the recipe says: in every step, or in spans of steps.
+    """Runs all GEMMs of the layer in high precision under every recipe, in every step or in ranges of steps.
 
-    It excludes a feature that quantizes tensors of the layer (PerTensorScaling).
-
-    The bias is not always spared: in a float32 layer under autocast it stays rounded to bfloat16, as for an FP8 GEMM,
-    in a GroupedLinear, and in fc2 of a LayerNormMLP whose fc1 runs in FP8. This is Transformer Engine's behaviour.
+    It excludes PerTensorScaling on the layer. The bias has the same exception as with DisableQuantizationGEMM.
     """
 
     example = """
@@ -197,12 +192,11 @@ last_layer_in_high_precision:
 """
 
     def effect(self) -> Effect:
-        """All GEMMs run in high precision."""
         return Effect(high_precision=tuple(TAKES_PART), schedules=self.schedules())
 
 
 class DisableFP8Layer(DisableQuantizationLayer):
-    """The older name of DisableQuantizationLayer; it does the same, for every recipe."""
+    """The older name of DisableQuantizationLayer, with the same effect under every recipe."""
 
     example = """
 fc2_in_high_precision:
@@ -226,10 +220,10 @@ class PerTensorScalingGemmItem(Spans, Margin, TensorChoice[OperandName, PerTenso
 class PerTensorScaling(
     Spans, Margin, ModifyingFeatureSchema[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]
 ):
-    """Scales tensors by their amax of this step, in layers whose recipe is delayed scaling, which takes earlier amaxes.
+    """Scales tensors by the amax of the current step, in layers with delayed scaling, which uses earlier amaxes.
 
-    It needs that recipe, and acts in every step, or in spans of steps. Only one feature can change a tensor of a GEMM,
-    and no other can run the GEMM in high precision.
+    It acts in every step or in ranges of steps. Only one feature can change a tensor of a GEMM, and no other feature
+    can run that GEMM in high precision.
     """
 
     example = """
@@ -246,7 +240,6 @@ scale_by_current_amax:
 """
 
     def effect(self) -> Effect:
-        """Tensors are quantized, in place of delayed scaling."""
         return Effect(self.modifies(), quantizes=True, needs_recipe="fp8_delayed_scaling", schedules=self.schedules())
 
 
@@ -261,13 +254,13 @@ class FakeQuantGemmItem(Spans, Quantization, TensorChoice[TensorName, FakeQuantT
 class FakeQuant(Spans, Quantization, ModifyingFeatureSchema[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
     """Rounds tensors to a format and back, and runs the GEMM in high precision.
 
-    This isolates each tensor's part in the loss of precision, and allows trying formats that the GPU does not have. It
-    acts in every step, or in spans of steps; a GEMM runs in high precision in the steps of any of its tensors. Only one
+    This isolates each tensor's part in the loss of precision, and can try formats that the GPU does not have. It acts
+    in every step or in ranges of steps; a GEMM runs in high precision in the steps of any of its tensors. Only one
     feature can change a tensor of a GEMM, and no other feature can quantize another tensor of that GEMM.
 
-    FP8 results equal those of Transformer Engine's FakeQuant, bit for bit. Its scale is a product with the reciprocal
-    of the amax, where current scaling divides: for a quarter of all amaxes the scale is one unit in the last place off,
-    and single elements may round to the neighbouring number. MXFP8 results equal those of the recipe, bit for bit.
+    FP8 results equal Transformer Engine's FakeQuant bit for bit. The scale is a product with the reciprocal of the
+    amax, while current scaling divides: for a quarter of all amaxes the scale is one unit in the last place off, and
+    single elements may round to the neighboring value. MXFP8 results equal the recipe's bit for bit.
     """
 
     example = """
@@ -291,7 +284,6 @@ what_if_gradients_were_e5m2:
 """
 
     def effect(self) -> Effect:
-        """Tensors are replaced, and the listed GEMMs run in high precision."""
         return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
 
 
@@ -300,10 +292,10 @@ class LogGemmErrorItem(GemmSampling, OneGemm):
 
 
 class LogGemmError(GemmSampling, GemmChoice[LogGemmErrorItem], FeatureSchema):
-    """Logs the error at the output of GEMMs in low precision, and what causes it: format, quantizer or kernel.
+    """Logs the error at the output of GEMMs in low precision, and its cause: format, quantizer or kernel.
 
-    No product is computed a second time: the operands and the result are multiplied with a few random vectors.
-    docs/gemm-error.md explains the statistics, and lists what is not measured. It needs a session.
+    Products are not computed a second time: the operands and the result are multiplied with a few random vectors.
+    docs/gemm-error.md explains the statistics and their limits. It needs a session.
     """
 
     example = """
@@ -320,7 +312,6 @@ gemm_error:
 
     @cached_property
     def targets(self) -> tuple[Target[LogGemmErrorItem], ...]:
-        """The listed GEMMs."""
         return tuple(Target(None, gemm, self._item(gemm, nested), nested) for gemm, nested in self.chosen_gemms.items())
 
     def _item(self, gemm: str, nested: Nested) -> LogGemmErrorItem:
@@ -341,13 +332,12 @@ class DumpTensorsGemmItem(Scheduled, Conditional, OneGemm):
 class DumpTensors(
     DumpLimits, Scheduled, Dumped, GemmChoice[DumpTensorsGemmItem], ObservingFeatureSchema[TensorName, DumpTensorsItem]
 ):
-    """Writes tensors or whole GEMMs to files, a file for each rank, step, layer, tensor or GEMM, and micro-batch.
+    """Writes tensors or whole GEMMs to files, one per rank, step, layer, tensor or GEMM, and micro-batch.
 
-    `gemms` writes whole GEMMs, for `te-precision replay`: the codes and scales of both operands, what they were made
-    from where it exists, and the result. `high_precision_tensor` and `quantized_tensor` are for `tensors`.
+    `gemms` writes whole GEMMs for `te-precision replay`: the codes and scales of both operands, the operands before
+    quantization if available, and the result. `high_precision_tensor` and `quantized_tensor` apply to `tensors`.
 
-    Files are written in the background, completely or not at all, to `tensor_dumps/rank_R/iter_N/` in the log folder.
-    With `when` only tensors and GEMMs of steps in which a condition holds are written.
+    Files are written in the background to `tensor_dumps/rank_R/iter_N/` in the log folder.
     """
 
     example = """
@@ -370,13 +360,11 @@ dump_what_is_not_finite:
 
     @cached_property
     def targets(self) -> tuple[Target[DumpTensorsItem], ...]:
-        """The listed tensors; none if only GEMMs are listed."""
         only_gemms = (self.gemms or self.gemms_struct) and not (self.tensors or self.tensors_struct)
         return () if only_gemms else super().targets
 
     @cached_property
     def of_gemms(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
-        """The listed GEMMs, each with the tensor that it makes."""
         if not self.gemms and not self.gemms_struct:
             return ()
         return tuple(
@@ -386,7 +374,6 @@ dump_what_is_not_finite:
 
     @property
     def every_target(self) -> tuple[Target[Level], ...]:
-        """The listed tensors and GEMMs."""
         return (*self.targets, *self.of_gemms)
 
 
@@ -409,6 +396,5 @@ FEATURES: Mapping[str, type[FeatureSchema]] = {
 
 
 def schema_of(feature: str) -> type[FeatureSchema] | None:
-    """The schema of a feature, whatever the case of its name; None for an unknown feature."""
     found = (model for name, model in FEATURES.items() if name.casefold() == feature.casefold())
     return next(found, None)

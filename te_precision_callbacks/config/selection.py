@@ -1,8 +1,8 @@
-"""Selects the layers of a config section: checks and applies its ``layers`` block.
+"""Layer selection: validates and applies the ``layers`` block of a section.
 
-The keys and their precedence are nvidia-dlfw-inspect's (``config_manager.py`` 0.2.2): ``exact_layer_names``, else
+Keys and precedence are nvidia-dlfw-inspect's (``config_manager.py`` 0.2.2): ``exact_layer_names``, else
 ``layer_name_regex_pattern``, else ``layer_numbers`` and ``layer_types`` together. Unlike there, every selector is
-applied to the model's real layers before the run, so no selector can raise inside a forward pass.
+applied to the model's layers before the run, and cannot raise inside a forward pass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,19 +40,17 @@ SELECTORS: Mapping[str, str] = {
     TYPES: "layers with one of these words in their name, or of one of these classes (`LayerNormLinear`,"
     " `layernorm_linear`); `all`: every layer.",
 }
-"""The keys of a ``layers`` block, the one that decides alone first, and what each selects."""
+"""The keys of a ``layers`` block, in order of precedence, and the layers that each selects."""
 
 SELECTOR_KEYS = tuple(SELECTORS)
 
 LARGEST_NUMBER = 999_999
-"""The largest number of a layer."""
 
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?<!gemm_)\d+")
 _UPSTREAM_NUMBER = re.compile(r"(?<!fc)\d+")
 """nvidia-dlfw-inspect 0.2.2, ``config_manager.py: is_layer_in_cfg``; it raises if a name has no number, or several."""
 
 SPAN = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
-"""A number, or a range of numbers, as a text."""
 
 _WORD = re.compile(r"[^\W\d]\w*")
 
@@ -63,14 +60,12 @@ _WITHOUT_END = LARGEST_NUMBER + 1
 
 
 class LayerIndex:
-    """The layers of a model, to look them up; a word or pattern of many sections is looked up once.
-
-    An alias that is another layer's name means that other layer.
+    """The layers of a model, indexed for selectors. An alias that is another layer's name refers to that layer.
 
     Args:
-        layers: in the order of the model. Results are indices into this sequence, in increasing order.
-        upstream: which of ``layer.upstream`` is the name that counts. Names are then looked up as nvidia-dlfw-inspect
-            does: a class is not a type, and a layer has a number if its name has exactly one. None: our own names.
+        layers: in the order of the model; results are ascending indices.
+        upstream: the index in ``layer.upstream`` of the name to use. Lookups then follow nvidia-dlfw-inspect: a class
+            is not a type, and a layer has a number if its name has exactly one. None: our own names.
     """
 
     def __init__(self, layers: Sequence[Layer], *, upstream: int | None = None) -> None:
@@ -81,46 +76,25 @@ class LayerIndex:
             names_of = [(layer.upstream[upstream],) for layer in layers]
         in_use = {names[0] for names in names_of}
         self._names = [(first, *(name for name in more if name not in in_use)) for first, *more in names_of]
+        self._types = [layer.types if upstream is None else () for layer in layers]
         self._by_name: dict[str, list[int]] = {}
-        self._by_number: dict[int, list[int]] = {}
         for position, names in enumerate(self._names):
             for name in names:
                 self._by_name.setdefault(name, []).append(position)
-            if upstream is None:
-                number = _number_of(names[0].removeprefix(layers[position].scope))
-            else:
-                number = _upstream_number_of(names[0])
-            if number is not None:
-                self._by_number.setdefault(number, []).append(position)
-        self.numbers = sorted(self._by_number)
+        if upstream is None:
+            self._numbers = [_number_of(layer.name.removeprefix(layer.scope)) for layer in layers]
+        else:
+            self._numbers = [_upstream_number_of(names[0]) for names in self._names]
+        self.numbers = sorted({number for number in self._numbers if number is not None})
         self._whole = Vocabulary(layer.name for layer in layers)
         self._parts = Vocabulary(part for layer in layers for part in layer.name.split("."))
         self._parts_and_classes = Vocabulary(
             part for layer in layers for part in (*layer.name.split("."), *layer.types)
         )
-        self._text = "\n".join(name for names in self._names for name in names)
-        self._position_at: list[int] = []  # the layer of each name in the text; below, where the name ends
-        self._ends: list[int] = []
-        end = 0
-        for position, names in enumerate(self._names):
-            for name in names:
-                end += len(name) + 1
-                self._ends.append(end)
-                self._position_at.append(position)
-        self._of_class: dict[str, list[int]] = {}
-        for position, layer in enumerate(layers):
-            for kind in layer.types if upstream is None else ():
-                self._of_class.setdefault(kind, []).append(position)
-        self._by_type: dict[str, list[int]] = {}
-        self._by_pattern: dict[str, list[int]] = {}
+        self._found: dict[str | re.Pattern[str], list[int]] = {}
 
     def near(self, word: str, key: str) -> list[str]:
-        """What a selector takes and what is similar to a word: whole names, parts of names, or parts and classes.
-
-        Args:
-            word: a word that selects nothing.
-            key: the key of the selector.
-        """
+        """Return names similar to a word that selects nothing: whole names, parts of names, or parts and classes."""
         if key == EXACT:
             return self._whole.nearest(word)
         parts = self._parts if key == PATTERN else self._parts_and_classes
@@ -128,61 +102,44 @@ class LayerIndex:
         return list(dict.fromkeys((*whole, *parts.nearest(word), *parts.sharing(word))))
 
     def is_class(self, word: str) -> bool:
-        """Whether a word is a class of layers."""
-        return word in self._of_class
+        return any(word in types for types in self._types)
 
     def is_part(self, word: str) -> bool:
-        """Whether a word is a part of a layer's name between two dots, or several of them."""
+        """Return whether a word is one or more dotted parts of a layer's name."""
         return any(f".{word}." in f".{layer.name}." for layer in self.layers)
 
     def named(self, name: str) -> Sequence[int]:
-        """The layers with this name."""
         return self._by_name.get(name, ())
 
-    @property
-    def with_number(self) -> set[int]:
-        """The layers that have a number."""
-        return {position for numbered in self._by_number.values() for position in numbered}
-
     def numbered(self, first: int, last: int) -> Sequence[int]:
-        """The layers whose number is in a range, ends included."""
-        numbers = self.numbers[bisect_left(self.numbers, first) : bisect_right(self.numbers, last)]
-        return [position for number in numbers for position in self._by_number[number]]
+        """Return the layers with a number in a range, ends included."""
+        return [at for at, number in enumerate(self._numbers) if number is not None and first <= number <= last]
 
     def of_type(self, word: str) -> Sequence[int]:
-        """The layers of a class, or with a name that contains the word; ``all``: every layer."""
-        if word not in self._by_type:
-            found = range(len(self.layers)) if word == "all" else {*self._of_class.get(word, ()), *self._having(word)}
-            self._by_type[word] = sorted(found)
-        return self._by_type[word]
-
-    def _having(self, word: str) -> Iterator[int]:
-        """The layers with a word in a name. All names are searched as one text, which is fast."""
-        start = self._text.find(word)
-        while start >= 0:
-            name = bisect_right(self._ends, start)
-            yield self._position_at[name]
-            start = self._text.find(word, self._ends[name])
+        """Return the layers of a class, or with a word in their name; ``all`` selects every layer."""
+        return self._search(
+            word, lambda at: word == "all" or word in self._types[at] or any(word in name for name in self._names[at])
+        )
 
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
-        """The layers in whose name a pattern is found.
+        """Return the layers with a match in their name.
 
-        A pattern with a negative look-around is searched only in the name: an alias that lacks the excluded text would
-        select a layer that the user meant to leave out.
+        Patterns with a negative look-around ignore aliases, which could lack the excluded text.
         """
-        if pattern.pattern not in self._by_pattern:
-            named = [names[:1] for names in self._names] if _NEGATIVE.search(pattern.pattern) else self._names
-            self._by_pattern[pattern.pattern] = [
-                position for position, names in enumerate(named) if any(pattern.search(name) for name in names)
-            ]
-        return self._by_pattern[pattern.pattern]
+        end = 1 if _NEGATIVE.search(pattern.pattern) else None
+        return self._search(pattern, lambda at: any(map(pattern.search, self._names[at][:end])))
+
+    def _search(self, key: str | re.Pattern[str], is_found: Callable[[int], bool]) -> Sequence[int]:
+        if key not in self._found:
+            self._found[key] = [at for at in range(len(self.layers)) if is_found(at)]
+        return self._found[key]
 
 
 def by_upstreams_names(layers: Sequence[Layer]) -> list[LayerIndex]:
-    """The layers by nvidia-dlfw-inspect's names, and by those in the model without wrappers if they differ.
+    """Index the layers by nvidia-dlfw-inspect's names, and by its names in the unwrapped model if they differ.
 
-    Scripts name a model before or after they wrap it in DDP and its kin: a selector that selects nothing by the first
-    names is meant for the second.
+    Scripts name a model before or after wrapping it, such as in DDP; the second names serve selectors that match none
+    of the first.
     """
     return [
         LayerIndex(layers, upstream=which) for which in ((0, -1) if any(len(x.upstream) > 1 for x in layers) else (0,))
@@ -191,14 +148,14 @@ def by_upstreams_names(layers: Sequence[Layer]) -> list[LayerIndex]:
 
 @dataclass(frozen=True)
 class LayerSelector:
-    """One ``layers`` block.
+    """A ``layers`` block.
 
     Attributes:
-        exact_names: names, compared whole.
-        pattern: a regular expression, searched in the name.
-        numbers: ranges of layer numbers, ends included. None if the block has none.
-        types: parts of a name, or class names. ``all`` selects every layer. None if the block has none.
-        place: the places of the block and its keys, for messages.
+        exact_names: whole names.
+        pattern: a regular expression, searched in names.
+        numbers: ranges of layer numbers, ends included.
+        types: parts of names, or class names; ``all`` selects every layer.
+        place: formats places of the block and its keys.
     """
 
     exact_names: tuple[str, ...] | None
@@ -209,15 +166,14 @@ class LayerSelector:
 
     @classmethod
     def of_no_layer(cls, place: Where) -> LayerSelector:
-        """A selector that selects nothing."""
         return cls(None, None, None, None, place)
 
     @classmethod
     def parse(cls, block: object, place: Where) -> LayerSelector:
-        """Check a ``layers`` block, and warn of a key that has no effect because of another key.
+        """Validate a ``layers`` block, and warn about keys that another key disables.
 
         Raises:
-            ConfigError: unknown keys, values of a wrong type, an invalid regular expression or range, all in one error.
+            ConfigError: all problems of the block.
         """
         if not isinstance(block, Mapping):
             raise ConfigError(
@@ -241,7 +197,6 @@ class LayerSelector:
         return cls(parsed[EXACT], parsed[PATTERN], parsed[NUMBERS], parsed[TYPES], place)
 
     def select(self, index: LayerIndex) -> Sequence[int]:
-        """The indices of the selected layers, in increasing order."""
         if self.exact_names is not None:
             return sorted({position for name in self.exact_names for position in index.named(name)})
         if self.pattern is not None:
@@ -253,27 +208,11 @@ class LayerSelector:
         return sorted(typed if numbered is None else typed & numbered)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
-        """The first of several indexes in which something is selected; if there is none, the first one."""
+        """Return the first index with a selected layer, else the first one."""
         return next((index for index in indexes if self.select(index)), indexes[0])
 
-    def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
-        """Whether nvidia-dlfw-inspect's names select other layers than those of ``index``.
-
-        False if names and words select nothing by upstream's names, since then the block was not written for them.
-        Layers that nvidia-dlfw-inspect cannot number, and raises for, are not compared.
-
-        Args:
-            index: the layers by their own names.
-            upstream: the same layers by nvidia-dlfw-inspect's.
-        """
-        ours, theirs = set(self.select(index)), set(self.select(upstream))
-        by_number = self.exact_names is None and self.pattern is None and self.numbers is not None
-        if by_number:
-            ours &= upstream.with_number
-        return ours != theirs and bool(theirs or by_number)
-
     def idle_entries(self, index: LayerIndex) -> Iterator[tuple[str, int, Callable[[], str]]]:
-        """The entries that match no layer, or go beyond the layers: key, index in its list, and the problem."""
+        """Yield entries that match no layer or exceed the layers: key, index in its list, and the problem."""
         if self.exact_names is not None:
             for number, name in enumerate(self.exact_names):
                 if not index.named(name):
@@ -288,7 +227,7 @@ class LayerSelector:
                     yield NUMBERS, number, functools.partial(_no_number, first, last, index)
 
     def instead(self, index: LayerIndex) -> str:
-        """What to write in place of a block that selects nothing: a sentence, empty if nothing is similar."""
+        """Return a hint for a block that selects nothing; empty if nothing is similar."""
         key, words = TYPES, list(self.types or ())
         if self.exact_names is not None:
             key, words = EXACT, list(self.exact_names)
@@ -301,7 +240,7 @@ class LayerSelector:
 
 
 def _number_of(name: str) -> int | None:
-    """The first part of a name that is a number, else the first number in it that is not of fc or gemm_."""
+    """Return the first part of a name that is a number, else the first number in it not after fc or gemm_."""
     found = [part for part in name.split(".") if part.isdecimal()] or _NUMBER.findall(name)
     return int(found[0]) if found and len(found[0]) <= 6 else None
 
@@ -318,7 +257,7 @@ def _no_name(name: str, index: LayerIndex) -> str:
 
 
 def _as_type(word: str, key: str, index: LayerIndex) -> str:
-    """That a word selects layers as a type, though not under its key; empty if it does not."""
+    """Return a hint if a word would select layers as a type; else an empty text."""
     if key == TYPES or not (index.is_class(word) or (key == EXACT and index.is_part(word))):
         return ""
     what = "a class" if index.is_class(word) else "a part of the name"
@@ -358,7 +297,6 @@ def _warn_of_an_empty_pattern(pattern: re.Pattern[str] | None, place: Where) -> 
 
 
 def _warn_of_what_is_ignored(given: Sequence[str], place: Where) -> None:
-    """Warn of each key beside a key that decides alone; numbers and types decide together."""
     rules = given[0]
     for key in given[1:] if rules in (EXACT, PATTERN) else ():
         logger.warning(

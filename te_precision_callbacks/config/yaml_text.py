@@ -1,4 +1,4 @@
-"""Reads a YAML file as data, with the line of each key and list entry."""
+"""Reading of YAML files, with the line of each key and list entry."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import yaml
 from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, nearest, shortened, shown
 
 MOST_BYTES = 4 * 1024 * 1024
-"""The largest size of a file."""
 
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
-"""Those of YAML 1.1."""
 
 _ALIAS = re.compile(r"\*[^\s,\]}]*")
 
@@ -35,7 +33,7 @@ class _Loader(_BASE):  # type: ignore[misc]
 
 
 class Mark(NamedTuple):
-    """Where a key or list entry begins in a file, counted from 1. The column is None for the first one of a line."""
+    """The beginning of a key or list entry in a file, from 1; the first entry of a line has no column."""
 
     line: int
     column: int | None = None
@@ -46,18 +44,18 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """The places of the keys of a config.
+    """Formats places of the keys of a config.
 
     Attributes:
         name: the name of the config.
-        marks: path of a key or list entry -> where it begins; empty for a mapping.
+        marks: path of a key or list entry -> its place; empty for a mapping.
     """
 
     name: str
     marks: Mapping[KeyPath, Mark] = field(default_factory=dict)
 
     def __call__(self, section: str, *keys: str | int) -> str:
-        """The place of a key of a section, or of the nearest key above it: ``a.yaml, line 7 (section 'stats')``."""
+        """Format the place of a key, or of the nearest key above: ``a.yaml, line 7 (section 'stats')``."""
         path = (section, *keys)
         mark = next((self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks), None)
         where = f"{self.name}, {mark}" if mark else self.name
@@ -65,12 +63,11 @@ class Places:
 
 
 def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any, Places]:
-    """The content of a YAML file, and the places of its keys.
+    """Read a YAML file, with the places of its keys.
 
     Args:
-        path: the file.
-        problems: get the keys that are given twice.
-        what: what the file holds, in words.
+        problems: receives duplicate keys.
+        what: the kind of file, for messages.
 
     Raises:
         ConfigError: the file is missing, unreadable or too large, or is not YAML.
@@ -96,7 +93,7 @@ def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any
 
 
 def _why_no_yaml(error: yaml.YAMLError, text: str) -> str:
-    """The place and the problem of an error of YAML, in one line."""
+    """Return place and cause of a YAML error in one line."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return shortened(" ".join(str(error).split()))
     mark = error.problem_mark
@@ -147,13 +144,7 @@ def _similar_files(path: Path) -> str:
 
 
 class _Index:
-    """Notes where each key and list entry begins.
-
-    Args:
-        file: the name of the file.
-        lines: its lines.
-        problems: get the keys that are given twice.
-    """
+    """Collects the places of keys and list entries; ``problems`` receives duplicate keys."""
 
     def __init__(self, file: str, lines: Sequence[str], problems: Problems) -> None:
         self.marks: dict[KeyPath, Mark] = {}
@@ -162,7 +153,6 @@ class _Index:
         self._problems = problems
 
     def enter(self, node: yaml.Node, path: KeyPath) -> None:
-        """Note all that is below a node."""
         if isinstance(node, yaml.MappingNode):
             present: set[str] = set()
             for key_node, value_node in node.value:
@@ -196,7 +186,7 @@ class _Index:
 
 
 def _merged(node: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-    """The keys that ``<<`` brings into a mapping, with their values; of equal keys the one that counts comes first."""
+    """Yield the keys and values that ``<<`` merges into a mapping, in order of precedence."""
     for key_node, value_node in node.value:
         if key_node.tag == _MERGE:
             for mapping in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from te_precision_callbacks.coverage.coverage import ESTIMATED, Product, StateRow
@@ -47,41 +47,37 @@ class CountedKinds:
         self._root = root
         self._counted: dict[Kind, _Counted] = {}
 
-    def put(self, kind: Kind, found: Sequence[tuple[ModelCall, Sequence[SeenProduct]]]) -> Kind | None:
-        """Keep the products of counted calls of a kind.
-
-        Returns:
-            An earlier kind that differs in nothing but Python numbers; None if there is none, or the kind is known.
-        """
+    def put(self, kind: Kind, found: Sequence[tuple[ModelCall, Sequence[SeenProduct]]]) -> bool:
+        """Keep the products of counted calls of a kind; returns whether the kind was unknown."""
         before = self._counted.get(kind)
         calls = [(call, seen) for call, seen in found if call.may_have_backward] or found[:1]
         if any(call.goes_by_values for call, _ in found):
             calls = found
         backwards = sum(call.may_have_backward for call, _ in calls)
         if before is not None and (before.backwards or not backwards):
-            return None
-        seen = [one.alone() for _, products in calls for one in products]
+            return False
+        seen = [one for _, products in calls for each in products for one in each.alone()]
         lacks = kind.form != OUTSIDE and not backwards
-        others = [other for other in self._counted if other[:3] == kind[:3] and other.numbers != kind.numbers]
         self._counted[kind] = _Counted(seen, len(calls), backwards, lacks)
         self.changes += 1
-        return others[0] if others and before is None else None
+        return before is None
 
     def put_failed(self, kind: Kind, seen: Sequence[SeenProduct]) -> None:
         """Keep what was counted of a step in which counting has failed; the form of the kind is the reason."""
-        self._counted[kind] = _Counted([one.alone() for one in seen], 1, 1, False)
+        self._counted[kind] = _Counted([one for each in seen for one in each.alone()], 1, 1, False)
         self.changes += 1
 
-    def are_alike(self, kind: Kind, other: Kind) -> bool:
-        """Whether two kinds have equal products; if so the first one also stands for calls with any numbers."""
-        products = [
-            Counter((one.layer, one.gemm, one.is_of_backward, one.sizes) for one in self._counted[each].seen)
-            for each in (kind, other)
-        ]
-        if products[0] == products[1]:
-            self._counted.setdefault(kind._replace(numbers=0), self._counted[kind])
-            return True
-        return False
+    def find(self, wanted: Callable[[Kind], bool]) -> Kind | None:
+        """The first counted kind that fulfils a condition."""
+        return next(filter(wanted, self._counted), None)
+
+    def are_alike(self, *kinds: Kind) -> bool:
+        """Whether kinds have equal products."""
+        products = (
+            Counter((one.layer, one.gemm, one.is_of_backward, one.sizes) for one in self._counted[kind].seen)
+            for kind in kinds
+        )
+        return len({frozenset(counts.items()) for counts in products}) == 1
 
     def has_backward(self, kind: Kind) -> bool | None:
         """Whether products of a backward were counted of a kind; None where the kind was not counted."""

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.vocabulary import GEMMS, LOW_PRECISION, PRECISIONS
 from te_precision_callbacks.layers.folding import in_sentence
 
@@ -180,8 +179,8 @@ class StateRow:
     Attributes:
         subject: one of :data:`te_precision_callbacks.base.vocabulary.SUBJECTS`.
         dtype: their type, as torch names it: ``float32``; of quantized parameters the format: ``FP8 E4M3``.
-        tensors: how many there are; of ``reduce``, ``norm``, ``softmax``, ``residual`` and ``logits`` in a step.
-        bytes: the memory of all of them; of ``reduce`` that of the reduced buffers; 0 of ``norm`` and ``softmax``.
+        tensors: their number; for ``reduce``, in a step.
+        bytes: the memory of all of them; for ``reduce``, of the reduced buffers.
     """
 
     subject: str
@@ -300,22 +299,6 @@ class Coverage(tuple[Product, ...]):
             share = percent(sum(product.macs for product in of_precision) / whole)
             texts.append(f"{share} % in {precision.upper()}: {', '.join(_causes(of_precision))}")
         return "; ".join([*texts, *left])
-
-    def _repr_html_(self) -> str:
-        whole = self.macs()
-        rows = [
-            (
-                p.layer,
-                p.gemm,
-                p.precision.upper(),
-                f"{p.macs:,}",
-                f"{percent(p.macs / whole)} %" if whole else "",
-                p.why,
-            )
-            for p in self
-        ]
-        columns = ("layer", "product", "precision", "multiply-adds", "share", "why not low")
-        return notebooks.paragraph(str(self)) + notebooks.table(columns, rows)
 
 
 def left_out_in_words(coverage: Coverage) -> list[str]:

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.spans import AnyIteration
 from te_precision_callbacks.base.vocabulary import GemmName
 
@@ -80,12 +79,3 @@ class Precision(AnyIteration[GemmPrecision]):
     in ``not_run``. A layer that no forward reached in the iteration keeps its previous precision; so do the GEMMs of
     the backward in an iteration without any, such as a batch that the script skips.
     """
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (each.layer, each.gemm, in_short(each.operands) if each.operands else each.not_run, each.recipe)
-            for each in self
-        ]
-        return notebooks.table(("layer", "GEMM", "precision", "recipe"), rows) or notebooks.paragraph(
-            "No GEMM has run."
-        )

@@ -3,63 +3,47 @@
     for product in products_of("aten::addmm", (bias, activation, weight), result):
         product.n, product.m, product.k, product.macs
 
-The full mathematical size counts: a causal mask, which is noted, leaves no multiply-add out, and what a fused
-backward of attention computes again counts once. The operators are those of torch 2.13
-(``aten/src/ATen/native/native_functions.yaml``, ``torch/nn/attention``, ``torch/_higher_order_ops/flex_attention.py``),
-and of flash-attn 2.8 and its version 3 for Hopper (``flash_attn_interface.py`` of each).
+The full mathematical size counts. A causal mask is noted and removes no multiply-add, and what a fused backward of
+attention recomputes counts once. The operators are those of torch 2.13 (``aten/src/ATen/native/native_functions.yaml``,
+``torch/nn/attention``, ``torch/_higher_order_ops/flex_attention.py``), flash-attn 2.8, and flash-attn 3 for Hopper
+(``flash_attn_interface.py`` of each).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.coverage.marks import tensors_in
 from te_precision_callbacks.coverage.masks import causal_share
 
-Role = Literal["", "fprop", "dgrad", "wgrad", "qk", "pv", "lookup"]
-"""What a product is for, where its operator shows it: attention multiplies the queries by the keys (``qk``), and the
-probabilities by the values (``pv``)."""
+logger = logging.getLogger(__name__)
 
+Role = Literal["", "fprop", "dgrad", "wgrad", "qk", "pv", "lookup"]
+"""The purpose of a product, if its operator shows it. Attention multiplies queries by keys (``qk``), and probabilities
+by values (``pv``)."""
 
 Sizes = tuple[int, int, int, int]
 """n, m, k and batch."""
 
 
-class Bounds(NamedTuple):
-    """Where the sequences begin and end that a call of attention takes together, on the device.
+class PackedSequence(NamedTuple):
+    """One of the sequences that a call of attention processes together.
 
     Attributes:
-        queries, keys: whole numbers, one more than there are sequences.
-        rows, columns: which of n, m and k is the length of a sequence's queries, and which that of its keys.
+        sizes: the sizes of its product.
+        causal: the share of the product that a causal mask keeps.
     """
 
-    queries: torch.Tensor
-    keys: torch.Tensor
-    rows: int
-    columns: int
-
-    def sizes(self, together: Sizes, queries: Sequence[int], keys: Sequence[int]) -> list[Sizes]:
-        """The sizes of the product of each sequence.
-
-        Args:
-            together: those of all sequences as one.
-            queries, keys: the bounds as numbers.
-        """
-        found = []
-        for rows, columns in zip(_lengths(queries), _lengths(keys), strict=True):
-            sizes = list(together)
-            sizes[self.rows], sizes[self.columns] = rows, columns
-            found.append((sizes[0], sizes[1], sizes[2], sizes[3]))
-        return found
-
-
-def _lengths(bounds: Sequence[int]) -> list[int]:
-    return [end - begin for begin, end in itertools.pairwise(bounds)]
+    sizes: Sizes
+    causal: float
 
 
 class MatrixProduct(NamedTuple):
@@ -70,9 +54,8 @@ class MatrixProduct(NamedTuple):
         n, m, k: the result has n rows of m elements, each a sum of k products.
         batch: the number of products.
         role: see :data:`Role`.
-        bounds: those of several sequences, whose lengths only the device knows: the sizes are then those of all
-            sequences as one, and :meth:`Bounds.sizes` gives those of each.
-        mask_share: as ``Product.mask_share``, where the operator shows it.
+        sequences: of packed sequences, each of them; ``n``, ``m`` and ``k`` are then the sizes of all as one.
+        mask_share: as ``Product.mask_share``, if the operator shows it.
     """
 
     a: torch.Tensor
@@ -82,13 +65,14 @@ class MatrixProduct(NamedTuple):
     k: int
     batch: int = 1
     role: Role = ""
-    bounds: Bounds | None = None
+    sequences: tuple[PackedSequence, ...] | None = None
     mask_share: float | None = None
 
     @property
     def macs(self) -> int:
         """The number of multiply-adds."""
-        return self.n * self.m * self.k * self.batch
+        sizes = [self[2:6]] if self.sequences is None else [each.sizes for each in self.sequences]
+        return sum(map(math.prod, sizes))
 
 
 def is_product(operator: str) -> bool:
@@ -133,8 +117,8 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
 
 _N, _M, _K = range(3)
 
-Several = tuple[torch.Tensor, torch.Tensor] | None
-"""The bounds of the queries and of the keys of several sequences."""
+_Lengths = Sequence[tuple[int, int]] | None
+"""The lengths of the queries and of the keys of each packed sequence."""
 
 _Find = Callable[[Sequence[Any], Any], Iterator[MatrixProduct]]
 
@@ -149,18 +133,6 @@ def _matrices(a: int, b: int) -> _Find:
         yield MatrixProduct(left, right, n, m, left.shape[-1], math.prod(left.shape[:-2]))
 
     return find
-
-
-def _linear(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    activation, weight = arguments[:2]
-    m, k = math.prod(weight.shape[:-1]), weight.shape[-1]
-    yield MatrixProduct(activation, weight, math.prod(activation.shape[:-1]), m, k)
-
-
-def _distances(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    """Euclidean distances by one product, of rows with rows: ``torch.cdist`` of more than 25 rows."""
-    left, right = arguments[:2]
-    yield MatrixProduct(left, right, left.shape[-2], right.shape[-2], left.shape[-1], math.prod(left.shape[:-2]))
 
 
 def _grouped(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
@@ -232,17 +204,17 @@ def _attention(
         size, size_v = query.shape[-1], value.shape[-1]
         rows, columns, batch = query.shape[length], key.shape[length], query.numel() // (query.shape[length] * size)
         of_query, of_key = arguments[bounds : bounds + 2] if bounds and len(arguments) > bounds + 1 else (None, None)
-        several: Several = None
+        lengths: _Lengths = None
         if of_query is not None:
             batch = query.shape[heads]
-            several = of_query, of_query if of_key is None else of_key
+            lengths = _lengths(of_query, of_query if of_key is None else of_key)
         if backward:
             tensors = arguments[0], query, key, value
-            yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, several)
+            yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, lengths)
         else:
             share = None if causal is None else _share_left(arguments, rows, columns, causal, mask, window)
-            yield MatrixProduct(query, key, rows, columns, size, batch, "qk", _bounds(several, _N, _M), share)
-            yield MatrixProduct(query, value, rows, size_v, columns, batch, "pv", _bounds(several, _N, _K), share)
+            yield _packed(MatrixProduct(query, key, rows, columns, size, batch, "qk", None, share), lengths, _N, _M)
+            yield _packed(MatrixProduct(query, value, rows, size_v, columns, batch, "pv", None, share), lengths, _N, _K)
 
     return find
 
@@ -260,8 +232,37 @@ def _share_left(
     return None if has_mask else 1.0
 
 
-def _bounds(several: Several, rows: int, columns: int) -> Bounds | None:
-    return None if several is None else Bounds(*several, rows, columns)
+def _lengths(queries: torch.Tensor, keys: torch.Tensor) -> _Lengths:
+    """Read the bounds of packed sequences; None if they have no values. Waits for the device, in counted calls only."""
+    if queries.is_meta:
+        return None
+    if is_capturing():
+        _warn_of_capture()
+        return None
+    bounds = zip(*(itertools.pairwise(tensor.tolist()) for tensor in (queries, keys)), strict=True)
+    return [(row_end - row, column_end - column) for (row, row_end), (column, column_end) in bounds]
+
+
+@functools.cache
+def _warn_of_capture() -> None:
+    logger.warning(
+        "The first step captures a CUDA graph, in which the lengths of packed sequences cannot be read. They count as"
+        " one sequence, so coverage has too many multiply-adds of attention. Capture after the first step to have the"
+        " lengths counted."
+    )
+
+
+def _packed(product: MatrixProduct, lengths: _Lengths, rows: int, columns: int) -> MatrixProduct:
+    """Add the sequences to a product. ``rows`` and ``columns`` are the places of the lengths among its sizes."""
+    if lengths is None:
+        return product
+    sequences = []
+    for queries, keys in lengths:
+        sizes = [product.n, product.m, product.k]
+        sizes[rows], sizes[columns] = queries, keys
+        n, m, k = sizes
+        sequences.append(PackedSequence((n, m, k, product.batch), causal_share(queries, keys, at_the_end=True)))
+    return product._replace(sequences=tuple(sequences))
 
 
 def _gradients_of_attention(
@@ -271,14 +272,14 @@ def _gradients_of_attention(
     size: int,
     size_v: int,
     batch: int,
-    several: Several = None,
+    lengths: _Lengths = None,
 ) -> Iterator[MatrixProduct]:
-    """The products of a backward: of the probabilities, and of each operand."""
+    """The products of a backward: those of the probabilities, and of each operand."""
     gradient, query, key, value = tensors
-    yield MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv", _bounds(several, _N, _M))
-    yield MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv", _bounds(several, _K, _N))
-    yield MatrixProduct(gradient, key, rows, size, columns, batch, "qk", _bounds(several, _N, _K))
-    yield MatrixProduct(gradient, query, columns, size, rows, batch, "qk", _bounds(several, _K, _N))
+    yield _packed(MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv"), lengths, _N, _M)
+    yield _packed(MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv"), lengths, _K, _N)
+    yield _packed(MatrixProduct(gradient, key, rows, size, columns, batch, "qk"), lengths, _N, _K)
+    yield _packed(MatrixProduct(gradient, query, columns, size, rows, batch, "qk"), lengths, _K, _N)
 
 
 def _flex_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
@@ -287,70 +288,6 @@ def _flex_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProd
     rows, columns, batch = query.shape[-2], key.shape[-2], math.prod(query.shape[:-2])
     tensors = gradient, query, key, value
     yield from _gradients_of_attention(tensors, rows, columns, query.shape[-1], value.shape[-1], batch)
-
-
-def _pairs(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    for pair in zip(*arguments[:2], strict=True):
-        yield from _matrices(0, 1)(pair, None)
-
-
-def _outer(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    left, right = arguments[1:3]
-    yield MatrixProduct(left, right, left.numel(), right.numel(), 1)
-
-
-def _trilinear(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    """``torch.nn.Bilinear``: its weight multiplies the products of all pairs of features."""
-    tensors, expands = arguments[:3], arguments[3:6]
-    shapes = []
-    for tensor, expand in zip(tensors, expands, strict=True):
-        shape = list(tensor.shape)
-        for place in sorted(expand):
-            shape.insert(place, 1)
-        shapes.append(shape)
-    whole = math.prod(map(max, zip(*shapes, strict=True)))
-    yield MatrixProduct(tensors[0], tensors[1], result.numel(), 1, whole // max(1, result.numel()))
-
-
-def _linear_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    """Both gradients of a linear layer; the fourth argument says which of them are computed."""
-    activation, gradient, weight, computed = arguments[:4]
-    outputs, inputs = weight.shape
-    rows = gradient.numel() // max(1, outputs)
-    if computed[0]:
-        yield MatrixProduct(gradient, weight, rows, inputs, outputs, role="dgrad")
-    if computed[1]:
-        yield MatrixProduct(gradient, activation, outputs, inputs, rows, role="wgrad")
-
-
-def _recurrent(weights: slice, *, packed: bool = True, mask: int | None = None, backward: bool = False) -> _Find:
-    """A recurrent layer, which multiplies each step's input and state by a matrix; several layers and directions have
-    several.
-
-    Args:
-        weights: the arguments with weights.
-        packed: whether that is one argument, a list.
-        mask: the number of the argument that says which gradients are computed: of the input first, of weights last.
-        backward: whether it is the backward.
-    """
-
-    def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        given, of_weights = arguments[0], arguments[weights]
-        wanted = (True,) if mask is None else arguments[mask]
-        steps = given.numel() // max(1, given.shape[-1])
-        for weight in of_weights[0] if packed else of_weights:
-            if weight.dim() != 2:
-                continue
-            rows, columns = weight.shape
-            if not backward:
-                yield MatrixProduct(given, weight, steps, rows, columns, role="fprop")
-                continue
-            if wanted[0]:
-                yield MatrixProduct(given, weight, steps, columns, rows, role="dgrad")
-            if wanted[-1]:
-                yield MatrixProduct(given, weight, rows, columns, steps, role="wgrad")
-
-    return find
 
 
 _FUSED: Mapping[str, tuple[int, int | None]] = {
@@ -371,18 +308,8 @@ _OF_ATEN: Mapping[str, _Find] = {
     **dict.fromkeys(("addmm_", "baddbmm_", "addbmm_", "addmv_"), _matrices(1, 2)),
     **dict.fromkeys(("_scaled_addmm", "_scaled_addmm_"), _matrices(1, 2)),  # torch 2.15
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
-    **dict.fromkeys(("addr", "addr_"), _outer),
-    "_euclidean_dist": _distances,
-    "_foreach_mm": _pairs,
-    "_trilinear": _trilinear,
-    "linear": _linear,
-    "linear_backward": _linear_backward,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    "_cudnn_rnn": _recurrent(slice(1, 2)),
-    "_cudnn_rnn_backward": _recurrent(slice(1, 2), mask=21, backward=True),
-    "mkldnn_rnn_layer": _recurrent(slice(1, 5), packed=False),
-    "mkldnn_rnn_layer_backward": _recurrent(slice(1, 5), packed=False, backward=True),
     **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _lookup),
     **{name: _attention(backward=False, heads_first=True, causal=causal, mask=mask)
        for name, (causal, mask) in _FUSED.items()},
@@ -403,7 +330,6 @@ _OF_ATEN: Mapping[str, _Find] = {
 
 _OPERATORS: Mapping[str, _Find] = {
     **{f"aten::{name}": find for name, find in _OF_ATEN.items()},
-    "mkldnn::_linear_pointwise": _linear,
     "torch_attn::_varlen_attn": _attention(backward=False, heads_first=False, bounds=3, causal=7),
     "torch_attn::_varlen_attn_out": _attention(backward=False, heads_first=False, bounds=4, first=1, causal=8),
     "torch_attn::_varlen_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
@@ -419,18 +345,24 @@ _OPERATORS: Mapping[str, _Find] = {
     "flash_attn_3::_flash_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
 }
 
-_BY_METHOD = "decomposes a matrix or computes distances, in a number of multiply-adds that depends on its method"
-
 UNKNOWN_OPERATOR = "gets several floating-point matrices; whether it multiplies them is not known"
 
-NOT_COUNTED: Mapping[str, str] = dict.fromkeys(
-    (
-        *("_cdist_forward", "_cdist_backward", "_linalg_eigh", "_linalg_solve_ex", "_linalg_svd", "linalg_cholesky_ex"),
-        *("linalg_inv_ex", "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular"),
+NOT_COUNTED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("_cdist_forward", "_cdist_backward", "_euclidean_dist", "_linalg_eigh", "_linalg_solve_ex"),
+            *("_linalg_svd", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_matrix_exp", "linalg_qr"),
+            "linalg_solve_triangular",
+        ),
+        "decomposes a matrix or computes distances, in a number of multiply-adds that depends on its method",
     ),
-    _BY_METHOD,
-)
-"""Operators of aten in models that multiply and are not counted -> why."""
+    **dict.fromkeys(
+        ("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_trilinear"),
+        "multiplies matrices in a layer that has no counterpart in Transformer Engine",
+    ),
+    **dict.fromkeys(("_foreach_mm", "linear", "linear_backward"), "multiplies matrices on a device without support"),
+}
+"""Operator of aten that multiplies matrices and is not counted -> reason."""
 
 _NO_PRODUCTS = frozenset(
     {

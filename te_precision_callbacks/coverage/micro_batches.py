@@ -1,7 +1,7 @@
-"""The calls of a model, and their kinds: calls with the same evidence run the same products.
+"""The calls of a model, and their kinds. Calls with equal evidence run equal products.
 
-The evidence costs little, so it is taken of every call: the shapes, types and flags of the input, the modules that the
-call reaches with the shapes of their inputs, and the number of nodes that it adds to autograd's graph. One call of each
+The evidence is cheap, so every call leaves it: the shapes, dtypes and flags of the input, the modules that the call
+reaches with the shapes of their inputs, and the number of nodes that it adds to the autograd graph. One call of each
 kind is counted.
 """
 
@@ -24,40 +24,38 @@ MOST_COUNTED = 32
 """The most calls that are counted after the first step."""
 
 _MOST_IN_VAIN = 6
-"""So many calls with the input of an uncounted one may turn out to be of a known kind, before the search ends."""
+"""The number of counted calls that turn out to be of a known kind before a search ends."""
 
 _ENOUGH_ALIKE = 2
-"""So many calls with other Python numbers in the input, and equal products, show that these numbers decide nothing."""
+"""The number of calls with other integers in the input and equal products that show that integers decide nothing."""
 
 NOT_CALLED = (
     "all products of torch: in this step the script has not called the session's model itself with gradients (it has"
     " only called modules in it, or a checkpoint with use_reentrant=True is around it), so these products are not seen"
 )
-"""The text for a step in which layers ran, and the model was not called."""
+"""The reason in a step in which layers ran and the model was not called."""
 
 OUTSIDE = "outside"
-"""The form of what a step runs outside of calls of the model."""
+"""The form of everything that a step runs outside of calls of the model."""
 
 
 class Kind(NamedTuple):
-    """The evidence of a call: calls with an equal one run equal products.
+    """The evidence of a call. Calls with equal evidence run equal products.
 
     Attributes:
-        form: what of the input decides sizes, with the model, its mode and its frozen parameters.
-        path: a hash of the modules that it reaches, with the shapes of their inputs.
-        nodes: the number of its nodes of autograd outside of Transformer Engine's modules, in which it
-            depends on the precision.
-        numbers: a hash of the Python numbers in the input and in those of its modules; 0 where they decide nothing.
+        form: a hash of the model, its mode, its frozen parameters, and everything in the input that decides sizes.
+        path: a hash of the modules that the call reaches, with the shapes of their inputs.
+        nodes: the number of autograd nodes outside of Transformer Engine's modules, whose nodes depend on the
+            precision.
     """
 
     form: int | str
     path: int = 0
     nodes: int = 0
-    numbers: int = 0
 
 
 class _Mark:
-    """Is kept with the graph of a call, and ends with it."""
+    """Lives as long as the graph of a call."""
 
     def __init__(self, call: ModelCall) -> None:
         self.call = call
@@ -68,22 +66,21 @@ class ModelCall:
     """A call of a model, with its backward.
 
     Attributes:
-        form, path, nodes, numbers: as of :class:`Kind`.
+        form, path, nodes: as of :class:`Kind`.
         is_counted: whether its products are counted.
-        forwards: so many calls of the step are represented by this counted one.
+        forwards: the number of calls of the step that this counted one represents.
         has_backward: whether its backward has begun.
-        has_ended: whether its forward has ended well.
+        has_ended: whether its forward has ended without an exception.
         goes_by_values: whether sizes in it depend on the values of tensors.
-        is_known: whether its backward is recognized.
-        graph: what ends with its graph; None while it runs.
-        behind: the calls whose results it has been given.
+        is_known: whether its backward can be recognized.
+        graph: lives as long as its graph; None during the forward.
+        behind: the calls that produced its inputs.
     """
 
     form: int | str
     is_counted: bool
     path: int = 0
     nodes: int = 0
-    numbers: int = 0
     forwards: int = 1
     has_backward: bool = False
     has_ended: bool = False
@@ -93,31 +90,32 @@ class ModelCall:
     behind: Sequence[ModelCall] = ()
 
     @property
+    def kind(self) -> Kind:
+        """The kind of a call that has ended."""
+        return Kind(self.form, self.path, self.nodes)
+
+    @property
     def may_have_backward(self) -> bool:
-        """Whether its backward has run, or is not recognized."""
+        """Whether its backward has run, or cannot be recognized."""
         return self.has_backward or not self.is_known
 
     @property
     def is_thrown_away(self) -> bool:
-        """Whether its graph is gone without a backward."""
+        """Whether its graph was freed without a backward."""
         return not self.may_have_backward and self.graph is not None and self.graph() is None
 
     def reach(self, number: int, values: Iterable[Any]) -> None:
-        """Note that the call has reached a module, with these arguments."""
+        """Note that the call has reached a module with these arguments."""
         path = self.path
         for value in values:
             if isinstance(value, torch.Tensor):
                 path = hash((path, number, value.shape))
             elif isinstance(value, (bool, str)):
                 path = hash((path, value))
-            elif isinstance(value, (int, float)):
-                self.numbers = hash((self.numbers, value))
         self.path = hash((path, number))
 
 
 class _RunningCall(threading.local):
-    """The call that runs in a thread."""
-
     call: ModelCall | None = None
 
 
@@ -125,12 +123,10 @@ class _CallSearch:
     """The search for calls to count, among those of one form.
 
     Attributes:
-        is_new: whether none has been counted, or the last one says nothing.
-        sought: kinds that have been met and not counted.
-        in_vain: how many calls were counted since, and turned out to be of a known kind.
-        last: the call that was counted last.
-        numbers: hashes of the Python numbers in inputs that were counted.
-        alike: how many kinds have shown that numbers decide nothing; negative where they decide.
+        is_new: whether no call has been counted, or the last one proved nothing.
+        sought: kinds that were met and not counted.
+        in_vain: the number of calls counted since that turned out to be of a known kind.
+        last: the last counted call.
         by_values: whether sizes depend on the values of tensors.
     """
 
@@ -139,17 +135,11 @@ class _CallSearch:
         self.sought: set[Kind] = set()
         self.in_vain = 0
         self.last: ModelCall | None = None
-        self.numbers: set[int] = set()
-        self.alike = 0
         self.by_values = False
 
     @property
     def is_wanted(self) -> bool:
         return self.is_new or (bool(self.sought) and self.in_vain < _MOST_IN_VAIN)
-
-    @property
-    def ignores_numbers(self) -> bool:
-        return self.alike >= _ENOUGH_ALIKE
 
     def seek(self, kind: Kind) -> None:
         """Count calls until one is of this kind."""
@@ -164,16 +154,16 @@ class _CallSearch:
 
 
 Parts = Mapping[Kind, tuple[int, int]]
-"""Kind -> how many calls of it a step has, and how many of their backwards."""
+"""Kind -> the number of its calls in a step, and the number of their backwards."""
 
 
 class ModelCalls:
     """The calls of a model's steps.
 
     Attributes:
-        is_first: whether the first step runs, in which counting costs no part of :data:`MOST_COUNTED`. Steps without a
-            backward, as of batches that are skipped, count as such up to :data:`MOST_WITHOUT_BACKWARD`.
-        outside: what the step runs outside of calls of the model.
+        is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit. Steps without a backward,
+            such as skipped batches, count as first steps up to :data:`MOST_WITHOUT_BACKWARD`.
+        outside: everything that the step runs outside of calls of the model.
     """
 
     def __init__(self) -> None:
@@ -182,6 +172,8 @@ class ModelCalls:
         self.outside = ModelCall(OUTSIDE, True)
         self._forms: dict[int | str, _CallSearch] = {OUTSIDE: _CallSearch()}
         self._forms[OUTSIDE].is_new = False
+        self._base: dict[int | str, int] = {}  # form -> the same without the integers in the input
+        self._alike: dict[int, int] = {}  # such a base -> how often other integers had equal products
         self._known: set[Kind] = set()
         self._lack_backward: set[Kind] = set()
         self._all: list[ModelCall] = []
@@ -200,59 +192,64 @@ class ModelCalls:
         """Begin a call of a model in this thread.
 
         Args:
-            by_numbers: whether Python numbers in the arguments may decide sizes.
+            by_numbers: whether integers in the arguments may decide sizes.
         """
         if id(root) not in self._parameters:
             self._parameters[id(root)] = list(root.parameters())
         flags = hash(tuple([parameter.requires_grad for parameter in self._parameters[id(root)]]))
-        numbers: list[Any] = []
+        numbers: list[int] = []
         try:
             given: Hashable = _form(arguments, numbers), _form(keywords, numbers)
         except _UnknownFormError:
             given = None
-        form = hash((id(root), root.training, flags, given))
-        of_form = self._forms.setdefault(form, _CallSearch())
-        call = ModelCall(form, False, behind=list(_calls_in(leaves([arguments, keywords]))))
-        call.numbers = hash(tuple(numbers)) if by_numbers and numbers else 0
-        call.is_counted = self._is_to_count(of_form, call.numbers)
+        form = base = hash((id(root), root.training, flags, given))
+        if by_numbers and numbers and self._alike.get(base, 0) < _ENOUGH_ALIKE:
+            form = hash((base, tuple(numbers)))
+            self._base[form] = base
+        search = self._forms.setdefault(form, _CallSearch())
+        call = ModelCall(form, self._is_to_count(search), behind=list(_calls_in(leaves([arguments, keywords]))))
         if call.is_counted:
             self._left -= not self.is_first
-            of_form.is_new, of_form.last = False, call
-            of_form.numbers.add(call.numbers)
+            search.is_new, search.last = False, call
         call.nodes = -made_in_thread()
         self.here_in_thread.call = call
         return call
 
-    def _is_to_count(self, form: _CallSearch, numbers: int) -> bool:
+    def _is_to_count(self, form: _CallSearch) -> bool:
         if self.is_first and (form.by_values or (form.last is not None and form.last.is_thrown_away)):
             return True
-        is_new = form.is_wanted or (numbers not in form.numbers and not form.ignores_numbers)
-        return is_new and (self.is_first or self._left > 0)
+        return form.is_wanted and (self.is_first or self._left > 0)
 
     def leave(self) -> None:
-        """The call of this thread has ended, well or not. One that has raised stands for no other."""
+        """End the call of this thread, also after an exception. A call that raised represents no other."""
         call, self.here_in_thread.call = self.here_in_thread.call, None
         if call is not None and call.is_counted and not call.has_ended:
             self._forms[call.form].is_new = True
 
     def end(self, call: ModelCall, results: Any) -> None:
-        """Note that a call has ended well."""
+        """Note that a call has ended without an exception."""
         call.nodes += made_in_thread()
         call.has_ended = True
         mark = _Mark(call)
         call.is_known = mark_call(leaves(results), mark)
         call.graph = weakref.ref(mark)
         self._all.append(call)
-        form, kind = self._forms[call.form], self.kind_of(call)
-        form.by_values |= call.goes_by_values
+        self._forms[call.form].by_values |= call.goes_by_values
+        self._look_up(call)
+
+    def _look_up(self, call: ModelCall) -> bool:
+        """Record the kind of a call that has ended; returns whether a new search began."""
+        form, kind = self._forms[call.form], call.kind
         if call.is_counted:
             form.find(kind)
             self._known.add(kind)
         elif kind not in self._known:
             form.seek(kind)
+            return True
+        return False
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
-        """A call whose backward begins, a counted one if there is one; None if there is none."""
+        """Return a call whose backward begins, a counted one if possible; None if there is none."""
         here = self.here  # a backward inside of a call, as in a training step that optimizes by itself
         waiting = list(_calls_in(roots)) if here is None else [here]
         known = set(map(id, waiting))
@@ -261,23 +258,11 @@ class ModelCalls:
             call = waiting.pop()
             found = call if found is None or call.is_counted else found
             call.has_backward = True
-            if not call.is_counted and self._lack_backward and call.has_ended:
-                kind = self.kind_of(call)
-                if kind in self._lack_backward:
-                    self._forms[call.form].seek(kind)
+            if not call.is_counted and call.has_ended and call.kind in self._lack_backward:
+                self._forms[call.form].seek(call.kind)
             waiting += [other for other in call.behind if id(other) not in known]
             known.update(map(id, call.behind))
         return found
-
-    def kind_of(self, call: ModelCall) -> Kind:
-        """The kind of a call that has ended."""
-        ignores = self._forms[call.form].ignores_numbers
-        return Kind(call.form, call.path, call.nodes, 0 if ignores else call.numbers)
-
-    def ignores_numbers(self, kind: Kind) -> bool:
-        """Whether the Python numbers of calls of this form decide nothing."""
-        form = self._forms.get(kind.form)
-        return form is not None and form.ignores_numbers
 
     @property
     def has_wishes(self) -> bool:
@@ -285,22 +270,20 @@ class ModelCalls:
         return self._left > 0 and any(form.is_wanted for form in self._forms.values())
 
     def end_step(self) -> list[ModelCall]:
-        """The calls of the step, each with the kind of its evidence; counted ones have the number of those that they
-        represent."""
+        """Return the calls of the step; each counted one has the number of calls that it represents."""
         counted: dict[Kind, ModelCall] = {}
         calls, self._all = self._all, []
         for call in calls:
-            kind = self.kind_of(call)
             if call.is_counted:
-                counted[kind] = call
-            elif kind in counted:
-                counted[kind].forwards += 1
+                counted[call.kind] = call
+            elif call.kind in counted:
+                counted[call.kind].forwards += 1
         for kind, call in counted.items():
             if call.may_have_backward:
                 self._lack_backward.discard(kind)
                 continue
             self._lack_backward.add(kind)
-            if any(other.has_backward for other in calls if self.kind_of(other) == kind):
+            if any(other.has_backward for other in calls if other.kind == kind):
                 self._forms[call.form].seek(kind)
         self._without_backward += 1
         has_backward = not calls or any(call.may_have_backward for call in calls)
@@ -315,24 +298,21 @@ class ModelCalls:
         self.outside = ModelCall(OUTSIDE, counts_outside)
 
     def end_outside(self, *, has_products: bool) -> Kind | None:
-        """The kind of what the step ran outside of calls; None if it ran nothing there."""
+        """The kind of everything that the step ran outside of calls; None if it ran nothing there."""
         if not has_products and not self.outside.path:
             return None
-        kind = self.kind_of(self.outside)
-        if self.outside.is_counted:
-            self._forms[OUTSIDE].find(kind)
-            self._known.add(kind)
-        elif kind not in self._known:
-            self._forms[OUTSIDE].seek(kind)
-            self._left -= 1
-        return kind
+        self._left -= self._look_up(self.outside)
+        return self.outside.kind
+
+    def differ_in_integers(self, kind: Kind, other: Kind) -> bool:
+        """Whether two kinds differ only in the integers of the input."""
+        base = self._base.get(kind.form)
+        return base is not None and base == self._base.get(other.form) and kind != other and kind[1:] == other[1:]
 
     def note_alike(self, kind: Kind, *, alike: bool) -> None:
-        """Note whether a kind has the products of one that differs from it in nothing but numbers."""
-        form = self._forms[kind.form]
-        form.alike += 1 if alike else -MOST_COUNTED
-        if form.ignores_numbers:
-            self._known |= {each._replace(numbers=0) for each in self._known if each.form == kind.form}
+        """Note whether a kind has the products of another one that differs only in integers."""
+        base = self._base[kind.form]
+        self._alike[base] = self._alike.get(base, 0) + (1 if alike else -MOST_COUNTED)
 
 
 def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
@@ -344,21 +324,20 @@ def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
 
 
 class _UnknownFormError(Exception):
-    """An argument whose contents are unknown."""
+    """An argument with unknown contents."""
 
 
-def _form(value: Any, numbers: list[Any], depth: int = 0) -> Hashable:
-    """What of an argument decides which products there are; Python numbers in it are added to ``numbers``."""
+def _form(value: Any, numbers: list[int], depth: int = 0) -> Hashable:
+    """Return everything in an argument that decides products; integers in it are appended to ``numbers``."""
     if depth > _DEEPEST:
         raise _UnknownFormError
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, (int, float, complex)):
+    if isinstance(value, int):
         numbers.append(value)
-        return type(value).__name__
-    if isinstance(value, (torch.dtype, torch.device)):
+    if isinstance(value, (int, float, complex, torch.dtype, torch.device)):
         return type(value).__name__
     if isinstance(value, Mapping):
         return tuple((str(name), _form(part, numbers, depth + 1)) for name, part in value.items())

@@ -82,7 +82,7 @@ class ModelWatch:
         self._modules = modules
         self.calls = ModelCalls()
         self.operators = OperatorProducts(modules, self.state, self.calls)
-        self.state.watch(model, lambda: is_seen_by(self) and not in_backward())
+        self.state.watch(model)
         self.active = self.counting = True
         roots = [root for _, root in named_roots(model) or ()]
         whole = set(map(id, roots))
@@ -177,14 +177,14 @@ class ModelWatch:
     def _surround_calls(self, root: Any) -> None:
         """Look at a model while it is called; at Lightning's modules while they take a training step."""
         own = root._compiled_call_impl
-        around = CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, tells_result=True))
+        around = CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, is_forward=True))
         setattr(around, SURROUNDS, own)
         self._replaced.replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
-            step = self._around_call(root, root.training_step, tells_result=False)
+            step = self._around_call(root, root.training_step, is_forward=False)
             self._replaced.replace(root, "training_step", TrainingStepOfOneModule(step, root))
 
-    def _around_call(self, root: Any, upstream: Callable[..., Any], *, tells_result: bool) -> Callable[..., Any]:
+    def _around_call(self, root: Any, upstream: Callable[..., Any], *, is_forward: bool) -> Callable[..., Any]:
         """Around a call of a model: look at it if it is to be counted."""
 
         @functools.wraps(upstream)
@@ -195,14 +195,14 @@ class ModelWatch:
             outer = calls.here
             call = None
             if outer is None:
-                call = self._guarded(lambda: calls.begin(root, arguments, keywords, by_numbers=tells_result))
+                call = self._guarded(lambda: calls.begin(root, arguments, keywords, by_numbers=is_forward))
             if call is not None and call.is_counted and not self.counting:
                 self.counting = True
                 self._guarded(self._count)
             try:
                 with self._looking() if call is not None and call.is_counted else nullcontext():
                     result = upstream(*arguments, **keywords)
-                self._guarded(lambda: self._end_call(call, result, tells_result=tells_result))
+                self._guarded(lambda: self._end_call(call, result))
             finally:
                 if outer is None:
                     calls.leave()
@@ -211,10 +211,7 @@ class ModelWatch:
         not_compiled: Callable[..., Any] = torch.compiler.disable(around, recursive=False)  # type: ignore[no-untyped-call]
         return not_compiled
 
-    def _end_call(self, call: ModelCall | None, result: Any, *, tells_result: bool) -> None:
-        here = self.calls.here
-        if tells_result and here is not None and here.is_counted and self.calls.is_first:
-            self.state.note_logits(result)
+    def _end_call(self, call: ModelCall | None, result: Any) -> None:
         if call is not None:
             if call.is_counted:
                 self.operators.nodes.bind(leaves(result))

@@ -17,8 +17,7 @@ import torch.nn.modules.conv
 
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.coverage import Family
-from te_precision_callbacks.coverage.kept_state import LOSSES, OF_OPERATOR, REDUCING, KeptState
-from te_precision_callbacks.coverage.lengths import Lengths
+from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
 from te_precision_callbacks.coverage.marks import Marks, Weight, WeightMarks, tensors_in
 from te_precision_callbacks.coverage.matrix_products import (
     MatrixProduct,
@@ -54,7 +53,6 @@ class OperatorProducts:
         seen: the products, in their order.
         told: the layers of which a product has run in their present forward.
         nodes: the products of autograd's nodes.
-        lengths: those of sequences.
     """
 
     def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState, calls: ModelCalls) -> None:
@@ -62,7 +60,6 @@ class OperatorProducts:
         self.told: set[str] = set()
         self.nodes = NodesOfProducts()
         self.calls = calls
-        self.lengths = Lengths()
         self._modules = modules
         self._state = state
         self._backward_of: ModelCall | None = None
@@ -110,15 +107,12 @@ class OperatorProducts:
             return
         left = why_not_counted(operator, arguments)
         if not left and not is_product(operator):
-            if not of_backward:
-                self._note_kept(operator, arguments, result)
             if not of_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
                 self._follow(operator, arguments, result)
             return
         products = products_of(operator, arguments, result)
-        if any(product.bounds is not None for product in products):
+        if any(product.sequences is not None for product in products):
             self.note_sizes_by_values()
-        products = self.lengths.keep(products)
         if not of_backward:
             if not in_evaluation():
                 self._note_forward(operator, products, arguments, result, left=left)
@@ -126,13 +120,6 @@ class OperatorProducts:
             self._note_forward(operator, products, arguments, result, left=left, again=True)
         else:
             self._note_backward(operator, products, arguments, result, left=left)
-
-    def _note_kept(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """Note in which type the result of an operator of a forward is."""
-        if operator in OF_OPERATOR and self._innermost_module() is not None:
-            self._state.note(operator, next(tensors_in([result])))
-        if operator in LOSSES:
-            self._state.note_loss(arguments[0])
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and what attention multiplies to its softmax and behind it."""
@@ -215,7 +202,7 @@ class OperatorProducts:
         family = "attention" if role in ("qk", "pv") else "functional"
         kind = kind_of(inside[1])
         return SeenProduct(
-            inside[0], family, role, formats, sizes, kind, bounds=product.bounds, mask_share=product.mask_share
+            inside[0], family, role, formats, sizes, kind, sequences=product.sequences, mask_share=product.mask_share
         )
 
     def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
@@ -264,7 +251,7 @@ class OperatorProducts:
             of.gradients += role != "dgrad"
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
             seen = SeenProduct(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, call=of.call)
-            seen.bounds = product.bounds
+            seen.sequences = product.sequences
             self.seen.append(seen)
             if torch.is_grad_enabled():  # with create_graph=True it has a node, too
                 self.nodes.note(seen, arguments, result)

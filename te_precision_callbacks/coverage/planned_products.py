@@ -1,17 +1,15 @@
-"""The matrix products of a model's step, planned from its modules: nothing runs, and the model may be on ``meta``.
+"""Plans the matrix products of a training step from a model's modules. Nothing runs; the model may be on ``meta``.
 
     planned = plan_products(model, modules, operations, acting, recipe, tokens=4096)
-    planned.coverage.share("fp8")     # as session.coverage() of the step that was planned
-    planned.not_counted               # modules with a weight of which no product is planned
+    planned.coverage.share("fp8")     # as session.coverage() of the planned step
+    planned.not_counted               # modules with a weight and without a planned product
     planned = plan_products(model, modules, operations, acting, recipe, ran=ran)   # of a step that was called
 
-The formats are those of the quantizers that Transformer Engine makes for the recipe, changed by what the features of a
-config do. Some things are assumed, since modules do not tell them: each layer of Transformer Engine runs in
-``te.autocast`` with the recipe; its input needs a gradient; tensors in high precision have the dtype of the layer's
-weight; each token goes through every layer once; the experts of a GroupedLinear share the tokens equally; a convolution
-computes one place for each token. What attention multiplies depends on the lengths of sequences, and is not planned. Of
-a step whose products are known, nothing but the formats of Transformer Engine's layers is planned, and only the dtype
-of what is in high precision is assumed.
+The formats are those of the quantizers that Transformer Engine makes for the recipe, changed by features of the config.
+Assumptions: each layer of Transformer Engine runs in ``te.autocast`` with the recipe, and its input needs a gradient;
+tensors in high precision have the dtype of the layer's weight; each token passes each layer once; the experts of a
+GroupedLinear share the tokens equally. Only linear layers are planned by tokens. Attention depends on the lengths of
+sequences. For a step that was called, only the formats of Transformer Engine's layers are planned.
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.
 reset_recipe_state``, which make a layer's quantizers.
@@ -20,11 +18,10 @@ reset_recipe_state``, which make a layer's quantizers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.modules.conv
 
 from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName, class_names
 from te_precision_callbacks.config.effects import Acting
@@ -43,7 +40,7 @@ from te_precision_callbacks.coverage.precision_audit import (
     recipe_text,
 )
 from te_precision_callbacks.coverage.precision_history import Format
-from te_precision_callbacks.coverage.seen_product import OPERAND_NAMES, kind_of
+from te_precision_callbacks.coverage.seen_product import kind_of
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation, module_names, named_roots
 
@@ -51,23 +48,21 @@ NOT_REACHED = "the forward does not reach it"
 """Why a product of a step whose products are known is not among them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ran:
-    """The matrix products of a step whose forward and backward have been called for them.
+    """The matrix products of a step that was called for its sizes.
 
     Attributes:
-        products: in the order in which they ran; those of Transformer Engine's layers without formats.
-        recipes: layer of Transformer Engine -> the recipe in force when it was called; None for high precision.
-        tokens: layer of Transformer Engine -> the rows of its input, of each call.
-        left_out: the GEMMs of these layers that their backward leaves out, and why.
-        without_kernel: attention that no kernel of Transformer Engine's takes.
+        products: the products in the order in which they ran, without the formats of Transformer Engine's layers.
+        recipes: layer of Transformer Engine -> the recipe of its first call; None for high precision.
+        tokens: layer of Transformer Engine -> the rows of its input, for each call.
+        left_out: the GEMMs of these layers that their backward skips, and why.
     """
 
-    products: tuple[Product, ...]
-    recipes: Mapping[str, Any]
-    tokens: Mapping[str, Sequence[int]]
-    left_out: Mapping[LayerGemm, str]
-    without_kernel: Sequence[str]
+    products: tuple[Product, ...] = ()
+    recipes: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    left_out: dict[LayerGemm, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -283,51 +278,27 @@ class _ProductPlanner:
     def _plan_torch(self, path: str, module: torch.nn.Module) -> bool:
         """Plan the products of a module of torch's own; return whether its class is known."""
         if isinstance(module, torch.nn.Linear):
-            self._plan_weight(path, module, module.weight, "torch", (module.in_features, module.out_features))
+            sizes = module.in_features, module.out_features
         elif "Conv1D" in class_names(module) and hasattr(module, "nf"):  # transformers' GPT-2: x @ weight
-            weight = cast(torch.Tensor, module.weight)
-            self._plan_weight(path, module, weight, "torch", (weight.shape[0], weight.shape[1]))
-        elif isinstance(module, torch.nn.modules.conv._ConvNd):
-            groups, weight = module.groups, module.weight
-            sizes = weight[0].numel(), weight.shape[0] // groups
-            self._plan_weight(path, module, weight, "torch", sizes, batch=groups)
-        elif isinstance(module, torch.nn.MultiheadAttention) and module.in_proj_weight is not None:
-            out_features, in_features = module.in_proj_weight.shape
-            sizes = in_features, out_features
-            self._plan_weight(f"{path}.in_proj_weight", module, module.in_proj_weight, "functional", sizes)
-        elif isinstance(module, torch.nn.Embedding):
-            formats = dtype_name(torch.int64), dtype_name(module.weight.dtype)
-            operands = dict(zip(OPERAND_NAMES["lookup"], formats, strict=True))
-            self._products.append(
-                Product(
-                    path, "lookup", "lookup", False, self._tokens, module.embedding_dim, 0, 1, 1, 0, operands, "planned"
-                )
-            )
+            sizes = cast(torch.Tensor, module.weight).shape[0], cast(int, module.nf)
         else:
-            return False
+            return isinstance(module, torch.nn.Embedding)  # a look-up has no multiply-adds
+        self._plan_weight(path, module, cast(torch.Tensor, module.weight), sizes)
         return True
 
-    def _plan_weight(
-        self,
-        layer: str,
-        module: torch.nn.Module,
-        weight: torch.Tensor,
-        family: Family,
-        sizes: tuple[int, int],
-        batch: int = 1,
-    ) -> None:
-        macs = self._tokens * sizes[0] * sizes[1] * batch
+    def _plan_weight(self, layer: str, module: torch.nn.Module, weight: torch.Tensor, sizes: tuple[int, int]) -> None:
+        macs = self._tokens * sizes[0] * sizes[1]
         for gemm, (n, m, k) in gemm_sizes(self._tokens, *sizes).items():
             if gemm != "fprop" and not self._trains:
                 continue
             if gemm == "wgrad" and not weight.requires_grad:
-                self._products.append(Product.left_out(layer, family, gemm, FROZEN))
+                self._products.append(Product.left_out(layer, "torch", gemm, FROZEN))
                 continue
             operands: dict[str, str] = dict.fromkeys(OPERANDS[gemm], dtype_name(weight.dtype))
             backward, ref = gemm != "fprop", kind_of(module)
             self._products.append(
                 Product(
-                    layer, family, gemm, backward, n, m, k, batch, 1, macs, operands, "planned", "", Reason.NOT_TE, ref
+                    layer, "torch", gemm, backward, n, m, k, 1, 1, macs, operands, "planned", "", Reason.NOT_TE, ref
                 )
             )
 

@@ -41,7 +41,7 @@ from te_precision_callbacks.coverage.gemm_precision import (
     NO_INPUT_GRADIENT,
     GemmPrecision,
 )
-from te_precision_callbacks.coverage.precision_history import Format, GemmFact, PrecisionHistory, joined
+from te_precision_callbacks.coverage.precision_history import Format, GemmFact, PrecisionHistory
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 
@@ -73,44 +73,58 @@ class LayerGemm(NamedTuple):
     gemm: GemmName
 
 
-_Told = dict[Format, bool]
-"""Format of an operand -> whether a GEMM was handed it. If not, the quantizers of a step in which nothing is seen make
-it."""
-
-
 @dataclass
 class _Notes:
-    """The notes on one layer in an iteration: the formats of its operands, the GEMMs that are going to run, and those
-    that are left out; whether its forward ran in a region of ``te.autocast(enabled=False)``, and whether a backward has
-    run: else, as of a batch that was skipped, nothing is known of what was expected of it."""
+    """Observations of one layer in one iteration.
 
-    told: dict[LayerOperand, _Told] = field(default_factory=dict)
-    expected: dict[LayerGemm, None] = field(default_factory=dict)
-    left_out: dict[LayerGemm, str] = field(default_factory=dict)
+    Attributes:
+        formats: operand -> format -> whether it was seen; otherwise it was derived from quantizers.
+        expected: the GEMMs that the forward announced.
+        left_out: the GEMMs that the backward skips, and why.
+        excluded: whether the forward ran inside ``te.autocast(enabled=False)``.
+        had_backward: whether a backward ran. Without one, as for a skipped batch, an expected GEMM proves nothing.
+    """
+
+    formats: dict[LayerOperand, dict[Format, bool]] = field(default_factory=dict)
+    expected: dict[GemmName, None] = field(default_factory=dict)
+    left_out: dict[GemmName, str] = field(default_factory=dict)
     excluded: bool = False
     had_backward: bool = False
 
+    def put(self, operand: LayerOperand, made: Format, *, seen: bool) -> None:
+        formats = self.formats.setdefault(operand, {})
+        formats[made] = seen or formats.get(made, False)
+
+    def facts(self) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
+        """Facts about the layer's GEMMs, and the GEMMs whose operands were all seen."""
+        facts = {gemm: GemmFact((), NO_BACKWARD) for gemm in (self.expected if self.had_backward else ())}
+        facts |= {gemm: GemmFact((), reason) for gemm, reason in self.left_out.items()}
+        by_gemm: dict[GemmName, dict[str, dict[Format, bool]]] = {}
+        for operand, formats in self.formats.items():
+            by_gemm.setdefault(operand.gemm, {})[operand.tensor] = formats
+        seen: list[GemmName] = []
+        for gemm, found in by_gemm.items():
+            tensors = [tensor for tensor in OPERANDS[gemm] if tensor in found]
+            facts[gemm] = GemmFact(tuple((tensor, tuple(found[tensor])) for tensor in tensors))
+            if len(tensors) == len(OPERANDS[gemm]) and all(all(formats.values()) for formats in found.values()):
+                seen.append(gemm)
+        return facts, seen
+
 
 class PrecisionAudit:
-    """Collects the formats of GEMM operands. Holds a short text for each layer, GEMM and tensor, and no tensor.
+    """Collects the formats of GEMM operands. Keeps no tensor.
 
     Args:
-        iterations: gets those that have run.
+        iterations: receives the iterations that ran.
     """
 
     def __init__(self, iterations: Iterations) -> None:
-        self._told: dict[LayerOperand, _Told] = {}
-        self._expected: dict[LayerGemm, None] = {}
-        self._left_out: dict[LayerGemm, str] = {}
-        self._unseen: dict[
-            str, dict[LayerOperand, Format]
-        ] = {}  # what the fused path makes, of layers asked in this step
-        self._doubted: set[str] = set()
+        self._unseen: dict[str, dict[LayerOperand, Format]] = {}
         self._history = PrecisionHistory(iterations)
         self._iteration: int | None = None
         self._now: defaultdict[str, _Notes] = defaultdict(_Notes)
         self._had_backward = False
-        self._in_history: dict[str, _Notes] = {}  # the notes of a layer that its last facts in the history come from
+        self._in_history: dict[str, _Notes] = {}  # layer -> the notes of its last facts in the history
 
     def enter(self, iteration: int) -> None:
         """Set the debug iteration of the facts that follow."""
@@ -122,14 +136,14 @@ class PrecisionAudit:
         self._iteration, self._had_backward = iteration, False
 
     def leave(self, iteration: int) -> None:
-        """Note that an iteration has run, whatever was noted in it."""
+        """Record that an iteration ran, whatever was noted in it."""
         self.enter(iteration)
         self._history.ran(iteration)
         self._end()
 
     def _end(self) -> None:
         for layer, formats in self._unseen.items():
-            if not self._now[layer].told:  # a compiled model runs its GEMMs where the tap does not know their layer
+            if not self._now[layer].formats:  # in a compiled model the tap does not know the layer of a GEMM
                 self.plan(formats)
         self._unseen.clear()
         self._write()
@@ -137,56 +151,58 @@ class PrecisionAudit:
         self._now.clear()
 
     def abandon(self) -> None:
-        """Drop what was noted in this iteration, which an error has ended halfway."""
+        """Drop the notes of this iteration, which an error ended halfway."""
         self._unseen.clear()
         self._now.clear()
 
     @property
     def lacks_backward(self) -> bool:
-        """Whether layers have run forward in this iteration, and no backward is known of."""
+        """Whether layers ran forward in this iteration, and no backward is known."""
         return bool(self._now) and not self._had_backward
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward is known to have run in this iteration."""
+        """Whether a backward ran in this iteration."""
         return self._had_backward
 
     def note_backward(self) -> None:
-        """Note that a backward has run in this iteration; GEMMs that are expected and not seen were not reached."""
+        """Record that a backward ran; expected GEMMs that were not seen were then not reached."""
         self._had_backward = True
 
     @property
     def last(self) -> int | None:
-        """The last iteration that has run, or of which something is noted; None if there is none."""
+        """The last iteration that ran, or that has notes; None if there is none."""
         self._write()
         return self._history.last
 
     @property
     def changes(self) -> int:
-        """How often the precision of a layer has changed so far."""
+        """How often the precision of a layer has changed."""
         return self._history.changes
 
     @property
     def has_changed(self) -> bool:
-        """Whether the precision of a layer has become another in a later iteration."""
+        """Whether the precision of a layer changed after its first iteration."""
         self._write()
         return self._history.has_changed
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
-        """What is known of an iteration. Raises IterationError where it has not run."""
+        """The precision in an iteration. Raises IterationError if it has not run."""
         self._write()
         return self._history.at(iteration)
 
     def spans(self) -> Iterator[GemmPrecision]:
-        """What is known of all iterations, as ``PrecisionHistory.spans``."""
+        """The precision in all iterations, as ``PrecisionHistory.spans``."""
         self._write()
         return self._history.spans()
 
-    def _write(self) -> None:
-        """Bring what was noted in this iteration into the history; the iteration may go on.
+    def __iter__(self) -> Iterator[GemmPrecision]:
+        """The precision over the run, as ``PrecisionHistory.whole``."""
+        self._write()
+        return self._history.whole()
 
-        Mostly a layer's notes are those of the iteration before, of which the history has the facts.
-        """
+    def _write(self) -> None:
+        """Copy the notes of this iteration, which may go on, to the history. Notes rarely change between iterations."""
         if self._iteration is None or not self._now:
             return
         self._history.ran(self._iteration)
@@ -194,151 +210,95 @@ class PrecisionAudit:
             notes.had_backward = self._had_backward
             if notes != self._in_history.get(layer):
                 self._in_history.pop(layer, None)
-                facts, seen = _facts(notes)
+                facts, seen = notes.facts()
                 self._history.put(layer, self._iteration, facts, seen, excluded=notes.excluded)
 
     def holds(self, formats: Mapping[LayerOperand, Format]) -> bool:
-        """Whether these formats are among those of the last iteration, but for those of GEMMs that are left out."""
+        """Whether the last iteration had these formats, except those of GEMMs that a backward skips."""
         for operand, made in formats.items():
-            fact = self._history.now(operand.layer)[GEMMS.index(operand.gemm)]
-            if fact is None or not (_is_left_out(fact) or made in dict(fact.operands).get(operand.tensor, ())):
+            fact = self._now_of(operand)
+            if fact is None or not (fact.is_left_out or made in dict(fact.operands).get(operand.tensor, ())):
                 return False
         return True
+
+    def _now_of(self, operand: LayerOperand) -> GemmFact | None:
+        return self._history.now(operand.layer)[GEMMS.index(operand.gemm)]
 
     def trained_in_fp8(self, layer: str) -> bool | None:
         """Whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
         self._write()
-        fact = self._history.now(layer)[GEMMS.index("fprop")]
+        fact = self._now_of(LayerOperand(layer, "fprop", ""))
         formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
         return any(made.recipe for made in formats) if formats else None
 
     def of_gemms_that_run(self, formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
-        """Without the operands of GEMMs that are left out in the last iteration."""
-        return {
-            operand: made
-            for operand, made in formats.items()
-            if not _is_left_out(self._history.now(operand.layer)[GEMMS.index(operand.gemm)])
-        }
+        """The formats without the operands of GEMMs that the last backward skipped."""
+        facts = {operand: self._now_of(operand) for operand in formats}
+        return {operand: formats[operand] for operand, fact in facts.items() if fact is None or not fact.is_left_out}
 
     def plan(self, formats: Mapping[LayerOperand, Format], *, excluded: bool = False) -> None:
-        """Note the formats that quantizers make, of the operands of GEMMs that run unseen.
+        """Note formats that quantizers make, of operands of GEMMs that run unseen.
 
         Args:
             formats: the formats.
-            excluded: whether layers in high precision have run in a region of ``te.autocast(enabled=False)``.
+            excluded: whether layers in high precision ran inside ``te.autocast(enabled=False)``.
         """
         for operand, made in formats.items():
-            self._now[operand.layer].excluded |= excluded and not made.recipe
-            for found in self._formats(operand):
-                found.setdefault(made, False)
+            notes = self._now[operand.layer]
+            notes.excluded |= excluded and not made.recipe
+            notes.put(operand, made, seen=False)
 
     def expect(self, gemms: Iterable[LayerGemm]) -> None:
-        """Note GEMMs that are going to be seen; those that are never seen have not run."""
-        for gemm in gemms:
-            self._expected[gemm] = self._now[gemm.layer].expected[gemm] = None
+        """Note GEMMs that a forward announces; if no operand of one is seen, it did not run."""
+        for layer, gemm in gemms:
+            self._now[layer].expected[gemm] = None
 
     def expect_unseen(self, formats: Mapping[LayerOperand, Format]) -> None:
-        """Note what the GEMMs of layers are handed if none of a layer is seen in this iteration."""
+        """Note the formats of layers, for an iteration in which no operand of the layer is seen."""
         for operand, made in formats.items():
             self._unseen.setdefault(operand.layer, {})[operand] = made
 
     def leave_out(self, gemms: Mapping[LayerGemm, str]) -> None:
-        """Note GEMMs that a forward and its backward do not run, and why."""
-        self._left_out.update(gemms)
-        for gemm, reason in gemms.items():
-            self._now[gemm.layer].left_out[gemm] = reason
+        """Note GEMMs that the backward of a forward skips, and why."""
+        for (layer, gemm), reason in gemms.items():
+            self._now[layer].left_out[gemm] = reason
 
     def look(self, event: GemmEvent) -> None:
-        """Note the formats of what a GEMM was handed in training; a listener of the tap."""
+        """Note the formats of a GEMM's operands in training; a listener of the tap."""
         if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return
         self._had_backward |= event.gemm != "fprop"
+        notes = self._now[event.layer]
         if event.gemm == "fprop" and not (event.recipe or in_backward()) and _in_a_region():
-            self._now[event.layer].excluded = True
+            notes.excluded = True
         for operand in event.operands:
             text = format_of(operand.data, columnwise=operand.columnwise)
             text += MODIFIED if _is_modified(operand) else ""
-            for found in self._formats(LayerOperand(event.layer, event.gemm, operand.tensor)):
-                found[Format(text, event.recipe)] = True
+            notes.put(LayerOperand(event.layer, event.gemm, operand.tensor), Format(text, event.recipe), seen=True)
 
-    def _formats(self, operand: LayerOperand) -> tuple[_Told, _Told]:
-        """The formats noted of an operand: in the run, and in this iteration."""
-        return self._told.setdefault(operand, {}), self._now[operand.layer].told.setdefault(operand, {})
-
-    def tells(self, formats: Mapping[LayerOperand, Format]) -> bool:
-        """Whether all of these formats are noted, seen or planned, except those of GEMMs that were left out."""
-        return all(
-            made in self._told.get(operand, ()) or (gemm in self._left_out and not _has_run(_of_gemm(gemm, self._told)))
-            for operand, made in formats.items()
-            for gemm in [LayerGemm(operand.layer, operand.gemm)]
-        )
+    def has_met(self, formats: Mapping[LayerOperand, Format]) -> bool:
+        """Whether each of these formats occurred in some iteration, except those of GEMMs that never ran."""
+        for operand, made in formats.items():
+            facts = self._history.met(operand.layer, operand.gemm)
+            ran = [fact for fact in facts if fact.operands]
+            if not any(made in dict(fact.operands).get(operand.tensor, ()) for fact in ran) and (
+                ran or not any(fact.is_left_out for fact in facts)
+            ):
+                return False
+        return True
 
     def doubt(self, formats: Mapping[LayerOperand, Format], iteration: int, *, excluded: bool) -> None:
-        """Note that the layers may have run in these formats in an iteration, which is over; as :meth:`plan`."""
-        layers = {operand.layer for operand in formats}
-        if not self.tells(formats):
-            self._doubted |= layers
-        for layer in layers:
+        """Note that layers may have run in these formats in an iteration that is over; as :meth:`plan`."""
+        for layer in {operand.layer for operand in formats}:
             self._in_history.pop(layer, None)
             self._history.doubt(layer, iteration, excluded=excluded)
 
     def trust(self, formats: Mapping[LayerOperand, Format], iteration: int) -> None:
-        """Take a doubt back, since the formats have been met in training: the iteration had what was met."""
-        met = self.holds(formats)
-        for layer in {operand.layer for operand in formats}:
-            self._doubted.discard(layer)
-            if met:
+        """Resolve a doubt: training has these formats, so the doubtful iteration had them too."""
+        if self.holds(formats):
+            for layer in {operand.layer for operand in formats}:
                 self._in_history.pop(layer, None)
                 self._history.settle(layer, iteration)
-
-    def __iter__(self) -> Iterator[GemmPrecision]:
-        self._write()
-        told: defaultdict[tuple[str, str], dict[str, _Told]] = defaultdict(dict)
-        for (layer, name, tensor), found in self._told.items():
-            told[layer, name][tensor] = found
-        texts: dict[_Formats, tuple[dict[str, str], str]] = {}  # of thousands of layers they are few
-        known = told.keys() | self._expected.keys() | self._left_out.keys()
-        for layer in dict.fromkeys(layer for layer, _ in (*told, *self._expected, *self._left_out)):
-            for gemm in (LayerGemm(layer, name) for name in GEMMS):
-                if gemm not in known:
-                    continue
-                of_gemm: _OfGemm = {tensor: told[gemm].get(tensor, {}) for tensor in OPERANDS[gemm.gemm]}
-                if not _has_run(of_gemm):
-                    not_run = self._left_out.get(gemm, NO_BACKWARD)
-                    yield GemmPrecision(*gemm, {}, seen=False, not_run=not_run, since=self._history.since(*gemm))
-                    continue
-                formats = tuple((tensor, tuple(found)) for tensor, found in of_gemm.items() if found)
-                if formats not in texts:
-                    texts[formats] = joined(formats)
-                operands, recipe = texts[formats]
-                seen = _is_seen(of_gemm) and layer not in self._doubted
-                excluded, since = self._history.is_excluded(layer, recipe), self._history.since(*gemm)
-                yield GemmPrecision(*gemm, operands, seen, since=since, recipe=recipe, excluded=excluded)
-
-
-_Formats = tuple[tuple[str, tuple[Format, ...]], ...]
-"""Tensor and its formats, of each operand of a GEMM."""
-
-_OfGemm = Mapping[str, Mapping[Format, bool]]
-"""Tensor -> format -> what the format is known by: of the two tensors of a GEMM."""
-
-
-def _of_gemm(gemm: LayerGemm, told: Mapping[LayerOperand, Mapping[Format, bool]]) -> _OfGemm:
-    """What is noted of the operands of a GEMM."""
-    return {tensor: told.get(LayerOperand(*gemm, tensor), {}) for tensor in OPERANDS[gemm.gemm]}
-
-
-def _facts(notes: _Notes) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
-    """The facts about a layer's GEMMs by what was noted in an iteration, and the GEMMs whose operands were all seen."""
-    facts = {gemm.gemm: GemmFact((), NO_BACKWARD) for gemm in (notes.expected if notes.had_backward else ())}
-    facts |= {gemm.gemm: GemmFact((), reason) for gemm, reason in notes.left_out.items()}
-    seen: list[GemmName] = []
-    for gemm in dict.fromkeys(LayerGemm(operand.layer, operand.gemm) for operand in notes.told):
-        of_gemm = _of_gemm(gemm, notes.told)
-        facts[gemm.gemm] = GemmFact(tuple((tensor, tuple(found)) for tensor, found in of_gemm.items() if found))
-        if _is_seen(of_gemm):
-            seen.append(gemm.gemm)
-    return facts, seen
 
 
 def _in_a_region() -> bool:
@@ -346,21 +306,6 @@ def _in_a_region() -> bool:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return bool(FP8GlobalStateManager.quantization_state.autocast_depth)
-
-
-def _has_run(of_gemm: _OfGemm) -> bool:
-    """Whether a GEMM has run: formats of its operands are told."""
-    return any(of_gemm.values())
-
-
-def _is_seen(of_gemm: _OfGemm) -> bool:
-    """Whether every format of both operands is that of a tensor that was seen."""
-    return all(found and all(found.values()) for found in of_gemm.values())
-
-
-def _is_left_out(fact: GemmFact | None) -> bool:
-    """Whether a backward leaves a GEMM out, as its forward shows. A backward that has not come leaves nothing out."""
-    return fact is not None and fact.not_run not in ("", NO_BACKWARD)
 
 
 def _is_modified(operand: GemmOperand) -> bool:

@@ -12,7 +12,7 @@ from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.coverage.coverage import Family, Product, ProductName, Reason
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_INPUT_GRADIENT
 from te_precision_callbacks.coverage.marks import Weight
-from te_precision_callbacks.coverage.matrix_products import Bounds, Role, Sizes
+from te_precision_callbacks.coverage.matrix_products import PackedSequence, Role, Sizes
 from te_precision_callbacks.coverage.micro_batches import ModelCall
 
 OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
@@ -58,7 +58,7 @@ class SeenProduct:
         gradients: how many products of the backward, but for dgrad, are of this one.
         call: the call of the model in which it has run; None outside of such calls.
         not_counted: the operator, and why it is not counted; empty for a product.
-        bounds: as those of a :class:`MatrixProduct`.
+        sequences: as of :class:`MatrixProduct`.
         mask_share: as ``Product.mask_share``; a product of a backward that torch has run has that of its forward.
     """
 
@@ -74,20 +74,25 @@ class SeenProduct:
     gradients: int = 0
     call: ModelCall | None = None
     not_counted: str = ""
-    bounds: Bounds | None = None
+    sequences: tuple[PackedSequence, ...] | None = None
     mask_share: float | None = None
 
     @property
     def is_of_backward(self) -> bool:
         return self.backward or self.gemm in ("dgrad", "wgrad")
 
-    def alone(self) -> SeenProduct:
-        """The same without what ends with its step: its call, its forward and its module."""
+    def alone(self) -> list[SeenProduct]:
+        """The product without references to its step (call, forward, module); one for each of packed sequences."""
         weight = None if self.weight is None else replace(self.weight, owner=None)
-        made = replace(self, of=None, call=None, weight=weight, backward=self.is_of_backward)
+        made = replace(self, of=None, call=None, weight=weight, backward=self.is_of_backward, sequences=None)
         made.role = self.role if self.gemm == "other" else self.gemm
-        made.mask_share = self.origin.mask_share if self.mask_share is None else self.mask_share
-        return made
+        made.mask_share = share = self.origin.mask_share if self.mask_share is None else self.mask_share
+        if self.sequences is None:
+            return [made]
+        return [
+            replace(made, sizes=each.sizes, mask_share=share if share in (None, 1.0) else each.causal)
+            for each in self.sequences
+        ]
 
     @property
     def reason(self) -> Reason | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.counted_kinds import CountedKinds, CountedStep
 from te_precision_callbacks.coverage.coverage import Family
-from te_precision_callbacks.coverage.masks import causal_share, share_left
+from te_precision_callbacks.coverage.masks import share_left
 from te_precision_callbacks.coverage.matrix_products import Role
 from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
 from te_precision_callbacks.coverage.model_watch import ModelWatch
@@ -112,28 +112,26 @@ class ModelProducts:
         """Keep the products of the counted calls of a step by kind."""
         calls = self._watch.calls
         by_call: dict[ModelCall | None, list[SeenProduct]] = {}
-        for seen in self._of_each_sequence(self._seen):
+        for seen in self._seen:
             by_call.setdefault(seen.call, []).append(seen)
         parts: dict[Kind, tuple[int, int]] = {}
         counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
         for call in of_step:
-            kind = calls.kind_of(call)
-            forwards, backwards = parts.get(kind, (0, 0))
-            parts[kind] = forwards + 1, backwards + call.may_have_backward
+            forwards, backwards = parts.get(call.kind, (0, 0))
+            parts[call.kind] = forwards + 1, backwards + call.may_have_backward
             if call.is_counted:
-                counted.setdefault(kind, []).append((call, by_call.get(call, [])))
+                counted.setdefault(call.kind, []).append((call, by_call.get(call, [])))
         outside = calls.end_outside(has_products=bool(by_call.get(None)))
         if outside is not None:
             parts[outside] = 1, 1
             if calls.outside.is_counted:
                 counted[outside] = [(calls.outside, by_call.get(None, []))]
         for kind, found in counted.items():
-            like = self._kinds.put(kind, found)
-            if like is not None:
-                calls.note_alike(kind, alike=self._kinds.are_alike(kind, like))
-        return {
-            kind._replace(numbers=0) if calls.ignores_numbers(kind) else kind: times for kind, times in parts.items()
-        }
+            if self._kinds.put(kind, found):
+                other = self._kinds.find(functools.partial(calls.differ_in_integers, kind))
+                if other is not None:
+                    calls.note_alike(kind, alike=self._kinds.are_alike(kind, other))
+        return parts
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at what an optimizer keeps, after one of its steps."""
@@ -157,24 +155,6 @@ class ModelProducts:
     def muted(self) -> AbstractContextManager[None]:
         """Look at no operator of torch."""
         return self._watch.muted()
-
-    def _of_each_sequence(self, found: Iterable[SeenProduct]) -> Iterator[SeenProduct]:
-        """Products that were seen, those of attention of several sequences for each of them."""
-        numbers: Mapping[int, Sequence[int]] = {}
-        try:
-            numbers = self._watch.operators.lengths.read()
-        except Exception as error:
-            self._report("reading the lengths of sequences in", "a step", error)
-        for seen in found:
-            bounds = seen.bounds
-            if bounds is None or id(bounds.queries) not in numbers:
-                yield seen
-                continue
-            share = seen.origin.mask_share
-            for sizes in bounds.sizes(seen.sizes, numbers[id(bounds.queries)], numbers[id(bounds.keys)]):
-                if share not in (None, 1.0):
-                    share = causal_share(sizes[bounds.rows], sizes[bounds.columns], at_the_end=True)
-                yield replace(seen, sizes=sizes, bounds=None, mask_share=share)
 
     # ------------------------------------------------------------------ what runs
 

@@ -1,4 +1,4 @@
-"""What is wrong with a run: rules, one engine for live and recorded runs, and the verdict."""
+"""Diagnosis of live and recorded runs: rules, the engine that checks them, findings, and the verdict."""
 
 from __future__ import annotations
 

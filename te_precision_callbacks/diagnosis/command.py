@@ -1,4 +1,4 @@
-"""``te-precision diagnose`` and ``te-precision rules``: what is wrong with a run, and by which rules.
+"""``te-precision diagnose`` and ``te-precision rules``: problems of a run, and the rules that find them.
 
 Usage::
 
@@ -49,16 +49,16 @@ def diagnose_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print what is wrong with a run: the findings of the rules, root causes first, each with its remedy."""
+    """Print the problems of a run: the findings of the rules, root causes first, each with its remedy."""
     from te_precision_callbacks.diagnosis.known import read_known
     from te_precision_callbacks.diagnosis.replay import diagnose
     from te_precision_callbacks.runs.answers import outcome_in_words
     from te_precision_callbacks.runs.reading import chosen_run
 
     chosen = None if known is None else read_known(known)
-    recorded, told = chosen_run(path, run)
-    if told:
-        terminal.show_text(told, err=as_json)
+    recorded, note = chosen_run(path, run)
+    if note:
+        terminal.show_text(note, err=as_json)
     verdict, notes = diagnose(recorded), [note for note in recorded.notes if note not in recorded.unread]
     if chosen is not None:
         verdict, left_out, unused = chosen.leave_out(verdict)

@@ -1,10 +1,10 @@
-"""The incremental engine: rules see each step once, and the verdict is there after each step.
+"""The incremental engine: rules check each step once, and the verdict is available after each step.
 
 diagnosis = Diagnosis()
-diagnosis.know(facts, iteration)                # when they are known, and when they change
-new = diagnosis.step(numbers)                   # what was found in this step and not before
+diagnosis.know(facts, iteration)                # on the first step, and after each change
+new = diagnosis.step(numbers)                   # findings that are new in this step
 new = diagnosis.scalars(iteration, {"loss": 2.3, "grad_norm": 0.8})
-diagnosis.verdict                               # all of it
+diagnosis.verdict                               # all findings
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Diagnosis:
         return self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts), numbers.rank)
 
     def scalars(self, iteration: int, values: Mapping[str, float], rank: int | None = None) -> list[Finding]:
-        """Judge numbers that the trainer logs of an iteration; by iteration, in order.
+        """Check metrics of the trainer; by iteration, in order.
 
         Args:
             iteration: the iteration.
             values: name -> value.
-            rank: the rank that alone has them; None where they are those of the run.
+            rank: the only rank with these metrics; None for metrics of the run.
 
         Returns:
             The findings that are new, or worse than before.
@@ -95,16 +95,15 @@ class Diagnosis:
 
         Args:
             event: the event.
-            rank: the rank on which it happened, if only that rank reports it.
+            rank: the rank, if only one rank reports the event.
 
         Returns:
             The findings that are new, or worse than before.
         """
         return self._judge(event.iteration, lambda judge: judge.event(event), rank)
 
-    def hear(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
-        """Take what a rule has seen on another rank, in numbers of an iteration that only that rank has; after those of
-        the iteration that are known here."""
+    def add_sighting(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
+        """Add a sighting of another rank, after the values of this iteration."""
         if rule in self._places:
             self._keep(self._judges[self._places[rule]], sighting, iteration, rank)
 
@@ -132,7 +131,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
-        """What the rules say so far."""
+        """The findings so far."""
         judged, not_judged = [], []
         found = {finding.rule for finding in self._findings.values()}
         for rule, judge in self._judges:
@@ -150,7 +149,7 @@ class Diagnosis:
         return Verdict(tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank)
 
     def _why_not(self, judge: Judge) -> str:
-        """Why a rule is not judged; empty if what it is judged by is not collected."""
+        """The reason why a rule was not checked; empty if its data are not collected."""
         if not self.has_run:
             return "no training step has run"
         if judge.why_not:
@@ -200,8 +199,9 @@ class Diagnosis:
         return dataclasses.replace(finding, last_good=_last_good(finding.since, steps))
 
     def _with_checkpoint(self, finding: Finding) -> Finding:
-        """A finding with the last checkpoint that cannot have it, among those that have not been deleted. Later
-        checkpoints may have it: nothing is measured between two collection steps."""
+        """Add the last checkpoint before the problem, if it still exists. Later checkpoints may have the problem, since
+        nothing is measured between two collection steps.
+        """
         good = -1 if finding.last_good is None else finding.last_good
         before = sorted((item for item in self._checkpoints.items() if item[1] <= good), key=lambda item: -item[1])
         checkpoint = next((saved for place, saved in before if not _is_deleted(place)), None)
@@ -228,7 +228,7 @@ class Diagnosis:
     def _keep(
         self, of: tuple[Rule, Judge], sighting: Sighting, iteration: int, rank: int | None
     ) -> tuple[_Key, Finding, bool]:
-        """Keep what a rule has seen, on a rank or on all: the finding, and whether it is new or worse than before."""
+        """Keep a sighting; return the finding, and whether it is new or worse than before."""
         rule, judge = of
         key = (rule.id, sighting.tensor, sighting.key)
         known = self._findings.get(key)
@@ -287,13 +287,13 @@ def _last_good(since: int | None, judged: Iterable[int]) -> int | None:
 
 
 def _is_deleted(file: str) -> bool:
-    """Whether a checkpoint's file is gone although its folder can be read; False where the file is not known."""
+    """Return whether a checkpoint was deleted from a readable folder; False for an unknown file."""
     path = Path(file)
     return path.is_absolute() and path.parent.is_dir() and not path.exists()
 
 
 def _together(one: Finding, other: Finding) -> Finding:
-    """A finding of several ranks: since its first step anywhere, with what the worst of them shows, else the first."""
+    """Merge the findings of two ranks: since the earlier first step, with the text of the more severe one."""
     first, second = sorted((one, other), key=lambda each: -1 if each.since is None else each.since)
     lead, more = sorted((first, second), key=lambda each: SEVERITIES.index(each.severity))
     return dataclasses.replace(

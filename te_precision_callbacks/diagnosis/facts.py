@@ -39,18 +39,18 @@ class LayerFacts:
     Attributes:
         name: its name.
         module_class: the class of its module; ``attention`` for attention.
-        forward: the place of its forward among those of all layers; None if it was not seen.
+        forward: the place of its forward in the order of execution; None if it has not run.
         backward: the same of its backward.
-        formats: tensor -> its format as an operand, such as ``FP8 E4M3``; empty where that is not known.
+        formats: tensor -> its format as an operand, such as ``FP8 E4M3``; without unknown ones.
         recipe: the name of its recipe; empty without one.
-        weight_dtype: the types of its weights; empty where they are not known.
-        shape: m and k of its forward product: its outputs and inputs; empty where they are not known.
-        reasons: GEMM -> the name of the reason why it is not in low precision, and what exactly.
-        low: the GEMMs that run in low precision.
-        never: GEMM -> why it did not run, for those that the step left out.
-        rows: n of its forward product, the rows of its input in a call; 0 where they are not known.
+        weight_dtype: the types of its weights; empty if unknown.
+        shape: m and k of its forward product (outputs and inputs); empty if unknown.
+        reasons: GEMM -> the name of the reason why it is not in low precision, and details.
+        low: the GEMMs in low precision.
+        never: GEMM -> why it did not run.
+        rows: n of its forward product, the rows of its input in a call; 0 if unknown.
         calls: the calls of its forward product in a step.
-        is_of_te: whether its products are of a Transformer Engine layer.
+        is_of_te: whether it is a Transformer Engine layer.
     """
 
     name: str
@@ -70,40 +70,39 @@ class LayerFacts:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether the script keeps it in high precision, by a region of ``te.autocast(enabled=False)``."""
+        """True if a region of ``te.autocast(enabled=False)`` keeps the layer in high precision."""
         reason, exactly = self.reasons.get("fprop", ("", ""))
         return reason == "NO_AUTOCAST" and "enabled=False" in exactly
 
     @property
     def is_frozen(self) -> bool:
-        """Whether its weight needs no gradient."""
+        """True if its weight needs no gradient."""
         return self.never.get("wgrad", NO_BACKWARD) != NO_BACKWARD
 
     @property
     def lacks_backward(self) -> bool:
-        """Whether its weight needs a gradient, and no backward has reached it."""
+        """True if its weight needs a gradient, and no backward has reached it."""
         return self.never.get("wgrad") == NO_BACKWARD
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is set for a whole run; ``settings`` of its ``run.json``.
+    """Settings of a whole run; ``settings`` of its ``run.json``.
 
     Attributes:
         loss_is_scaled: whether a GradScaler has stepped an optimizer of the model.
-        adds_eps: whether an optimizer that has stepped the model adds ``eps`` as Adam does; None if that is not known.
-        float16: whether a layer computes in float16 beside its products in low precision.
-        ranks: how many ranks reduce their statistics together.
+        adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None if unknown.
+        float16: whether a layer has products in float16.
+        ranks: the number of ranks that reduce their statistics together.
         alike: whether these have the same layers.
         ignored: arguments of recipes without effect, rows of
             :func:`~te_precision_callbacks.instrumentation.recipe_arguments.ignored_arguments`.
-        amaxes: over which ranks amaxes are reduced, rows of
+        amaxes: the ranks over which amaxes are reduced, rows of
             :func:`~te_precision_callbacks.instrumentation.recipe_arguments.amax_reductions`.
-        unmeasured: why LogGemmError has measured nothing; empty if it has, or is not in the config.
-        loss_is_filtered: whether the trainer leaves inf and nan out of the loss that it logs.
-        expects_low: why products are expected in low precision: "Accelerate's mixed_precision is 'fp8'", say; empty
-            if nothing asks for it.
-        gpu: what ``torch.cuda.get_device_name`` says of the GPU; empty without one.
+        unmeasured: why LogGemmError has measured nothing; empty otherwise.
+        loss_is_filtered: whether the trainer leaves inf and nan out of the logged loss.
+        expects_low: why low precision is expected, such as "Accelerate's mixed_precision is 'fp8'"; empty otherwise.
+        gpu: the result of ``torch.cuda.get_device_name``; empty without a GPU.
     """
 
     loss_is_scaled: bool = False
@@ -120,7 +119,7 @@ class Settings:
 
     @classmethod
     def from_run(cls, run: Mapping[str, Any]) -> Settings | None:
-        """Those of ``settings`` in a ``run.json``, with its ``gpu``; None if it has none, as of an earlier version."""
+        """Read ``settings`` and ``gpu`` of a ``run.json``; None without settings."""
         found = run.get("settings")
         known = {each.name for each in fields(cls)} - {"gpu"}
         if found is None:
@@ -134,9 +133,9 @@ class Facts:
 
     Attributes:
         layers: name -> layer; in the order of the model.
-        states: subject -> the types in which it is kept, as in the table of states.
-        micro_batches: the most calls of a product in a step.
-        settings: what is set for the whole run; None if that is not known.
+        states: subject -> its types, as in the table of states.
+        micro_batches: the maximum number of calls of a product in a step.
+        settings: settings of the whole run; None if unknown.
     """
 
     layers: Mapping[str, LayerFacts] = field(default_factory=dict)
@@ -238,13 +237,13 @@ class Facts:
         return cls.from_rows((), gemms, operands, settings=Settings(ignored=ignored))
 
     def once(self, what: str, tensor: str, layers: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
-        """What follows from the facts for a tensor of some layers: made once, and the same in each step.
+        """Cache a value derived from the facts for a tensor of some layers.
 
         Args:
-            what: what it is.
+            what: the name of the value.
             tensor: the tensor.
-            layers: the numbers of the layers, which a run keeps.
-            make: makes it.
+            layers: the numbers of the layers, which do not change in a run.
+            make: computes the value.
         """
         key = (what, tensor, layers.tobytes())
         if key not in self._kept:
@@ -265,7 +264,7 @@ class Facts:
         return int(backward), _UNSEEN + self._places.get(layer, _UNSEEN) if place is None else place
 
     def in_order(self, layers: Iterable[str], tensor: str) -> list[str]:
-        """Layers by the order in which a tensor of theirs comes."""
+        """Sort layers by the execution order of a tensor."""
         return sorted(layers, key=lambda layer: self.place(layer, tensor))
 
     def format_of(self, layer: str, tensor: str) -> str:
@@ -274,7 +273,7 @@ class Facts:
         return "" if known is None else known.formats.get(tensor, "")
 
     def quantizes(self, layer: str, tensor: str) -> bool:
-        """Whether a product that reads a tensor of a layer runs in low precision; True where that is not known."""
+        """Return whether a product that reads a tensor of a layer runs in low precision; True if unknown."""
         known = self.layers.get(layer)
         if known is None:
             return True
@@ -289,20 +288,20 @@ class Facts:
 
     @property
     def has_run(self) -> bool:
-        """Whether something has run of a model with layers: a forward of one, or a step of an optimizer."""
+        """True after a forward of a layer, or a step of an optimizer."""
         layers = self.layers.values()
         stepped = self.settings is not None and (self.settings.loss_is_scaled or self.settings.adds_eps is not None)
         return any(stepped or layer.low or layer.reasons or layer.forward is not None for layer in layers)
 
     @property
     def knows_recipes(self) -> bool:
-        """Whether it is known which recipes run: always in a session, and in a plain log if its numbers show it."""
+        """True if the recipes are known: always in a session, in a plain log only if its values show them."""
         shown = any(layer.low or layer.reasons or layer.recipe for layer in self.layers.values())
         return shown or bool(self.layers and self.settings is not None)
 
     @property
     def has_delayed_scaling(self) -> bool:
-        """Whether a layer runs with delayed scaling."""
+        """True if a layer runs with delayed scaling."""
         return any(layer.recipe == "fp8_delayed_scaling" for layer in self.layers.values())
 
     @functools.cached_property
@@ -317,7 +316,7 @@ class Facts:
 
 
 def _at(rows: Iterable[Row], iteration: int) -> list[Row]:
-    """The rows whose span has an iteration."""
+    """The rows that hold in an iteration."""
 
     def holds(row: Row) -> bool:
         until = row.get("until")

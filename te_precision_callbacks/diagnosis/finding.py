@@ -1,4 +1,4 @@
-"""What a diagnosis finds: findings, and the verdict over all rules.
+"""Findings, and the verdict over all rules.
 
 verdict = session.findings
 verdict.state           # "problems found", "no problems found" or "not enough checked"
@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from te_precision_callbacks.base import notebooks
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.layers.folding import in_sentence
@@ -38,34 +37,31 @@ _MOST_REASONS = 2
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong with a run, or that deserves a look.
+    """A problem of a run, or a note.
 
     Attributes:
         rule: the id of the rule, as in ``te-precision rules``.
         severity: ``error``: the run is broken. ``warning``: it loses accuracy, or trains something else than intended.
             ``note``: healthy runs have it too.
-        title: what the rule looks for.
-        layers: the layers, the first one by order of execution first. The others may have inherited it. Empty where the
-            whole model is meant.
-        tensor: the tensor; empty where none is meant.
-        statistic: the statistic that shows it, as in records; empty where none does.
-        since: the first debug iteration in which it was seen; None for what holds from the start.
+        title: the problem that the rule looks for.
+        layers: the layers, in execution order. All but the first may have inherited the problem. Empty for the model.
+        tensor: the tensor; may be empty.
+        statistic: the statistic that shows it, as in records; may be empty.
+        since: the first debug iteration with the problem; None for a problem from the start.
         until: the last one.
-        last_good: the last iteration before ``since`` in which the rule had numbers, and they do not show it; None if
-            there is none.
-        checkpoint: the iteration before which the last checkpoint took the state that is not after ``last_good``; None
-            if there is none.
-        seen: what was seen, with numbers: those of the first layer in the step ``seen_at``.
+        last_good: the last checked iteration without the problem before ``since``; None without one.
+        checkpoint: the iteration of the last checkpoint that is not later than ``last_good``; None without one.
+        seen: a description with the values of the first layer in the step ``seen_at``.
         why: why it matters.
-        remedy: what to do.
-        patch: a section for the config that does it, in YAML; empty where there is none.
-        disproof: what would show that nothing is wrong.
-        source: where the rule and its threshold come from.
-        seen_at: the debug iteration that ``seen`` is about: the first one in which the rule was sure, or in which the
-            severity rose; None for what holds from the start.
-        ranks: the ranks whose own numbers show it, first the one that ``seen`` is of; empty where the numbers are of
-            all ranks together, or there is one rank.
-        caused_by: the rule and subject of the finding that can explain this one; empty for a root cause.
+        remedy: the remedy.
+        patch: a section for the config that applies the remedy, in YAML; may be empty.
+        disproof: evidence that there is no problem.
+        source: the source of the rule and its threshold.
+        seen_at: the debug iteration of ``seen``, when the problem was found or its severity rose; None for a problem
+            from the start.
+        ranks: the ranks with the problem in their local values, first the rank of ``seen``; empty for reduced values,
+            or with one rank.
+        caused_by: rule and subject of a finding that can explain this one; empty for a root cause.
     """
 
     rule: str
@@ -100,12 +96,12 @@ class Finding:
 
     @property
     def gemm(self) -> str | None:
-        """The GEMM whose result the tensor is: ``fprop``, ``dgrad`` or ``wgrad``; None if none is meant."""
+        """The GEMM with the tensor as its result: ``fprop``, ``dgrad`` or ``wgrad``; None for other tensors."""
         return self.tensor if self.tensor in GEMMS else None
 
     @property
     def seen_in_words(self) -> str:
-        """What was seen, with its step and layer if the finding spans others: ``in the first of them at step 2, ``."""
+        """The description, with step and layer if the finding spans others: ``in the first of them at step 2, ``."""
         if self.seen_at is None:
             return self.seen
         where = "in the first of them " if len(self.layers) > 1 else ""
@@ -114,7 +110,7 @@ class Finding:
 
     @property
     def in_short(self) -> str:
-        """What it is about, without what was seen: ``gradient of h.4.mlp.fc1 (sibling, since step 0)``."""
+        """The subject without a description: ``gradient of h.4.mlp.fc1 (sibling, since step 0)``."""
         return f"{self.subject} ({', '.join(filter(None, (self.rule, self.when, self.where)))})"
 
     @property
@@ -124,7 +120,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """On which ranks, in words; empty for what is of all of them together."""
+        """The ranks, in words; empty for reduced values."""
         if not self.ranks:
             return ""
         more = len(self.ranks) - 1
@@ -136,7 +132,7 @@ class Finding:
         return f"{self.subject}: {self.seen_in_words} ({details})"
 
     def as_json(self) -> dict[str, Any]:
-        """All attributes, as JSON values, with the GEMM and the subject, and what was seen and where in words."""
+        """All attributes, the GEMM, the subject, and the description with its place, as JSON values."""
         return {
             **asdict(self),
             "layers": list(self.layers),
@@ -165,19 +161,19 @@ class NotJudged(NamedTuple):
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings by severity, and of one severity in the order in which they were found."""
+    """Sort findings by severity, then by the order in which they were found."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """Order findings so that each follows the one that can explain it; otherwise most severe first.
+    """Order findings so that each follows a finding that can explain it; otherwise most severe first.
 
-    A finding is explained by the earliest one of a rule that can cause it, and that has begun with it or before: after
-    the last step in which it was not seen. A note explains only notes.
+    The explanation is the earliest finding of a rule that can cause it, and that began no later: after the last step
+    without it. A note explains only notes.
 
     Args:
         findings: the findings, in the order in which they were found.
-        causes: rule -> the rules whose findings can cause its findings.
+        causes: rule -> the rules that can cause its findings.
     """
     found = sorted(findings, key=_first_step)
     cause_of = [next((at for at, other in enumerate(found) if _explains(other, each, causes)), None) for each in found]
@@ -202,7 +198,7 @@ def _first_step(finding: Finding) -> int:
 
 
 def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[str]]) -> bool:
-    """Whether a finding can be the cause of another one."""
+    """Return whether a finding can be the cause of another one."""
     begun = -1 if cause.since is None or cause.last_good is None else cause.last_good
     return (
         cause.rule in causes.get(finding.rule, ())
@@ -213,15 +209,15 @@ def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[st
 
 @dataclass(frozen=True)
 class Verdict(Sequence[Finding]):
-    """What the rules say about a run. Iterating gives the findings, the worst first.
+    """The findings of a run, most severe first.
 
     Attributes:
-        findings: the findings, the worst first.
-        judged: the ids of the rules that were judged.
-        not_judged: the rules that were not, although they apply to the run.
-        is_partial: whether a part of the run cannot be read, so that the verdict is on the rest.
-        rank: the rank, one of several, that has judged its own numbers without knowing those of the others, as in a
-            running training with ``reduce=False``; None where the verdict is on all ranks.
+        findings: the findings.
+        judged: the ids of the rules that were checked.
+        not_judged: the rules that apply to the run, and were not checked.
+        is_partial: whether a part of the run cannot be read.
+        rank: the rank, one of several, that has checked only its local values, as with ``reduce=False`` in a running
+            training; None for a verdict on all ranks.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -257,7 +253,7 @@ class Verdict(Sequence[Finding]):
 
     @property
     def healthy(self) -> bool:
-        """Whether no problems were found, and enough was checked to say so."""
+        """True if no problems were found, and enough was checked for an all-clear."""
         return self.state == "no problems found"
 
     @property
@@ -285,7 +281,7 @@ class Verdict(Sequence[Finding]):
 
     @property
     def _lacks(self) -> str:
-        """Why enough was not checked: rules, what they lack, and what to do about it."""
+        """Rules without data, and the data to collect."""
         lacking: dict[str, list[str]] = {}
         for each in self.not_judged:
             if each.essential:
@@ -324,9 +320,3 @@ class Verdict(Sequence[Finding]):
             "findings": [finding.as_json() for finding in self.findings],
             "not_judged": [each._asdict() for each in self.not_judged],
         }
-
-    def _repr_html_(self) -> str:
-        rows = [(each.severity, each.rule, each.subject, each.seen_in_words, each.remedy) for each in self.findings]
-        return notebooks.paragraph(self.summary) + notebooks.table(
-            ("severity", "rule", "subject", "seen", "remedy"), rows
-        )

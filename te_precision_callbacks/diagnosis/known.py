@@ -107,44 +107,24 @@ def _text_of(path: Path) -> str:
 _SHORTENED = re.compile(r"\b\d+ more(?:\}|,|$| layer)")
 """What an output says of layers that it does not name."""
 
+_PLAIN = re.compile(r"[^*?\[]*")
 _COMMA = re.compile(r",\s*(?![^{}]*\})")
 _BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
 
 
 def _matcher(layers: str) -> Callable[[str], bool]:
-    """Whether a name matches one of several patterns: ``h.*.fc1, h.{0-2,5}.fc2, head``."""
-    texts = [text.strip() for text in _COMMA.split(layers) if text.strip()]
-    patterns = [_pattern(text) for text in texts]
-
-    def covers(name: str) -> bool:
-        return name in (layers, *texts) or any(pattern(name) for pattern in patterns)
-
-    return covers
+    """Return a function that matches names against patterns such as ``h.*.fc1, h.{0-2,5}.fc2, head``."""
+    patterns = {each for text in _COMMA.split(layers) for each in _expanded(text.strip())}
+    globs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
+    return lambda name: name == layers or name in patterns or any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _pattern(text: str) -> Callable[[str], bool]:
-    """Whether a name matches a glob with sets of numbers: ``h.{0-2,5}.fc*``."""
-    parts = _BRACES.split(text)
-    if len(parts) == 1:
-        return lambda name: fnmatchcase(name, text)
-    # Every second part is a set. In the expression it is a number, which is then looked up.
-    globs = (re.escape(part).replace(r"\*", ".*").replace(r"\?", ".") for part in parts[::2])
-    expression = re.compile(r"(0|[1-9][0-9]*)".join(globs), re.DOTALL)
-    sets = [_ranges(part) for part in parts[1::2]]
-
-    def covers(name: str) -> bool:
-        found = expression.fullmatch(name)
-        if found is None:
-            return False
-        return all(
-            any(first <= int(number) <= last for first, last in ranges)
-            for number, ranges in zip(found.groups(), sets, strict=True)
-        )
-
-    return covers
-
-
-def _ranges(text: str) -> list[tuple[int, int]]:
-    """The ranges of a set of numbers: first and last."""
-    bounds = (part.partition("-") for part in text.split(","))
-    return [(int(first), int(last or first)) for first, _, last in bounds]
+def _expanded(text: str) -> list[str]:
+    """A pattern without sets of numbers: ``h.{0-2,5}.fc1`` is four patterns."""
+    found = _BRACES.search(text)
+    if found is None:
+        return [text] if text else []
+    bounds = (part.partition("-") for part in found[1].split(","))
+    numbers = [number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)]
+    ends = _expanded(text[found.end() :]) or [""]
+    return [f"{text[: found.start()]}{number}{end}" for number in numbers for end in ends]

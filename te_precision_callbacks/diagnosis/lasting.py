@@ -1,4 +1,4 @@
-"""What is seen in several due steps in a row. A step without numbers of the statistic does not count."""
+"""Conditions that hold in several collection steps in a row. Steps without the statistic do not count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from te_precision_callbacks.diagnosis.rule import Sighting
 
 
 class Lasting(NamedTuple):
-    """Something that was seen in several due steps in a row.
+    """Something that was seen in several collection steps in a row.
 
     Attributes:
         steps: in how many.
@@ -27,13 +27,13 @@ class Lasting(NamedTuple):
 
 
 class Streaks:
-    """Counts in how many due steps in a row something holds for each layer."""
+    """Counts in how many collection steps in a row something holds for each layer."""
 
     def __init__(self) -> None:
         self._held: dict[int, Lasting] = {}
 
     def hold(self, layers: Iterable[int], iteration: int) -> dict[int, Lasting]:
-        """Layer -> how long it has held, for those in which it holds now; for the others it begins anew."""
+        """Update the streaks, and return those of the layers with the condition."""
         before, self._held = self._held, {}
         for layer in layers:
             last = before.get(layer)
@@ -45,7 +45,7 @@ class ColumnStreaks:
     """The streaks of each column that a rule looks at.
 
     Args:
-        steps: in how many due steps in a row something must hold.
+        steps: in how many collection steps in a row something must hold.
     """
 
     def __init__(self, steps: int) -> None:
@@ -64,23 +64,23 @@ class ColumnStreaks:
         severity: Severity | None = None,
         key: str = "",
     ) -> Iterator[Sighting]:
-        """One sighting of all layers in which something has held for long enough.
+        """Return one sighting of all layers with a condition that has lasted long enough.
 
         Args:
             numbers, facts: the step.
             column: the column.
-            holds: [layers of the column]: in which it holds now.
-            seen: what was seen, with a ``{}`` for each of ``values``.
-            values: [layers of the column], what is put there; of the first layer in order of execution.
-            tells: [layers of the column]: in which it is enough; None for all that have held for long enough.
-            severity: as in :class:`Sighting`.
-            key: keeps several conditions on a column apart; as in :class:`Sighting`.
+            holds: [layers of the column]: whether the condition holds.
+            seen: the description, with a ``{}`` for each of ``values``.
+            values: [layers of the column]; the first layer in execution order is described.
+            tells: [layers of the column]: whether to report the layer; None for all layers.
+            severity: see :class:`Sighting`.
+            key: keeps several conditions on a column apart; see :class:`Sighting`.
         """
         streaks = self._streaks.setdefault((column.family, key), Streaks())
         held = streaks.hold(column.layers[holds].tolist(), numbers.iteration)
-        told = held.keys() if tells is None else set(column.layers[tells].tolist())
+        reported = held.keys() if tells is None else set(column.layers[tells].tolist())
         found = {
-            numbers.names[layer]: last for layer, last in held.items() if last.steps >= self.steps and layer in told
+            numbers.names[layer]: last for layer, last in held.items() if last.steps >= self.steps and layer in reported
         }
         if not found:
             return
@@ -102,11 +102,11 @@ class ColumnStreaks:
         *values: npt.NDArray[np.generic],
         key: str = "",
     ) -> Iterator[Sighting]:
-        """As :meth:`sightings`, of what is a warning in some layers, and a note in others.
+        """Return sightings like :meth:`sightings`, as a warning for some layers and a note for others.
 
         Args:
-            warnings, notes: [layers of the column]: in which it holds now.
-            numbers, facts, column, seen, values, key: as there; the severity is added to the key.
+            warnings, notes: [layers of the column]: whether the condition holds.
+            numbers, facts, column, seen, values, key: see there; the severity is added to the key.
         """
         severities: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (("warning", warnings), ("note", notes))
         for severity, holds in severities:

@@ -33,7 +33,7 @@ class Column(NamedTuple):
     values: Values
 
     def at(self, layers: Places, missing: float) -> Values:
-        """[layers]: the values of some layers; ``missing`` for those that are not here."""
+        """[layers]: the values of some layers; ``missing`` for layers without one."""
         if np.array_equal(layers, self.layers):  # as for most statistics of one tensor
             return self.values
         known = dict(zip(self.layers.tolist(), self.values.tolist(), strict=True))
@@ -41,7 +41,7 @@ class Column(NamedTuple):
 
     @property
     def bits(self) -> Values:
-        """[layers]: the logarithms to base 2; nan for what has no finite one."""
+        """[layers]: the logarithms to base 2; nan if not finite."""
         with np.errstate(divide="ignore", invalid="ignore"):
             bits: Values = np.log2(self.values)
         bits[~np.isfinite(bits)] = np.nan
@@ -49,12 +49,12 @@ class Column(NamedTuple):
 
 
 class StepNumbers:
-    """The numbers of a step.
+    """The values of a step.
 
     Attributes:
         iteration: the debug iteration.
         names: the name of each layer, by its number.
-        rank: the rank, one of several, whose own numbers these are; None if they are of all ranks together.
+        rank: the rank, one of several, with these local values; None for reduced values.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class StepNumbers:
         return [self.names[layer] for layer in column.layers.tolist()]
 
     def all(self, statistic: str, tensors: Iterable[str] = (), facts: Facts | None = None) -> Iterator[Column]:
-        """The columns of a statistic: of the tensors themselves, or of what their own recipe has made of them.
+        """The columns of a statistic of tensors, or of their quantized data.
 
-        A statistic of a named recipe counts in the layers that run this recipe. A statistic of quantization counts
-        where a product that reads the tensor runs in low precision. Elsewhere it says what quantization would do.
+        A statistic of a named recipe counts only for layers with this recipe, and a statistic of quantization only for
+        tensors of products in low precision: for others it is hypothetical.
 
         Args:
-            statistic: its plain name, as in the table of docs/statistics.md, or that of a number that is not there.
-            tensors: the tensors; all of them if none is given.
-            facts: know the recipe of each layer; None leaves out statistics of named recipes.
+            statistic: its plain name, as in docs/statistics.md, or a user's own name.
+            tensors: the tensors; by default all.
+            facts: the recipe of each layer; None leaves out statistics of named recipes.
         """
         wanted = frozenset(tensors)
         if statistic == "cur_amax":
@@ -96,7 +96,7 @@ class StepNumbers:
                 yield from self._quantized(column, request.recipe, facts)
 
     def _amaxes(self, wanted: frozenset[str]) -> Iterator[Column]:
-        """The larger magnitude of max and min, of tensors without a ``cur_amax`` of their own."""
+        """The larger magnitude of max and min, of tensors without ``cur_amax``."""
         own = {family.tensor for family in self._columns if family.statistic == "cur_amax"}
         for family, column in self._columns.items():
             if family.statistic != "max" or family.tensor in own or (wanted and family.tensor not in wanted):
@@ -125,15 +125,14 @@ class StepNumbers:
             yield Column(column.family, column.layers[own], column.values[own])
 
     def unbroken(self, column: Column) -> Column:
-        """A statistic of tensors, as :meth:`all` gives it, with nan for tensors that have inf or nan: it leaves them
-        out, so it is of what they have left."""
+        """Replace values of tensors with inf or nan by nan: statistics leave these elements out."""
         lost = self.one("nonfinite_num", column.family.tensor)
         if lost is None:
             return column
         return column._replace(values=np.where(lost.at(column.layers, 0.0) > 0, np.nan, column.values))
 
     def one(self, statistic: str, tensor: str, facts: Facts | None = None) -> Column | None:
-        """The column of a statistic of a tensor, as :meth:`all`; None if the step has none."""
+        """The column of a statistic of a tensor, see :meth:`all`; None without one."""
         return next(self.all(statistic, (tensor,), facts), None)
 
 
@@ -162,14 +161,14 @@ class Splitter:
         unscaled: frozenset[str] = frozenset(),
         rank: int | None = None,
     ) -> StepNumbers:
-        """The numbers of a step.
+        """Return the values of a step.
 
         Args:
             iteration: the debug iteration.
             series: [numbers], int32.
             values: [numbers], float64.
-            unscaled: the layers in their first step of delayed scaling, whose statistics of quantization are left out.
-            rank: as in :class:`StepNumbers`.
+            unscaled: the layers in their first step of delayed scaling: their statistics of quantization are left out.
+            rank: see :class:`StepNumbers`.
         """
         if not np.array_equal(series, self._last):
             self._split_by(series)

@@ -28,13 +28,13 @@ _SIGNED = ("min", "mean")
 
 
 class PlainLog(NamedTuple):
-    """What the numbers of a log show.
+    """Facts derived from the values of a log.
 
     Attributes:
         gemms, operands: rows of the tables of facts, with the recipes and formats of layers with delayed or current
             scaling.
-        codes: the series that have codes of E8M0.
-        magnitudes: the series in which 0 means below the last decimal; empty in a log with all digits.
+        codes: the series with codes of E8M0.
+        magnitudes: the series where 0 means below the last decimal; empty in a log with all digits.
     """
 
     gemms: list[Row]
@@ -50,7 +50,7 @@ class PlainLog(NamedTuple):
 
 
 def read_plain_log(run: RecordedRun) -> PlainLog:
-    """Find out what the numbers of a log show."""
+    """Derive facts from the values of a log."""
     table = run.values(list(range(len(run.subjects))))
     series, values = table["series"].to_numpy(), table["value"].to_numpy()
     iterations = table["iteration"].to_numpy()
@@ -109,7 +109,7 @@ def _facts(
 
 
 def _recipe(tensor: str, statistics: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
-    """The recipe by which a tensor is quantized, and its format; the recipe is empty if it is not known."""
+    """The recipe and the format of a tensor; the recipe is empty if unknown."""
     text = "FP8 E5M2" if tensor == "gradient" else "FP8 E4M3"
     largest, least = statistics.get("scale_inv_max", {}), statistics.get("scale_inv_min", {})
     scales = np.array(list(largest.values()))

@@ -1,9 +1,9 @@
-"""What ``on_finding=`` takes: what a session does when something is found.
+"""Values of ``on_finding=``: the reaction of a session to a finding.
 
 "warn"                          # a warning, once for each finding
 "stop"                          # errors and warnings stop the training, on all ranks together
-"stop: error"                   # only those of a severity or a worse one
-"stop: nonfinite, overflow"     # only those of some rules
+"stop: error"                   # only findings of this severity or a worse one
+"stop: nonfinite, overflow"     # only findings of these rules
 lambda finding: ...             # called with each finding, also with notes; "stop" as its result stops the training
 """
 
@@ -21,11 +21,11 @@ OnFinding = str | Callable[[Finding], Any]
 
 
 class PrecisionFindingError(PrecisionDebugError, RuntimeError):
-    """A finding stops the training, as ``on_finding=`` demands.
+    """A finding stops the training, by ``on_finding=``.
 
     Args:
         message: the full message.
-        findings: the findings that stop it; empty on a rank that has none of them.
+        findings: the findings that stop it; may be empty on other ranks.
     """
 
     def __init__(self, message: str, findings: Sequence[Finding] = ()) -> None:
@@ -34,10 +34,10 @@ class PrecisionFindingError(PrecisionDebugError, RuntimeError):
 
 
 def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
-    """Which findings stop the training.
+    """Return a function that selects the findings that stop the training.
 
     Raises:
-        OptionError: ``on_finding=`` does not take the value.
+        OptionError: not a valid value of ``on_finding=``.
     """
     if callable(on_finding) or on_finding == "warn":
         return lambda finding: False  # what a function returns is not known before

@@ -1,4 +1,4 @@
-"""A rule: what is looked for, from what, how bad it is, why, and what to do."""
+"""Rules: a problem, its data, severity, reason and remedy."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Subject = Literal["tensor", "layer", "group of alike layers", "model", "config"]
 
 
 class Sighting(NamedTuple):
-    """What a rule has seen in a step.
+    """The result of a rule in a step.
 
     Attributes:
-        layers: the layers; they need not be in order.
-        tensor: the tensor; empty where none is meant.
-        statistic: the statistic that shows it; empty where none does.
-        seen: what was seen, with numbers. Of several layers, this is about the first one.
-        since: the first iteration of it; None for what holds from the start.
-        severity: None for that of the rule.
-        patch: a section of a config that mends it; empty where there is none.
-        key: what else keeps findings of a rule and a tensor apart.
-        remedy: empty for that of the rule.
+        layers: the layers, in any order.
+        tensor: the tensor; may be empty.
+        statistic: the statistic that shows it; may be empty.
+        seen: a description with values, of the first layer.
+        since: its first iteration; None for a problem from the start.
+        severity: by default the severity of the rule.
+        patch: a section for a config that applies the remedy; may be empty.
+        key: distinguishes findings of a rule and a tensor.
+        remedy: by default the remedy of the rule.
     """
 
     layers: tuple[str, ...]
@@ -46,14 +46,14 @@ class Sighting(NamedTuple):
 
 
 class Judge:
-    """Judges one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step`,
+    """Checks one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step`,
     :meth:`scalars` or :meth:`event`.
 
     Attributes:
-        needed: how many steps with numbers the rule needs before it can find what it looks for.
-        applies: whether the rule is about what this run has; None as long as that is not known.
-        judged: whether there was enough to judge by.
-        steps: the last steps in which there were numbers to judge by.
+        needed: the minimum number of steps with data.
+        applies: whether the rule applies to the run; None as long as that is unknown.
+        judged: whether there were enough data.
+        steps: the last steps with data.
     """
 
     needed = 1
@@ -74,7 +74,7 @@ class Judge:
 
     @property
     def why_not(self) -> str:
-        """Why the rule is not judged although there were numbers; empty if there were none."""
+        """The reason why the rule was not checked although there were data; empty without data."""
         if not self._count:
             return ""
         return f"it needs {many(self.needed, self._kind_of_step)}, and has had {self._count}"
@@ -88,7 +88,7 @@ class Judge:
         return ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterable[Sighting]:
-        """Judge numbers that the trainer logs of an iteration; they may come later than those of :meth:`step`."""
+        """Check metrics of the trainer in an iteration; they may come later than :meth:`step`."""
         return ()
 
     def event(self, event: Event) -> Iterable[Sighting]:
@@ -98,26 +98,26 @@ class Judge:
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the rule book.
+    """A row of the table of rules.
 
     Attributes:
         id: its name, for ``te-precision rules ID`` and for ``on_finding=``.
-        title: what is wrong, in one line.
-        subject: what it is about.
-        needs: what it is judged by.
-        collect: what to add to a config to have that, in words.
-        condition: when it fires, with its thresholds.
-        silent: what healthy runs have, and does not count.
+        title: the problem, in one line.
+        subject: the kind of subject.
+        needs: the data that it needs.
+        collect: options of a config that collect them, in words.
+        condition: the condition, with thresholds.
+        silent: healthy cases that do not count.
         severity: the worst severity of its findings.
-        recipes: the recipes that it holds for; empty for all.
-        source: where the rule and its thresholds come from.
+        recipes: the recipes to which it applies; empty for all.
+        source: the source of the rule and its thresholds.
         why: why it matters.
-        disproof: what would show that nothing is wrong.
-        remedy: what to do.
-        cost: what the remedy costs; empty if nothing.
+        disproof: evidence that there is no problem.
+        remedy: the remedy.
+        cost: the cost of the remedy; empty if there is none.
         judge: makes a judge for a run.
-        essential: whether a run in which the rule applies and could not be checked gets no all-clear.
-        consequence_of: ids of rules whose findings can cause this one's.
+        essential: whether an all-clear requires this rule.
+        consequence_of: ids of rules that can cause its findings.
     """
 
     id: str

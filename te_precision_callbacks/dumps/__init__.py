@@ -1,4 +1,4 @@
-"""Saves tensors of training to files that can be read years later; lists, loads, dequantizes and compares them.
+"""Saves tensors of training to safetensors files; lists, loads, dequantizes and compares them.
 
 Usage::
 

@@ -1,7 +1,7 @@
 """The budget of a run's dumps: bytes, files, and the space that must stay free on the disk.
 
 budget = Budget(folder)                     # counts what is in the folder already
-why = budget.refuses(nbytes, limits)        # None, or the reason as text
+why = budget.refuses(nbytes, limits)        # None, or the reason
 budget.count(nbytes)                        # after the file was written
 """
 
@@ -16,17 +16,17 @@ from pathlib import Path
 from te_precision_callbacks.base.counts import many
 
 KEPT_FREE = 1 << 30
-"""Bytes that stay free on the disk, or a twentieth of the disk if that is less."""
+"""The bytes that stay free on the disk; a twentieth of a small disk."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a rank may write in a run.
+    """The limits of a rank.
 
     Attributes:
         max_bytes, max_files: limits for all files in the rank's folder together.
-        max_memory: bytes of host memory that may wait to be written, and as many again that may wait for the end of a
-            step.
+        max_memory: the maximum bytes of host memory in the queue of the writer, and again for dumps that are held until
+            the end of a step.
     """
 
     max_bytes: int
@@ -35,11 +35,7 @@ class Limits:
 
 
 class Budget:
-    """Counts the content of a rank's folder.
-
-    Args:
-        folder: the folder whose files count, also files of earlier runs; it need not exist yet.
-    """
+    """Counts the files of a rank's folder, including earlier runs; the folder need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,7 +43,7 @@ class Budget:
         self.files, self.bytes = len(sizes), sum(sizes)
 
     def refuses(self, nbytes: int, limits: Limits) -> str | None:
-        """Why a file of this size must not be written; None if it may."""
+        """Return why a file of this size must not be written; None if it may."""
         if self.bytes + nbytes > limits.max_bytes:
             return (
                 f"max_bytes={limits.max_bytes:,} leaves no room for the next file, of up to {nbytes:,} bytes:"
@@ -61,13 +57,12 @@ class Budget:
         return why_full(self._folder, nbytes)
 
     def count(self, nbytes: int) -> None:
-        """Count a file that was written."""
         self.files += 1
         self.bytes += nbytes
 
 
 def why_full(folder: Path, nbytes: int = 0) -> str | None:
-    """Why the disk of a folder, which need not exist yet, has no room for so many more bytes; None if it has."""
+    """Return why the disk of a folder has no room for ``nbytes`` more; None if it has."""
     disk = shutil.disk_usage(_existing(folder))
     if disk.free - nbytes < min(KEPT_FREE, disk.total // 20):
         return f"little space is left on the disk: {disk.free:,} of {disk.total:,} bytes are free"

@@ -1,4 +1,4 @@
-"""``te-precision dumps``: reads dumped tensors on the command line.
+"""``te-precision dumps``: lists, shows and compares dumped tensors.
 
 Usage::
 
@@ -7,8 +7,7 @@ Usage::
     te-precision dumps diff a.safetensors b.safetensors
 
 ``list`` and ``show`` return exit code 0; ``diff`` returns 0 if the dumps are equal and 1 if they differ. Wrong use,
-such as a file that is not a dump, gives 2. ``--json`` prints one JSON object, in which a number that is not finite is
-a word.
+such as a file that is not a dump, returns 2. ``--json`` prints one JSON object; non-finite numbers are strings.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from te_precision_callbacks.base.terminal import Json
 if TYPE_CHECKING:
     from te_precision_callbacks.dumps.difference import Difference
 
-app = typer.Typer(name="dumps", help="List, show and compare dumped tensors.", no_args_is_help=True)
-
 _MOST_FOREIGN = 3
-"""The maximum number of listed files whose names do not end as those of dumps."""
+"""The maximum number of files that are not dumps in a list."""
+
+app = typer.Typer(name="dumps", help="List, show and compare dumped tensors.", no_args_is_help=True)
 
 
 @app.callback()
@@ -46,7 +45,7 @@ def list_command(
     as_json: Json = False,
 ) -> None:
     """List the dumps in a folder: the layer, tensor and step of each dump, and its content."""
-    from te_precision_callbacks.dumps.dump_files import SUFFIX, list_dumps
+    from te_precision_callbacks.dumps.dump_files import list_dumps
 
     with _visible_errors():
         found = list_dumps(folder)
@@ -73,12 +72,10 @@ def list_command(
         terminal.show(table)
     else:
         terminal.show_text(f"{folder}: no dumps. DumpTensors writes them below <log_dir>/tensor_dumps.")
-    others = [file for file in found.foreign if file.path.suffix != SUFFIX]
-    for file in found.foreign:
-        if file not in others or len(others) <= _MOST_FOREIGN:
-            terminal.show_text(f"not a dump: {file.path}: {file.why}", hanging=2)
-    if len(others) > _MOST_FOREIGN:
-        terminal.show_text(f"{len(others)} files of other kinds, such as {others[0].path}; --json lists them.")
+    for file in found.foreign[:_MOST_FOREIGN]:
+        terminal.show_text(f"not a dump: {file.path}: {file.why}", hanging=2)
+    if len(found.foreign) > _MOST_FOREIGN:
+        terminal.show_text(f"and {len(found.foreign) - _MOST_FOREIGN} more; --json lists them.")
 
 
 @app.command("show")
@@ -101,7 +98,7 @@ def show_command(
             result = compare(dump)
             errors, not_compared = result.differences, result.not_compared
         except (DifferentShapesError, NothingToCompareError) as error:
-            # A dump of one tensor has no second tensor to compare with.
+            # A dump of one tensor has nothing to compare.
             if HIGH_PRECISION in dump.tensors and dump.header.quantized is not None:
                 not_compared = (str(error),)
     header = dataclasses.asdict(dump.header)
@@ -162,7 +159,7 @@ def diff_command(
 
 @contextlib.contextmanager
 def _visible_errors() -> Iterator[None]:
-    """Show errors without control characters: messages quote text from files."""
+    """Remove control characters from errors, which quote text from files."""
     from te_precision_callbacks.dumps.errors import DumpError
 
     try:
@@ -172,8 +169,8 @@ def _visible_errors() -> Iterator[None]:
 
 
 def _print_not_compared(what: tuple[str, ...]) -> None:
-    for words in what:
-        terminal.show_text(f"not compared: {words}", hanging=2)
+    for text in what:
+        terminal.show_text(f"not compared: {text}", hanging=2)
 
 
 def _difference_table(differences: Any) -> Table:
@@ -202,9 +199,6 @@ def _blocks_table(part: Any) -> Table:
     table.add_row("blocks", f"{part.blocks:,}, with zeros only {part.zero_blocks:,}")
     table.add_row("factors", f"{part.smallest_factor:.6g} to {part.largest_factor:.6g}")
     table.add_row("with an element at the format's largest number", f"{part.at_largest_code:,}")
-    for words, block in (("smallest amax above 0", part.smallest_block), ("largest amax", part.largest_block)):
-        if block is not None:
-            table.add_row(words, f"{block.amax:.6g} in block {block.index}, factor {block.factor:.6g}")
     return table
 
 

@@ -5,12 +5,11 @@ Usage::
     dump = dump_of(
         high_precision, quantized, internals=True, layer="fc1", tensor="activation", iteration=100
     )
-    snapshot = dump.copied()  # training may go on
+    snapshot = dump.copied()  # training may continue
     write(snapshot, "fc1_activation.safetensors")  # dump_files.py; from any thread
 
-The names of the tensors follow Transformer Engine's pull request 2645 where it defines them; ``docs/dumps.md`` lists
-them. Scales are neither padded nor swizzled, whatever layout training used:
-:mod:`te_precision_callbacks.base.numerics.layouts` converts them. Nothing here needs Transformer Engine.
+The names of the tensors follow Transformer Engine's pull request 2645; ``docs/dumps.md`` lists them. Scales are neither
+padded nor swizzled. Transformer Engine is not needed.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ class Dump:
 
     Attributes:
         header: the description of the tensor.
-        tensors: name -> plain tensor, detached; the tensors of a fresh dump share training's memory.
+        tensors: name -> plain tensor, detached; the tensors of a new dump share training's memory.
         internals: whether a file also gets the decoded internals (:meth:`complete`).
-        events: CUDA events of the copies that :meth:`wait` waits for.
+        events: CUDA events of pending copies.
     """
 
     header: Header
@@ -74,24 +73,14 @@ class Dump:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors that this object holds."""
+        """The bytes of all tensors of this object."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    @property
-    def file_bytes(self) -> int:
-        """The bytes of all tensors in a file of this dump, with decoded internals, without a few thousand for the
-        header."""
-        decoded = 0
-        for direction, _ in self._directions() if self.internals else ():
-            for name, elements in _decoded_sizes(direction, self.tensors).items():
-                decoded += 0 if name in self.tensors else elements * 4
-        return self.nbytes + decoded
-
     def copied(self) -> Dump:
-        """Makes a snapshot that training can no longer change.
+        """Return a snapshot that is independent of training.
 
-        On a CPU this is a copy. From a GPU the tensors are copied to page-locked host memory, after the work queued on
-        the current stream, and nothing waits: call :meth:`wait` before reading them.
+        Tensors on a GPU are copied asynchronously to page-locked host memory, after the work queued on the current
+        stream: call :meth:`wait` before reading them.
         """
         devices = {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}
         tensors = {name: _snapshot(tensor) for name, tensor in self.tensors.items()}
@@ -104,12 +93,12 @@ class Dump:
         return dataclasses.replace(self, tensors=tensors, events=tuple(events))
 
     def wait(self) -> None:
-        """Wait until the copies of :meth:`copied` have arrived."""
+        """Wait for the copies of :meth:`copied`."""
         for event in self.events:
             event.synchronize()
 
     def part(self, *, columnwise: bool) -> Stored | None:
-        """Reads one direction of the quantized tensor from the internals; None if the dump does not have it.
+        """Return one direction of the quantized tensor, if the dump has it.
 
         Raises:
             NotADumpError: the tensors do not match the header.
@@ -121,11 +110,11 @@ class Dump:
         return _part(direction, columnwise, self.tensors)
 
     def complete(self) -> dict[str, torch.Tensor]:
-        """Gives the tensors of a file; if ``internals`` is set, with the decoded ones, which are computed if missing.
+        """Return the tensors of a file; with ``internals``, including decoded tensors.
 
         Returns:
-            name -> tensor. ``*_unpacked_values``: the numbers of FP4 codes, float32. ``*_scale_inv_values``: E8M0 and
-            E4M3 scales as float32. ``*_block_factors``: NVFP4 only: the factors of the numbers of each block.
+            name -> tensor. ``*_unpacked_values``: FP4 codes as float32. ``*_scale_inv_values``: E8M0 and E4M3 scales as
+            float32. ``*_block_factors``: NVFP4 only: the factors of the elements of each block.
         """
         tensors = dict(self.tensors)
         for direction, part in self._directions() if self.internals else ():
@@ -154,17 +143,16 @@ def dump_of(
     recipe: Any = None,
     columnwise_from: Any = None,
 ) -> Dump:
-    """Makes a dump of a tensor, which shares the tensor's memory where the layout in the file is the same.
+    """Create a dump of a tensor. It shares the tensor's memory if the layout in the file is the same.
 
     Args:
-        high_precision: the tensor before quantization, or None. A quantized tensor (a quantized model parameter) has no
-            high precision: it is taken as ``quantized`` if that is None, and is left out otherwise.
+        high_precision: the tensor before quantization, or None. A quantized model parameter counts as ``quantized``.
         quantized: the tensor after quantization, or None: a quantized tensor of Transformer Engine or its storage
             class, with scales in any layout; or a plain tensor.
-        internals: whether files also hold the decoded internals.
+        internals: whether files also get the decoded internals.
         layer, tensor, iteration, micro_batch, rank: see :class:`Header`.
         recipe: the recipe, as an object or text.
-        columnwise_from: another quantized tensor, from which the columnwise data are taken.
+        columnwise_from: another quantized tensor with the columnwise data.
 
     Raises:
         DumpError: both tensors are None, or the kind of the quantized tensor is unknown.
@@ -211,14 +199,13 @@ def record_of(
     rank: int,
     recipe: str,
 ) -> Dump:
-    """Describe a whole GEMM.
+    """Create a record of a GEMM.
 
     Args:
         gemm: its description, with the tensors and directions of its operands, but without the contents.
-        operands: "a" and "b" -> what the GEMM read, plain or quantized, and the tensor before quantization, if there is
-            one.
-        out, before, bias: the result, what it was added to, and the bias.
-        layer, iteration, micro_batch, rank, recipe: as in :class:`Header`.
+        operands: "a" and "b" -> the plain or quantized operand, and the tensor before quantization, if any.
+        out, before, bias: the result, the tensor that it was added to, and the bias.
+        layer, iteration, micro_batch, rank, recipe: see :class:`Header`.
 
     Raises:
         DumpError: an operand or the result is of a kind that cannot be dumped.
@@ -267,7 +254,7 @@ def _operand(
     quantizer: Any,
     tensors: dict[str, torch.Tensor],
 ) -> DumpedOperand:
-    """An operand with its contents, whose tensors are added to ``tensors``; names begin with ``name``."""
+    """Describe an operand, and add its tensors to ``tensors`` with ``name`` as prefix."""
     if not isinstance(memory, Stored):
         tensors[f"{name}.values"] = _plain(memory)
         return dataclasses.replace(operand, values=_described(memory), rounding=None)
@@ -289,7 +276,7 @@ def _described(tensor: torch.Tensor) -> Plain:
 
 
 def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
-    """What a recorded GEMM read: a direction of a quantized tensor, or a plain tensor.
+    """Return an operand of a recorded GEMM: a direction of a quantized tensor, or a plain tensor.
 
     Args:
         dump: a record of a GEMM.
@@ -308,17 +295,16 @@ def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
 
 
 def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Computes the numbers of the quantized tensor from the dump's internals alone.
+    """Dequantize the tensor of a dump.
 
-    The result equals that of Transformer Engine's ``dequantize()`` for the same data, bit for bit: the product in
-    float32, rounded to the nominal dtype.
+    The result is bit-equal to Transformer Engine's ``dequantize()``: the product in float32, rounded to the nominal
+    dtype.
 
     Args:
         dump: a dump with a quantized tensor.
-        columnwise: read the columnwise data instead of the rowwise data; for per-tensor FP8 both are the same, and
-            either is read. Columnwise NVFP4 data may hold a random Hadamard transform of the tensor: then the result is
-            transformed too, and the header's ``columnwise.hadamard`` is set.
-        dtype: the dtype of the result; by default the nominal dtype. float32 holds each number exactly.
+        columnwise: read the columnwise data; for per-tensor FP8 both directions are equal. If the header's
+            ``columnwise.hadamard`` is set, the result is a random Hadamard transform of the tensor.
+        dtype: the dtype of the result; by default the nominal dtype. float32 is exact.
 
     Returns:
         A contiguous tensor of the tensor's shape.
@@ -346,19 +332,20 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
 
 
 def a_dump(given: Any) -> Dump:
-    """Returns the argument if it is a dump; otherwise raises a DumpError that explains how to get a dump."""
+    """Return the argument if it is a dump, else raise a DumpError."""
     if isinstance(given, Dump):
         return given
     raise DumpError(f"A dump is expected, not {given!r:.200}. Use a result of load(path) or save(tensor, path).")
 
 
 def kind_is_known(tensor: Any) -> bool:
-    """Whether the tensor can be dumped as a quantized tensor: of one format, or of one format in each direction."""
+    """Return whether the tensor can be dumped as a quantized tensor: of one format, or of one format in each
+    direction."""
     return is_quantized(tensor) or hasattr(tensor, "_rowwise_storage")
 
 
 def _plain(tensor: Any) -> torch.Tensor:
-    """The tensor without its graph, if torch alone can read it."""
+    """Return the detached tensor if it is a plain torch tensor."""
     # Subclasses that hold other tensors: of Transformer Engine, DTensor, ...
     holds_others = hasattr(tensor, "_quantizer") or hasattr(tensor, "__tensor_flatten__")
     if not isinstance(tensor, torch.Tensor) or holds_others or tensor.layout is not torch.strided or tensor.is_meta:
@@ -372,7 +359,7 @@ def _plain(tensor: Any) -> torch.Tensor:
 def _quantized(
     quantized: Any, columnwise_from: Any, before: tuple[int, ...] | None
 ) -> tuple[Quantized, dict[str, torch.Tensor]]:
-    """The description and the tensors; ``before`` is the shape of the tensor before quantization, if known."""
+    """Return the description and the tensors; ``before`` is the shape before quantization, if known."""
     class_name = type(quantized).__name__
     if not kind_is_known(quantized):
         tensor = _plain(quantized)
@@ -401,7 +388,7 @@ def _quantized(
         class_name=class_name,
         shape=shape,
         dtype=dtype_name(dtype),
-        quantizer=_in_words(getattr(quantized, "_quantizer", None)),
+        quantizer=_format_quantizer(getattr(quantized, "_quantizer", None)),
         rowwise=directions.get(False),
         columnwise=directions.get(True),
     )
@@ -442,7 +429,7 @@ def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, 
 
 
 def _elements_in_memory(part: Stored) -> torch.Tensor:
-    """The codes with all dimensions: FP8 codes in the format's own dtype, FP4 codes two per byte."""
+    """Return the codes with all dimensions: FP8 codes in their dtype, FP4 codes two per byte."""
     shape = part.shape
     if part.transposed:
         shape = (*shape[-1:], *shape[:-1])
@@ -483,24 +470,7 @@ def _decoded(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Te
     if part.scale_format is not None:
         yield f"{direction.scale}_values", part.block_scales()
     if part.mode == NVFP4:
-        yield _factors_name(direction), part.factors()
-
-
-def _decoded_sizes(direction: Direction, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The number of float32 elements in the result of :func:`_decoded`."""
-    sizes = {}
-    data, scales = tensors[direction.data].numel(), tensors[direction.scale].numel()
-    if FORMATS[direction.format].dtype is None:
-        sizes[f"{direction.data}_unpacked_values"] = data * 2
-    if direction.scale_format != FLOAT32:
-        sizes[f"{direction.scale}_values"] = scales
-    if direction.scaling_mode == NVFP4:
-        sizes[_factors_name(direction)] = scales
-    return sizes
-
-
-def _factors_name(direction: Direction) -> str:
-    return direction.scale.replace("_scale_inv", "_factors")
+        yield direction.scale.replace("_scale_inv", "_factors"), part.factors()
 
 
 def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
@@ -510,7 +480,7 @@ def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _in_words(quantizer: Any) -> str | None:
+def _format_quantizer(quantizer: Any) -> str | None:
     if quantizer is None:
         return None
     settings = [

@@ -1,4 +1,4 @@
-"""Compares two dumps, or a quantized tensor with the tensor before quantization; describes a dump in numbers.
+"""Compares two dumps, or a quantized tensor with the tensor before quantization; summarizes the tensors of a dump.
 
 Usage::
 
@@ -27,7 +27,7 @@ from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToC
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, QUANTIZED, Header, dtype_name, leads_to
 
 _PIECE = 1 << 16
-"""The number of elements that are read at once, in float64: few enough for a cache."""
+"""The number of elements read at once, in float64: small enough for a cache."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Block:
 
     Attributes:
         index: its row and column among the blocks.
-        rows, columns: the first index and one past the last, of the data in memory viewed as a matrix; if the header
-            says ``transposed``, the rows run along the tensor's last dimension.
-        codes_differing: number of elements of the block whose codes differ.
-        factors: the factors of a's and b's codes in the block.
+        rows, columns: the first index and one past the last, of the data in memory viewed as a matrix; with
+            ``transposed``, the rows run along the tensor's last dimension.
+        codes_differing: the number of elements with different codes.
+        factors: the factors of the block in a and b.
     """
 
     index: tuple[int, int]
@@ -51,13 +51,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Internals:
-    """How the codes and scales of two quantized tensors of one format differ.
+    """The differences of codes and scales of two quantized tensors in one format.
 
     Attributes:
-        blocks: number of all blocks.
-        codes_differing: number of elements whose codes differ.
-        scales_differing: number of blocks whose factors differ; NVFP4's amax is part of a factor.
-        first_block: the first block, row by row, whose codes or factor differ.
+        blocks: the number of all blocks.
+        codes_differing: the number of elements with different codes.
+        scales_differing: the number of blocks with different factors; NVFP4's amax is part of a factor.
+        first_block: the first block, row by row, with a different code or factor.
     """
 
     blocks: int
@@ -68,22 +68,21 @@ class Internals:
 
 @dataclass(frozen=True)
 class Difference:
-    """How two tensors differ, as numbers.
+    """The difference of two tensors.
 
-    Errors are computed over the elements that are finite on both sides, in float64, which rounds integers beyond 2^53.
+    Elements are compared in float64, which rounds integers beyond 2^53. Errors are computed over the elements that are
+    finite in both tensors.
 
     Attributes:
         what: "high_precision", "rowwise", "columnwise" (both dequantized), or a pair, "high_precision / rowwise".
         shape: the shape of both.
-        differing: number of elements that are not the same number; NaN equals NaN, and -0 equals 0. Exact, except for
-            integers beyond 2^53 against floating-point numbers, which are compared in float64.
-        max_abs_error: the largest ``|a - b|``; 0 if nothing is finite on both sides.
-        max_at: the first index in ``shape`` with the largest error; None if that is 0.
+        differing: the number of different elements; NaN equals NaN, and -0 equals 0.
+        max_abs_error: the largest ``|a - b|``; 0 if nothing is finite in both.
+        max_at: the first index in ``shape`` with the largest error, unless it is 0.
         mean_abs_error: the mean of ``|a - b|``.
-        sqnr_db: ``10 log10(sum a^2 / sum (a - b)^2)``; inf if there is no error, nan if nothing is finite.
+        sqnr_db: ``10 log10(sum a^2 / sum (a - b)^2)``; inf without an error, nan if nothing is finite.
         nan, inf: the counts in a and b.
-        internals: the difference of codes and scales, for two quantized tensors of the same format, direction and
-            layout.
+        internals: the difference of codes and scales of two quantized tensors in one format, direction and layout.
     """
 
     what: str
@@ -99,17 +98,16 @@ class Difference:
 
     @property
     def elements(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def share(self) -> float:
-        """The share of elements that differ, 0 to 1."""
+        """The share of different elements, 0 to 1."""
         return self.differing / self.elements if self.elements else 0.0
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs: no element, code or scale."""
+        """True if no element, code or scale differs."""
         inside = self.internals
         return self.differing == 0 and (inside is None or inside.codes_differing + inside.scales_differing == 0)
 
@@ -120,8 +118,8 @@ class DumpComparison:
 
     Attributes:
         a, b: the headers.
-        differences: one for each pair that was compared.
-        not_compared: parts that only one dump has, or that the dumps have in different forms, as text.
+        differences: one for each compared pair.
+        not_compared: the parts in only one dump, or in different forms.
     """
 
     a: Header
@@ -131,19 +129,18 @@ class DumpComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether everything was compared and nothing differs."""
+        """True if everything was compared and nothing differs."""
         return not self.not_compared and all(difference.equal for difference in self.differences)
 
 
 def compare(a: Dump, b: Dump | None = None) -> DumpComparison:
-    """Compare two dumps: the high-precision tensors, and each direction of the quantized ones.
+    """Compare two dumps: the high-precision tensors, and each direction of the quantized tensors.
 
-    A dump of columnwise NVFP4 data alone may know only a matrix. It is compared with a tensor whose leading dimensions
-    merge to that matrix. If one dump has only a high-precision tensor and the other only a quantized tensor, these are
-    compared.
+    A dump of columnwise NVFP4 data alone may have only a matrix: leading dimensions of the other tensor are merged. If
+    one dump has only a high-precision tensor and the other only a quantized tensor, these are compared.
 
     Args:
-        a: the reference: its numbers are the signal.
+        a: the reference: the signal of the SQNR.
         b: the other dump; None compares a's quantized tensor with a's high-precision tensor.
 
     Raises:
@@ -199,7 +196,7 @@ def _alike(a: Dump, b: Dump) -> DumpComparison:
 
 
 def _across(high: Dump, quantized: Dump) -> DumpComparison:
-    """Compares the high-precision tensor of one dump with the quantized tensor of the other."""
+    """Compare the high-precision tensor of one dump with the quantized tensor of the other."""
     differences: list[Difference] = []
     not_compared: list[str] = []
     tensor = high.tensors.get(HIGH_PRECISION)
@@ -218,7 +215,7 @@ def _across(high: Dump, quantized: Dump) -> DumpComparison:
 
 
 def _in_one_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives both tensors with all dimensions, if one is the matrix of the other."""
+    """Reshape both tensors to all dimensions, if one is the matrix of the other."""
     if leads_to(tuple(a.shape), tuple(b.shape)):
         return a, b.reshape(a.shape)
     if leads_to(tuple(b.shape), tuple(a.shape)):
@@ -236,9 +233,8 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
     signal, noise, total = 0.0, 0.0, 0.0
     nan, inf = [0, 0], [0, 0]
     for start in range(0, len(ours), _PIECE):
-        pieces = [flat[start : start + _PIECE] for flat in (ours, theirs)]
-        x, y = (_wide(piece) for piece in pieces)
-        differing += int((_unequal(*pieces) & ~(x.isnan() & y.isnan())).sum())
+        x, y = (_wide(flat[start : start + _PIECE]) for flat in (ours, theirs))
+        differing += int(((x != y) & ~(x.isnan() & y.isnan())).sum())
         for side, values in enumerate((x, y)):
             nan[side] += int(values.isnan().sum())
             inf[side] += int(values.isinf().sum())
@@ -264,18 +260,6 @@ def _difference(what: str, a: torch.Tensor, b: torch.Tensor, *, internals: Inter
     )
 
 
-def _unequal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Marks the elements that are not the same number; a NaN is never the same."""
-    if x.is_floating_point() or y.is_floating_point() or x.is_complex() or y.is_complex():
-        return _wide(x) != _wide(y)
-    # Integers as int64, in which those of uint64 from 2^63 on are negative: no other integer is equal to these.
-    ours, theirs = (values.view(torch.int64) if values.dtype is torch.uint64 else values.long() for values in (x, y))
-    beyond = torch.zeros_like(ours, dtype=torch.bool)
-    if (x.dtype is torch.uint64) is not (y.dtype is torch.uint64):
-        beyond = (ours if x.dtype is torch.uint64 else theirs) < 0
-    return (ours != theirs) | beyond
-
-
 def _decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
@@ -283,7 +267,7 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def _grid(part: Stored) -> tuple[object, ...]:
-    """The common layout of two quantized tensors whose codes and scales can be compared one by one."""
+    """Return the layout; codes and scales of tensors in one layout are compared one by one."""
     scale_format = None if part.scale_format is None else part.scale_format.name
     return (part.element_format.name, scale_format, part.transposed, part.block, part.matrix_shape)
 
@@ -320,13 +304,12 @@ def _internals(a: Stored, b: Stored) -> Internals:
 
 @dataclass(frozen=True)
 class TensorNumbers:
-    """A tensor of a dump, with the name that it has there.
+    """A summary of a tensor of a dump.
 
     Attributes:
         nbytes: the bytes of its data.
-        minimum, maximum, mean: over the finite elements, for complex tensors over their magnitudes; nan if there are
-            none.
-        nan, inf, zeros: number of such elements.
+        minimum, maximum, mean: over the finite elements; nan without any.
+        nan, inf, zeros: the counts of these elements.
     """
 
     name: str
@@ -342,28 +325,15 @@ class TensorNumbers:
 
 
 @dataclass(frozen=True)
-class BlockAmax:
-    """A block, by its row and column among the blocks, and the largest magnitude in it."""
-
-    index: tuple[int, int]
-    amax: float
-    factor: float
-
-
-@dataclass(frozen=True)
 class DirectionNumbers:
-    """The blocks of a quantized tensor's rowwise or columnwise data.
-
-    A block's codes are multiplied by its factor.
+    """A summary of the blocks of a quantized tensor's rowwise or columnwise data.
 
     Attributes:
         name: "rowwise" or "columnwise".
-        blocks: number of all blocks.
-        zero_blocks: number of blocks that hold only zeros.
-        smallest_factor, largest_factor: over the finite factors above 0; nan if there are none.
-        at_largest_code: number of blocks with an element at the format's largest number or beyond.
-        smallest_block, largest_block: the blocks with the smallest amax above 0, and with the largest amax, of the
-            dequantized numbers; None if there are none.
+        blocks: the number of all blocks.
+        zero_blocks: the number of blocks with only zeros.
+        smallest_factor, largest_factor: over the finite factors above 0; nan without any.
+        at_largest_code: the number of blocks with an element at the format's largest value or beyond.
     """
 
     name: str
@@ -372,17 +342,15 @@ class DirectionNumbers:
     smallest_factor: float
     largest_factor: float
     at_largest_code: int
-    smallest_block: BlockAmax | None
-    largest_block: BlockAmax | None
 
 
 def tensor_numbers(dump: Dump) -> list[TensorNumbers]:
-    """Describe each tensor of the dump. Packed FP4 codes and bytes of E8M0 count as whole numbers from 0 to 255."""
+    """Summarize each tensor of the dump. Packed FP4 codes and E8M0 bytes are integers from 0 to 255."""
     return [_tensor(name, tensor) for name, tensor in sorted(dump.tensors.items())]
 
 
 def direction_numbers(dump: Dump) -> list[DirectionNumbers]:
-    """Describe each direction of the quantized tensor that the dump has."""
+    """Summarize each direction of the quantized tensor."""
     parts = ((name, dump.part(columnwise=name == "columnwise")) for name in ("rowwise", "columnwise"))
     return [_direction(name, part) for name, part in parts if part is not None]
 
@@ -392,7 +360,6 @@ def _tensor(name: str, tensor: torch.Tensor) -> TensorNumbers:
     low, high, total, finite, nan, inf, zeros = math.inf, -math.inf, 0.0, 0, 0, 0, 0
     for start in range(0, flat.numel(), _PIECE):
         values = _wide(flat[start : start + _PIECE])
-        values = values.abs() if values.is_complex() else values
         nan += int(values.isnan().sum())
         inf += int(values.isinf().sum())
         zeros += int((values == 0).sum())
@@ -419,37 +386,21 @@ def _direction(name: str, part: Stored) -> DirectionNumbers:
     amax = _amaxes(part.matrix(), part.block)
     largest_code = _amaxes(part.elements(), part.block) >= part.element_format.max
     usable = factors[(factors > 0) & factors.isfinite()]
-    ranked = amax.reshape(-1)
-    above = (ranked > 0) & ranked.isfinite()
-    smallest = ranked.where(above, math.inf).argmin() if bool(above.any()) else None
-    largest = ranked.where(above, -math.inf).argmax() if bool(above.any()) else None
     return DirectionNumbers(
         name=name,
         blocks=factors.numel(),
-        zero_blocks=int((ranked == 0).sum()),
+        zero_blocks=int((amax == 0).sum()),
         smallest_factor=float(usable.min()) if usable.numel() else math.nan,
         largest_factor=float(usable.max()) if usable.numel() else math.nan,
         at_largest_code=int(largest_code.sum()),
-        smallest_block=_block_amax(smallest, amax, factors),
-        largest_block=_block_amax(largest, amax, factors),
     )
 
 
-def _block_amax(place: torch.Tensor | None, amax: torch.Tensor, factors: torch.Tensor) -> BlockAmax | None:
-    if place is None:
-        return None
-    row, column = divmod(int(place), amax.shape[1])
-    return BlockAmax((row, column), float(amax[row, column]), float(factors[row, column]))
-
-
 def _amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest magnitude of each block; NaN for a block with a NaN."""
+    """Return the largest magnitude of each block, or NaN."""
     return tiled(matrix.abs(), block).amax((1, 3))
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """The numbers in float64, or in complex128 if they are complex; integers beyond 2^53 are rounded."""
-    if values.is_complex():
-        return values.to(torch.complex128)
     # On some devices float8 can be converted to float64 only through float32.
     return (values if values.element_size() > 1 else values.float()).double()

@@ -8,12 +8,11 @@ Usage::
     dump = load("weight.safetensors")
     listing = list_dumps("logs/tensor_dumps")  # reads the headers only
 
-A file appears under its name only when it is complete, so a process that is killed leaves only complete files. It may
-also leave a hidden file whose name ends with ``.incomplete``.
+Files are written atomically. A killed process may leave a hidden file that ends with ``.incomplete``.
 
 The safetensors format (huggingface/safetensors, "Format"): 8 bytes with the length of a JSON object, little-endian; the
-object, name -> dtype, shape, and where the data lie; the data. The library's ``save`` copies all tensors with the
-interpreter locked, which would stop training. The format is therefore written here, and read by the library.
+object, name -> dtype, shape and data offsets; the data. The library's ``save`` copies all tensors with the GIL held,
+which would stop training. The format is therefore written here, and read by the library.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
 from te_precision_callbacks.dumps.header import Header, check
 
 METADATA_KEY = "te_precision_dump"
-"""Where the header is in the metadata of a file."""
+"""The key of the header in the metadata of a file."""
 
 SUFFIX = ".safetensors"
 
 TEMPORARY_SUFFIX = ".incomplete"
-"""The suffix of incomplete files, whose names start with a dot."""
+"""The suffix of hidden, incomplete files."""
 
 # The names of the safetensors format.
 _DTYPE_NAMES = {
@@ -69,7 +68,7 @@ _DTYPE_NAMES = {
 }
 _PIECE = 1 << 24
 _LONGEST_LAYER = 160
-"""The most characters of a layer's name in a file name, which may have 255 bytes."""
+"""The maximum length of a layer's name in a file name, which may have 255 bytes."""
 
 _UNSAFE = re.compile(r"[^a-z0-9_.\-]", re.IGNORECASE)
 _SAFE = re.compile(r"[a-z0-9_\-]+(\.[a-z0-9_\-]+)*")
@@ -88,27 +87,27 @@ def save(
     recipe: Any = None,
     internals: bool = True,
 ) -> Dump:
-    """Write a tensor to a file, which appears only when it is complete.
+    """Write a tensor to a file atomically.
 
     Args:
         tensor: a quantized tensor of Transformer Engine, or its storage class, with scales in any layout, swizzled too;
             or a plain tensor.
         path: the file. Its folder is created if missing; an existing file is replaced.
-        high_precision: ``tensor`` before quantization, to be saved in the same file.
-        layer: the layer that the tensor is from, for the header.
+        high_precision: ``tensor`` before quantization, for the same file.
+        layer: the layer of the tensor, for the header.
         tensor_name: ``activation``, ``weight`` or another name, for the header.
         iteration: the debug iteration, for the header.
         micro_batch: the micro-batch of the iteration, for the header.
         rank: the rank, for the header.
         recipe: the recipe, as an object or text.
-        internals: add tensors decoded from the data and scales: FP4 numbers one by one, scales as float32.
+        internals: add decoded tensors: unpacked FP4 values, scales as float32.
 
     Returns:
-        The dump that was written; it shares the tensor's memory.
+        The dump, which shares the tensor's memory.
 
     Raises:
-        DumpError: the kind of the tensor is unknown, ``high_precision`` has another shape, a name is not text, a number
-            is not whole, or the file cannot be written.
+        DumpError: the kind of the tensor is unknown, ``high_precision`` has another shape, an argument has the wrong
+            type, or the file cannot be written.
         LayoutError: the tensor's buffers do not match each other.
     """
     for name, text in {"layer": layer, "tensor_name": tensor_name}.items():
@@ -136,7 +135,7 @@ def save(
 
 
 def _whole(name: str, number: Any) -> int:
-    """The number as an int; also accepts a tensor or an array with one number."""
+    """Convert a number, also in a tensor or array, to int."""
     try:
         return operator.index(number)
     except TypeError as error:
@@ -154,24 +153,24 @@ def write(dump: Dump, path: str | os.PathLike[str]) -> int:
         The file's size in bytes.
 
     Raises:
-        DumpError: the file cannot be written (disk full, no permission), or the format has no dtype for a tensor. No
-            part of the file is then left, and an existing file is unchanged.
+        DumpError: the file cannot be written (disk full, no permission), or the format has no dtype for a tensor. An
+            existing file is then unchanged.
     """
     path = Path(path)
     return _write(dump, path, lambda hidden: os.replace(hidden, path))
 
 
 def write_new(dump: Dump, folder: Path) -> int:
-    """Write a dump to a folder, under a name that is still free, even if other processes write there.
+    """Write a dump to a folder under a free name, even if other processes write there.
 
-    The name is that of the layer and tensor, and from the second micro-batch on its number; ``.1``, ``.2`` and so on
-    are appended if the name is taken.
+    The name has the layer, the tensor, and from the second micro-batch on its number; ``.1``, ``.2`` and so on are
+    appended if the name exists.
 
     Returns:
         The file's size in bytes.
 
     Raises:
-        DumpError: as :func:`write`.
+        DumpError: see :func:`write`.
     """
     header = dump.header
     parts = [_distinct(header.layer), _distinct(header.tensor)]
@@ -180,7 +179,7 @@ def write_new(dump: Dump, folder: Path) -> int:
 
 
 def _write(dump: Dump, path: Path, appear: Callable[[Path], None]) -> int:
-    """Write a hidden file beside ``path``, which ``appear`` then renames."""
+    """Write a hidden file in the folder of ``path``, and let ``appear`` rename it."""
     dump.wait()
     hidden = path.parent / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
@@ -216,20 +215,20 @@ def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
 
 
 def iteration_folder(folder: Path, rank: int, iteration: int) -> Path:
-    """``tensor_dumps/rank_R/iter_XXXXXX`` in a log folder, as Transformer Engine has it."""
+    """Return ``tensor_dumps/rank_R/iter_XXXXXX`` in a log folder, as in Transformer Engine."""
     return rank_folder(folder, rank) / f"iter_{iteration:06d}"
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """``tensor_dumps/rank_R`` in a log folder."""
+    """Return ``tensor_dumps/rank_R`` in a log folder."""
     return folder / "tensor_dumps" / f"rank_{rank}"
 
 
 def _distinct(name: str) -> str:
-    """A part of a file name that no other layer has, even on file systems that ignore case."""
+    """Return a part of a file name that is unique to a layer, even on case-insensitive file systems."""
     if len(name) <= _LONGEST_LAYER and _SAFE.fullmatch(name):
         return name
-    # A lone surrogate, which a name on disk may have, has no UTF-8.
+    # A name on disk may have a lone surrogate.
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:12]
     return f"{_UNSAFE.sub('_', name).lstrip('.')[:_LONGEST_LAYER]}-{digest}"
 
@@ -253,7 +252,7 @@ def _write_tensors(dump: Dump, file: IO[bytes]) -> None:
         plain = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
         # One element counts as contiguous with any stride, but most strides prevent a view as bytes.
         flat = plain.reshape(-1).as_strided((plain.numel(),), (1,)).view(torch.uint8)
-        # numpy's view of a copy: memory that numpy has seen cannot be resized any more, as FSDP2 does with parameters.
+        # A copy, since memory with a numpy view cannot be resized, as FSDP2 does with parameters.
         for start in range(0, flat.numel(), _PIECE):
             array: Any = flat[start : start + _PIECE].clone().numpy()
             file.write(memoryview(array))
@@ -264,7 +263,7 @@ def load(path: str | os.PathLike[str]) -> Dump:
 
     Raises:
         NotADumpError: there is no such file, or the file is of another kind, truncated, or damaged.
-        LaterVersionError: a later version of this package has written the file.
+        LaterVersionError: a later version of this package wrote the file.
     """
     with _opened(Path(path)) as file:
         header = _header_of(file)
@@ -278,7 +277,7 @@ def load(path: str | os.PathLike[str]) -> Dump:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Messages of errors in the block begin with the file's name."""
+    """Open a safetensors file, and prefix errors in the block with the file's name."""
     try:
         _check_kind(path)
         try:
@@ -324,7 +323,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A file that is not a dump, and why."""
+    """A file that is not a dump, with the reason."""
 
     path: Path
     why: str
@@ -353,10 +352,10 @@ class Listing(Sequence[Entry]):
 
 
 def list_dumps(folder: str | os.PathLike[str]) -> Listing:
-    """List the dumps in a folder and its subfolders; reads no tensor.
+    """List the dumps in a folder and its subfolders, without reading tensors.
 
     Args:
-        folder: the folder, or one file. Files whose names start with a dot are ignored.
+        folder: the folder, or one file. Hidden files are ignored.
 
     Raises:
         DumpError: there is no such folder, or it cannot be read.
@@ -365,7 +364,6 @@ def list_dumps(folder: str | os.PathLike[str]) -> Listing:
     foreign: list[Foreign] = []
 
     def unreadable(error: OSError) -> None:
-        """Report a folder that cannot be read."""
         path = Path(error.filename)
         if path == Path(folder):
             raise DumpError(f"{path}: cannot be read: {error.strerror}.") from error

@@ -6,7 +6,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 
 
 class DumpError(PrecisionDebugError, RuntimeError):
-    """A tensor cannot be dumped, or a dump cannot be written, read or used; the base class of these exceptions."""
+    """A tensor cannot be dumped, or a dump cannot be written, read or used."""
 
 
 class NotADumpError(DumpError):
@@ -14,7 +14,7 @@ class NotADumpError(DumpError):
 
 
 class LaterVersionError(DumpError):
-    """A dump was written by a later version of this package, in a form that this version does not know."""
+    """A dump was written by a later version of this package in an unknown form."""
 
 
 class DifferentShapesError(DumpError):
@@ -22,4 +22,4 @@ class DifferentShapesError(DumpError):
 
 
 class NothingToCompareError(DumpError):
-    """Two dumps have nothing in common that could be compared."""
+    """Two dumps have nothing in common to compare."""

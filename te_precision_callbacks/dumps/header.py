@@ -1,9 +1,9 @@
-"""The header of a dump: describes its tensors as JSON, and checks the tensors against the description.
+"""The header of a dump: a description of its tensors as JSON.
 
 Usage::
 
-    header = Header.from_json(text)  # a field that no dump can have is a NotADumpError that names it
-    check(header, tensors)           # NotADumpError for a missing tensor, or another shape or dtype than the header's
+    header = Header.from_json(text)  # an invalid field is a NotADumpError
+    check(header, tensors)           # so is a missing tensor, or another shape or dtype
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -20,36 +20,23 @@ import pydantic
 import torch
 
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0
-from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
+from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.dumps.errors import LaterVersionError, NotADumpError
 from te_precision_callbacks.gemm_error.codes import RoundingRules
 
 SCHEMA = 1
-"""The version of the header that this package writes. It grows when a reader of the last version would misread one."""
-
-GEMM_VERSION = 1
-"""The version of what describes a whole GEMM. It grows as :data:`SCHEMA` does."""
+"""The version of the header. It grows when a reader of the last version would misread a header."""
 
 HIGH_PRECISION, QUANTIZED = "high_precision", "quantized"
-"""The names of the tensor before quantization, and of the tensor after quantization if that is a plain tensor."""
+"""The names of the tensor before quantization, and of a plain tensor after quantization."""
 
 FLOAT32 = "float32"
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, E8M0)}
-"""The formats of elements and scales, by their names in a header."""
+"""Name in a header -> format of elements or scales."""
 
 # torch 2.6 has no E8M0: there these scales are their bytes.
 SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8)}
-"""The dtypes of scales in a dump; those of other formats are float32."""
-
-_FP8 = ("E4M3", "E5M2")
-# Scaling mode -> the formats of its elements, and the format of its scales.
-_MODES = {
-    PER_TENSOR: (_FP8, FLOAT32),
-    MXFP8: (_FP8, "E8M0"),
-    BLOCK_1D: (_FP8, FLOAT32),
-    BLOCK_2D: (_FP8, FLOAT32),
-    NVFP4: (("E2M1",), "E4M3"),
-}
+"""Format of scales -> dtype in a dump; the default is float32."""
 
 _DTYPE_NAMES = (
     *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
@@ -57,24 +44,18 @@ _DTYPE_NAMES = (
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
 )
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
-"""The dtypes that a header may name and that this torch has."""
+"""The valid dtypes in a header that this torch has."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _one_of(known: Mapping[str, object]) -> Callable[[str], str]:
-    def check(value: str) -> str:
-        if value not in known:
-            raise ValueError(f"{value!r} is not one of {', '.join(known)}")
-        return value
-
-    return check
+def _check_dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"{name!r} is not one of {', '.join(DTYPES)}")
+    return name
 
 
-_Dtype = Annotated[str, pydantic.AfterValidator(_one_of(DTYPES))]
-_Format = Annotated[str, pydantic.AfterValidator(_one_of(dict.fromkeys((*_FP8, "E2M1"))))]
-_Mode = Annotated[str, pydantic.AfterValidator(_one_of(_MODES))]
-_ScaleFormat = Annotated[str, pydantic.AfterValidator(_one_of(dict.fromkeys(("E8M0", "E4M3", FLOAT32))))]
+_Dtype = Annotated[str, pydantic.AfterValidator(_check_dtype)]
 _Shape = tuple[Annotated[int, pydantic.Field(ge=0)], ...]
 _Length = Annotated[int, pydantic.Field(ge=1)]
 _Largest = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
@@ -90,27 +71,26 @@ class Direction:
         data: the name of the tensor with the elements, in the order of memory.
         scale: the name of the tensor with a scale for each block.
         amax: NVFP4 only: the name of the tensor with the amax.
-        shape: the shape of the quantized tensor. Columnwise NVFP4 data are a matrix, whatever the leading dimensions
-        were.
+        shape: the shape of the quantized tensor; columnwise NVFP4 data are a matrix.
         transposed: whether the first dimension of the data is the last one of the quantized tensor.
         block: rows and columns of a block of the data, viewed as a matrix: the first dimension against the others if
             transposed, otherwise the others against the last dimension.
         scale_format: "E8M0", "E4M3" or "float32".
         largest_scale: NVFP4 only: the E4M3 number of the largest scale, 448 or 256.
         stored_scale_shape: the shape of the scales in training: padded, and perhaps transposed.
-        swizzled: whether the scales were in the order that a GEMM reads, in training. In a dump they never are.
-        hadamard: whether the data hold a random Hadamard transform of the tensor.
+        swizzled: whether the scales were swizzled for a GEMM in training. In a dump they never are.
+        hadamard: whether the data are a random Hadamard transform of the tensor.
     """
 
-    format: _Format
-    scaling_mode: _Mode
+    format: Annotated[str, pydantic.Field(pattern="^(E4M3|E5M2|E2M1)$")]
+    scaling_mode: Annotated[str, pydantic.Field(pattern="^(per_tensor|mxfp8|fp8_block_1d|fp8_block_2d|nvfp4)$")]
     data: str
     scale: str
     amax: str | None
     shape: _Shape
     transposed: bool
     block: tuple[_Length, _Length]
-    scale_format: _ScaleFormat
+    scale_format: Annotated[str, pydantic.Field(pattern="^(E8M0|E4M3|float32)$")]
     largest_scale: _Largest | None
     stored_scale_shape: _Shape
     swizzled: bool
@@ -134,12 +114,12 @@ class Direction:
     def shape_in_memory(self) -> tuple[int, ...]:
         """The shape of the tensor with the data: FP4 has two elements per byte."""
         shape = (*self.shape[-1:], *self.shape[:-1]) if self.transposed else self.shape
-        return shape if self.format in _FP8 else (*shape[:-1], *(size // 2 for size in shape[-1:]))
+        return shape if FORMATS[self.format].bits == 8 else (*shape[:-1], *(size // 2 for size in shape[-1:]))
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A plain tensor: its shape, and its dtype as torch calls it ("bfloat16")."""
+    """A plain tensor: its shape, and the name of its dtype in torch, such as "bfloat16"."""
 
     shape: _Shape
     dtype: _Dtype
@@ -150,10 +130,9 @@ class Quantized:
     """The tensor after quantization.
 
     Attributes:
-        class_name: Transformer Engine's class, or "Tensor" if the tensor stayed plain, after fake quantization for
-            example.
+        class_name: Transformer Engine's class, or "Tensor" for a plain tensor, such as after fake quantization.
         shape: the shape of the tensor.
-        dtype: the nominal dtype, which ``dequantize()`` gives.
+        dtype: the nominal dtype of ``dequantize()``.
         quantizer: the quantizer and its settings, as text.
         rowwise, columnwise: the data of each direction, if any.
     """
@@ -166,22 +145,21 @@ class Quantized:
     columnwise: Direction | None = None
 
     def direction(self, columnwise: bool) -> Direction | None:
-        """The columnwise or the rowwise data; None if there are none."""
+        """Return the columnwise or the rowwise data, if any."""
         return self.columnwise if columnwise else self.rowwise
 
 
 @dataclass(frozen=True)
 class DumpedOperand:
-    """An operand of a GEMM in a record of the whole GEMM.
+    """An operand in a record of a GEMM.
 
     Attributes:
         tensor: "activation", "weight" or "gradient".
         columnwise: whether the GEMM sums over the rows of the tensor, not over its last dimension.
-        direction: the data that the GEMM read; None if these are the plain tensor ``NAME.values``.
-        values: that plain tensor.
+        direction: the data that the GEMM read; None for the plain tensor ``NAME.values``.
+        values: the plain tensor.
         high_precision: the tensor before quantization, ``NAME.high_precision``, if the record has it.
-        rounding: how the quantizer rounds, as :class:`te_precision_callbacks.gemm_error.codes.RoundingRules`; None if
-            unknown.
+        rounding: the rounding of the quantizer, if known.
     """
 
     tensor: str
@@ -194,24 +172,23 @@ class DumpedOperand:
 
 @dataclass(frozen=True)
 class DumpedGemm:
-    """Describes a whole GEMM: ``out = alpha * left @ right^T + bias + beta * before``.
+    """Describes a GEMM: ``out = alpha * left @ right^T + bias + beta * before``.
 
     ``left`` is the operand B, [n, k], and ``right`` the operand A, [m, k], as the extension names them. Names of their
     tensors in the file begin with ``a.`` and ``b.``; the others are ``out``, ``before`` and ``bias``.
 
     Attributes:
-        version: the version of the record.
         gemm: "fprop", "dgrad" or "wgrad".
-        result: the tensor that it makes: "output", "dgrad" or "wgrad".
+        result: the resulting tensor: "output", "dgrad" or "wgrad".
         expert: the number of the expert; None outside of grouped GEMMs.
-        order: its number among the GEMMs of the iteration, in the order in which they ran.
+        order: its number among the GEMMs of the iteration, in execution order.
         layout: "TN", "NN" or "NT", of A and B.
         n, m, k: the sizes.
         alpha, beta: the factors.
         split_accumulator: as in the call.
         a, b: the operands.
         out: the result, before an activation function.
-        before: what the product was added to, if anything.
+        before: the tensor that the product was added to, if any.
         bias: the bias, if one was added.
         device: the name of the device.
         capability: its compute capability; None for the reference backend.
@@ -235,15 +212,14 @@ class DumpedGemm:
     bias: Plain | None = None
     device: str = "cpu"
     capability: tuple[int, int] | None = None
-    version: int = GEMM_VERSION
 
     @property
     def name(self) -> str:
-        """What has run, in words: ``fprop of expert 3``."""
+        """Such as ``fprop of expert 3``."""
         return self.gemm if self.expert is None else f"{self.gemm} of expert {self.expert}"
 
     def operands(self) -> dict[str, DumpedOperand]:
-        """The operands by the beginnings of their tensors' names."""
+        """Return the operands by the prefix of their tensors' names."""
         return {"a": self.a, "b": self.b}
 
 
@@ -257,11 +233,11 @@ class Header:
         iteration: the debug iteration; None if there is none.
         micro_batch: counts the dumps of this tensor within the iteration, from 0.
         rank: the rank of the process in the default process group.
-        run: a name for the start of the session on this rank, which sorts by time; empty if no session wrote the dump.
+        run: the id of the session's start on this rank, sorted by time; empty without a session.
         recipe: the quantization recipe, as text.
         high_precision: the tensor before quantization, if the dump has it.
         quantized: the tensor after quantization, if the dump has it.
-        gemm: the whole GEMM, if the dump is a record of one; it then has no ``high_precision`` and ``quantized``.
+        gemm: the GEMM, in a record of a GEMM, without ``high_precision`` and ``quantized``.
         versions: the versions of "torch", "transformer_engine" and "te_precision_callbacks" that made the dump.
         time: the time in UTC (ISO 8601).
         schema: the version of this header.
@@ -282,17 +258,14 @@ class Header:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        """The header as a JSON object, with the names of the attributes.
-
-        A lone surrogate, which a name on disk may have, cannot be held by JSON: it is written as an escape of six
-        characters.
-        """
+        """Return the header as a JSON object, with the names of the attributes."""
         text = json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+        # JSON has no lone surrogates, which a name on disk may have.
         return _LONE_SURROGATE.sub(lambda found: rf"\\u{ord(found[0]):04x}", text)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Header:
-        """Read the header from the text of :meth:`to_json`; fields that a later version added are ignored.
+        """Read the header from the text of :meth:`to_json`; unknown fields are ignored.
 
         Raises:
             NotADumpError: the text is not a header.
@@ -308,13 +281,7 @@ class Header:
                 f" {SCHEMA}: update the package."
             )
         try:
-            header = _HEADER.validate_json(text)
-            if header.gemm is not None and header.gemm.version > GEMM_VERSION:
-                raise LaterVersionError(
-                    f"The record of a GEMM has the version {header.gemm.version}, but this te-precision-callbacks reads"
-                    f" versions up to {GEMM_VERSION}: update the package."
-                )
-            return header
+            return _HEADER.validate_json(text)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             place, why = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
@@ -332,77 +299,29 @@ def check(header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
     """Check the tensors of a dump against its header.
 
     Raises:
-        NotADumpError: a tensor is missing, or has another shape or dtype; or the header contradicts itself.
+        NotADumpError: a tensor is missing, or has another shape or dtype.
     """
-    if header.high_precision is not None:
-        _check_tensor(tensors, HIGH_PRECISION, header.high_precision.shape, DTYPES[header.high_precision.dtype])
+    described: dict[str, Plain | None] = {HIGH_PRECISION: header.high_precision}
+    directions: list[Direction | None] = []
+    if header.quantized is not None:
+        directions += [header.quantized.rowwise, header.quantized.columnwise]
+        if directions == [None, None]:
+            described[QUANTIZED] = Plain(header.quantized.shape, header.quantized.dtype)
     if header.gemm is not None:
-        _check_gemm(header.gemm, tensors)
-    quantized = header.quantized
-    if quantized is None:
-        return
-    if quantized.rowwise is None and quantized.columnwise is None:
-        _check_tensor(tensors, QUANTIZED, quantized.shape, DTYPES[quantized.dtype])
-    for name, direction in (("rowwise", quantized.rowwise), ("columnwise", quantized.columnwise)):
-        if direction is None:
-            continue
-        if not leads_to(quantized.shape, direction.shape):
-            raise NotADumpError(
-                f"The header of the dump is damaged at 'quantized.{name}.shape': {direction.shape} is not that of"
-                f" 'quantized.shape', {quantized.shape}."
-            )
-        if not DTYPES[quantized.dtype].is_floating_point:
-            raise NotADumpError(f"The header of the dump is damaged at 'quantized.dtype': {quantized.dtype!r}.")
-        check_direction(direction, tensors)
-
-
-def _check_gemm(gemm: DumpedGemm, tensors: Mapping[str, torch.Tensor]) -> None:
-    plain = {"out": gemm.out, "before": gemm.before, "bias": gemm.bias}
-    for side, operand in gemm.operands().items():
-        if (operand.direction is None) is (operand.values is None):
-            raise NotADumpError(
-                f"The header of the dump is damaged at 'gemm.{side}': it has either 'direction' or 'values'."
-            )
-        plain |= {f"{side}.values": operand.values, f"{side}.{HIGH_PRECISION}": operand.high_precision}
-        sizes = (gemm.m if side == "a" else gemm.n) * gemm.k
-        parts: dict[str, Direction | Plain | None] = {
-            "direction": operand.direction,
-            "values": operand.values,
-            HIGH_PRECISION: operand.high_precision,
-        }
-        for part, described in parts.items():
-            if described is not None and math.prod(described.shape) != sizes:
-                raise NotADumpError(
-                    f"The header of the dump is damaged at 'gemm.{side}.{part}.shape': {described.shape} does not have"
-                    f" the {sizes:,} elements that 'gemm.n', 'gemm.m' and 'gemm.k' give."
-                )
-        if operand.direction is not None:
-            check_direction(operand.direction, tensors)
-    for name, tensor in plain.items():
-        if tensor is not None:
-            _check_tensor(tensors, name, tensor.shape, DTYPES[tensor.dtype])
-    if math.prod(gemm.out.shape) != gemm.n * gemm.m:
-        raise NotADumpError(f"The header of the dump is damaged at 'gemm.out.shape': {gemm.out.shape}.")
+        described |= {"out": header.gemm.out, "before": header.gemm.before, "bias": header.gemm.bias}
+        for side, operand in header.gemm.operands().items():
+            described |= {f"{side}.values": operand.values, f"{side}.{HIGH_PRECISION}": operand.high_precision}
+            directions.append(operand.direction)
+    for name, plain in described.items():
+        if plain is not None:
+            _check_tensor(tensors, name, plain.shape, DTYPES[plain.dtype])
+    for direction in directions:
+        if direction is not None:
+            check_direction(direction, tensors)
 
 
 def check_direction(direction: Direction, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check the tensors of one direction against the header, as :func:`check` does."""
-    elements, scale_format = _MODES[direction.scaling_mode]
-    if direction.format not in elements or direction.scale_format != scale_format:
-        raise NotADumpError(
-            f"The header of the dump is damaged at 'format' or 'scale_format': {direction.scaling_mode} has"
-            f" {' or '.join(elements)} with scales of {scale_format}, not {direction.format} with"
-            f" {direction.scale_format}."
-        )
-    if (direction.scaling_mode == NVFP4) is (direction.amax is None or direction.largest_scale is None):
-        raise NotADumpError(
-            "The header of the dump is damaged at 'amax' or 'largest_scale': NVFP4 has both, other formats neither."
-        )
-    if FORMATS[direction.format].bits == 4 and direction.matrix_shape[1] % 2:
-        raise NotADumpError(
-            f"The header of the dump is damaged at 'shape': {direction.shape} cannot lie in memory with two elements"
-            f" of {direction.format} a byte."
-        )
+    """Check the tensors of one direction against the header; see :func:`check`."""
     dtype = FORMATS[direction.format].dtype or torch.uint8
     _check_tensor(tensors, direction.data, direction.shape_in_memory, dtype)
     scales = SCALE_DTYPES.get(direction.scale_format, torch.float32)
@@ -417,12 +336,13 @@ def check_direction(direction: Direction, tensors: Mapping[str, torch.Tensor]) -
 
 
 def leads_to(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether two shapes are equal, or the other is the matrix of the shape, with its leading dimensions merged."""
+    """Return whether two shapes are equal, or the other is the matrix of the shape, with its leading dimensions
+    merged."""
     return other in (shape, (math.prod(shape[:-1]), *shape[-1:]))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in torch: "bfloat16"."""
+    """Return the name of a dtype in torch, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

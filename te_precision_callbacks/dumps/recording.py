@@ -1,14 +1,13 @@
-"""Records tensors for DumpTensors in a run: holds or drops them, and writes them within the budget.
+"""Records tensors for DumpTensors: holds or drops them, and writes them within the budget.
 
     recorder = Recorder(log_dir, report=failures.report)
-    recorder.note(seen, wanted)             # in a forward or backward: a snapshot, nothing waits for the device
+    recorder.note(seen, wanted)             # in a forward or backward: an asynchronous snapshot
     recorder.learn(measured)                # the statistics of the step
-    recorder.end_step()                     # held dumps are written or dropped
-    recorder.close()                        # when everything is on the disk
+    recorder.end_step()                     # writes or drops held dumps
+    recorder.close()                        # waits until everything is written
 
-:meth:`Recorder.note` and :meth:`Recorder.end_step` wait for the disk only if more than ``max_memory`` bytes would wait
-to be written. On CUDA the condition ``nonfinite`` makes ``end_step`` wait for the device, once per step, when it reads
-the flags of all tensors together.
+:meth:`Recorder.note` and :meth:`Recorder.end_step` wait for the disk only if the queue exceeds ``max_memory`` bytes. On
+CUDA the condition ``nonfinite`` makes ``end_step`` wait for the device, once per step.
 
 A run has one recorder, in its :class:`te_precision_callbacks.observation.Observation`.
 """
@@ -58,12 +57,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_STILL = 30.0
-"""The seconds without a tensor that is written after which the end of a run no longer waits for the disk."""
+"""The maximum seconds without progress that the end of a run waits for the disk."""
 
 _WEIGHT = "weight"
 
 Report = Callable[[str, str, Exception], None]
-"""Called on the training thread for each failure: what was done, with which subject, and the exception."""
+"""Called on the training thread for each failure, with the operation, its subject and the exception."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,9 @@ class Wanted:
     Attributes:
         schedule: the steps in which to dump.
         high_precision, quantized, internals: the parts of the tensor to dump.
-        conditions: one of these must hold; without any, the tensor is always dumped.
+        conditions: one of these must hold; without conditions, the tensor is always dumped.
         limits: the budget.
-        gemm: the GEMM that is written as a whole; empty for a tensor.
+        gemm: the GEMM, for a record of a GEMM; empty for a tensor.
     """
 
     schedule: Schedule
@@ -88,7 +87,7 @@ class Wanted:
 
     @classmethod
     def of_gemm(cls, gemm: DumpTensorsGemmItem, options: DumpTensors) -> Wanted:
-        """Take the options for one GEMM."""
+        """Return the options for one GEMM."""
         return cls(
             schedule=gemm.schedule,
             high_precision=True,
@@ -101,12 +100,7 @@ class Wanted:
 
     @classmethod
     def of(cls, tensor: DumpTensorsItem, options: DumpTensors) -> Wanted:
-        """Take the options for one tensor.
-
-        Args:
-            tensor: the options that apply to the tensor.
-            options: all options of the feature.
-        """
+        """Return the options for one tensor."""
         return cls(
             schedule=tensor.schedule,
             high_precision=tensor.high_precision_tensor,
@@ -118,7 +112,7 @@ class Wanted:
 
 
 class _OnStatistic(NamedTuple):
-    """A condition, and the statistic that is collected for it."""
+    """A condition with its collected statistic."""
 
     condition: Threshold
     collected: Collected
@@ -126,12 +120,12 @@ class _OnStatistic(NamedTuple):
 
 @dataclass
 class _WaitingDump:
-    """A dump that waits for the end of its step.
+    """A dump that is held until the end of its step.
 
     Attributes:
-        job: the dump to write then.
-        nonfinite: whether the tensor has an inf or nan, on its device; None if that is no condition.
-        statistics: the conditions of this step that concern statistics.
+        job: the dump to write.
+        nonfinite: whether the tensor has inf or nan, on its device; None without this condition.
+        statistics: the conditions on statistics of this step.
         overflow: whether the dump is written after an overflow.
     """
 
@@ -142,11 +136,11 @@ class _WaitingDump:
 
 
 class Recorder:
-    """See the module's description.
+    """See the module docstring.
 
     Args:
         folder: the log folder; dumps go to ``tensor_dumps/rank_R/iter_XXXXXX`` in it.
-        report: called with failures, on the training thread. None: failures are logged, once.
+        report: called with failures on the training thread; by default they are logged.
         detects_overflow: whether :attr:`overflowed` will be set after an overflow.
 
     Attributes:
@@ -172,41 +166,36 @@ class Recorder:
         self._micro_batches: dict[tuple[str, str, int], int] = {}
         self._learned: list[Measured] = []
 
-    # ------------------------------------------------------------------ the life of a run
-
     def end_step(self) -> None:
-        """Write the held dumps whose conditions hold, drop the others, and report failures.
-
-        Waits for the disk if more than ``max_memory`` bytes would wait to be written, and for the device on CUDA with
-        the condition ``nonfinite``.
+        """Write the held dumps if their conditions hold, drop the others, and report failures.
 
         Raises:
-            Exception: whatever ``report`` raises about a failure.
+            Exception: any exception of ``report``.
         """
         self._follow_fork()
         self._decide()
         self._micro_batches.clear()
-        self._tell()
+        self._report_failure()
 
     def flush(self) -> None:
-        """Wait until all noted dumps that are wanted are on the disk."""
+        """Wait until all queued dumps are written."""
         self._writer.drain()
-        self._tell()
+        self._report_failure()
 
     def take_written(self) -> list[Header]:
-        """The headers of the dumps that were written since the last call; of very many, the last ones."""
+        """Return the headers of the dumps written since the last call, at most the last 10,000."""
         written = self._writer.written
         return [written.popleft() for _ in range(len(written))]
 
     def close(self, *, decides: bool = True) -> None:
-        """End the run: decide about held dumps, and wait until all are written, or until the disk no longer answers,
+        """End the run: write or drop held dumps, and wait until all are written, or until the disk no longer responds,
         which is logged. Closing twice does nothing.
 
         Args:
-            decides: whether held dumps are decided about, for which a device may be asked. If not, they are dropped.
+            decides: False drops held dumps without reading their conditions from a device.
 
         Raises:
-            Exception: as in :meth:`end_step`.
+            Exception: see :meth:`end_step`.
         """
         self._follow_fork()
         if self._closed:
@@ -226,15 +215,15 @@ class Recorder:
             )
         if writer.files:
             logger.info("%d tensors were dumped (%s bytes), in %s.", writer.files, f"{writer.nbytes:,}", writer.folder)
-        self._tell()
+        self._report_failure()
 
     def _follow_fork(self) -> None:
-        """Start afresh in a forked process: the parent writes its waiting dumps."""
+        """Reset in a forked process: the parent writes the queued dumps."""
         if os.getpid() != self._process:
             self._begin()
 
     def stopped(self, limits: Limits) -> bool:
-        """Whether writing has stopped, for good or within these limits."""
+        """Return whether writing has ended, or these limits are exhausted."""
         return self._writer.stopped(limits)
 
     # ------------------------------------------------------------------ a tensor
@@ -246,22 +235,22 @@ class Recorder:
         collected: Callable[[], Mapping[str, Collected]],
         record: Callable[[int], Dump] | None = None,
     ) -> None:
-        """Take a snapshot of a tensor, if it may be wanted.
+        """Take a snapshot of a tensor, unless its conditions cannot hold.
 
         Args:
-            seen: the tensor; of a whole GEMM the result, on which there may be conditions.
+            seen: the tensor; for a record of a GEMM the result.
             wanted: the options of the config.
-            collected: the statistics of the tensor that are collected, and when.
-            record: describes the whole GEMM, given the number of the micro-batch; None for a tensor.
+            collected: returns the collected statistics of the tensor with their schedules.
+            record: creates the record of a GEMM, given the number of the micro-batch; None for a tensor.
 
         Raises:
-            DumpError: the tensor is of a kind that cannot be dumped.
+            DumpError: tensors of this kind cannot be dumped.
         """
         self._follow_fork()
         if self.stopped(wanted.limits):
             return
-        if is_capturing():  # a copy would be recorded, and done again by each replay
-            self._say_once(
+        if is_capturing():  # each replay would repeat a copy
+            self._warn_once(
                 "captured",
                 "DumpTensors: %s of %s is not written: a CUDA graph is being captured, and its replays call no feature."
                 " Further tensors are not named. Capture after the steps that you want to dump.",
@@ -270,7 +259,7 @@ class Recorder:
             )
             return
         if self._at_exit is None:
-            # Also at the end of a spawned process, which calls no atexit function.
+            # Also called at the end of a spawned process, unlike atexit functions.
             self._at_exit = Finalize(None, self.close, exitpriority=90)
         key = (seen.layer, seen.tensor, id(wanted))
         micro_batch = self._micro_batches.get(key, 0)
@@ -285,12 +274,12 @@ class Recorder:
             if dump is None:
                 return
             if held is None:
-                if wanted.conditions:  # some are known at once: NONFINITE on the CPU
+                if wanted.conditions:  # NONFINITE on the CPU is known at once
                     self._nonfinite.append(seen.iteration)
                 self._writer.wait_for_room(dump.nbytes, wanted.limits)
                 self._writer.put(Job(dump.copied(), wanted.limits))
             elif self._held_bytes + dump.nbytes > wanted.limits.max_memory:
-                self._say_once(
+                self._warn_once(
                     ("held", wanted.limits),
                     "DumpTensors: %s of %s in iteration %d is not written: tensors are held in memory until the step's"
                     " end decides on their conditions, and this tensor would exceed max_memory=%s bytes. Further"
@@ -307,7 +296,7 @@ class Recorder:
     def _conditions_left(
         self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]
     ) -> tuple[torch.Tensor | None, tuple[_OnStatistic, ...], bool] | None:
-        """The conditions that are decided only at the end of the step; None if the tensor is written in any case."""
+        """Return the conditions to check at the end of the step; None if the tensor is written anyway."""
         if not wanted.conditions:
             return None
         nonfinite: torch.Tensor | None = None
@@ -331,7 +320,7 @@ class Recorder:
         return nonfinite, tuple(statistics), overflow
 
     def _statistic(self, condition: Threshold, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:
-        """The statistic of a condition, if it is collected in this step."""
+        """Return the statistic of a condition, if it is collected in this step."""
         found = read_by(condition, collected, _recipe_of_quantized(seen))
         if found is None:
             self._complain(condition, seen, missing_statistic(condition, collected, [seen.layer], seen.tensor))
@@ -339,7 +328,7 @@ class Recorder:
         return found if any(schedule.at(seen.iteration)[0] for schedule in found.schedules) else None
 
     def _complain(self, condition: Condition, seen: Watched, text: str) -> None:
-        """Report a condition that can never hold, once, with the first tensor."""
+        """Report once a condition that can never hold."""
         if self._notices.first(condition):
             error = DumpError(f"{text} Further tensors with this condition are not named.")
             self._report("dumping", f"{seen.layer} {seen.tensor}", error)
@@ -350,7 +339,7 @@ class Recorder:
         if values is None and quantized is None:
             asked = {"high_precision_tensor": wanted.high_precision, "quantized_tensor": wanted.quantized}
             lacking = " and no ".join(key for key, is_wanted in asked.items() if is_wanted)
-            self._say_once(
+            self._warn_once(
                 ("nothing", lacking),
                 "DumpTensors: nothing is written of %s of %s: it has no %s. Further such tensors are not named.",
                 seen.tensor,
@@ -374,7 +363,7 @@ class Recorder:
     # ------------------------------------------------------------------ the end of a step
 
     def learn(self, measured: Measured) -> None:
-        """Take the statistics of the step that is ending."""
+        """Receive the statistics of the step."""
         if any(held.statistics for held in self._held):
             self._learned.append(measured)
 
@@ -406,7 +395,7 @@ class Recorder:
             values = (one.value(header.layer, tensor, label) for label in found.labels for one in learned)
             value = next((value for value in values if value is not None), None)
             if value is None:
-                self._say_once(
+                self._warn_once(
                     ("not had", condition),
                     "DumpTensors: the condition %r of %s of %s is not met in iteration %s: %s. This is logged once, and"
                     " further tensors are not named.",
@@ -422,12 +411,12 @@ class Recorder:
                 return f"{condition} ({value:.4g} of {header.tensor} of {header.layer})"
         return None
 
-    def _tell(self) -> None:
+    def _report_failure(self) -> None:
         failure = self._writer.take_failure()
         if failure is not None:
             self._report("dumping tensors to", str(self._folder), failure)
 
-    def _say_once(self, key: Hashable, text: str, *values: object) -> None:
+    def _warn_once(self, key: Hashable, text: str, *values: object) -> None:
         if self._notices.first(key):
             logger.warning(text, *values)
 
@@ -437,14 +426,14 @@ def _log(doing: str, of: str, error: Exception) -> None:
 
 
 def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
-    """Flags as bools, which the host reads once."""
+    """Read flags from the device, at once."""
     there = [flag for flag in flags if flag is not None]
     read = iter(torch.stack([flag.to(there[0].device) for flag in there]).tolist() if there else ())
     return [flag is not None and next(read) for flag in flags]
 
 
 def _recipe_of_quantized(seen: Watched) -> str | None:
-    """The recipe with which a tensor was quantized; None if it was not quantized, for a layer without a recipe."""
+    """Return the recipe of a quantized tensor; None if it is not quantized."""
     quantized, _ = _quantized_form(seen)
     if quantized is None or not kind_is_known(quantized):
         return None
@@ -452,9 +441,9 @@ def _recipe_of_quantized(seen: Watched) -> str | None:
 
 
 def _quantized_form(watched: Watched) -> tuple[Any, Any]:
-    """Gives the quantized form of the tensor, and the object with its columnwise data if that is a separate one.
+    """Return the quantized tensor, and the object with its columnwise data if that is a separate one.
 
-    A GEMM that runs in high precision reads the tensor itself, which is not a quantized form.
+    A GEMM in high precision reads the tensor itself, which is not quantized.
     """
     operands = (watched.rowwise, watched.columnwise)
     became = [operand for operand in operands if operand is not None and not _is_values(watched.values, operand)]
@@ -467,7 +456,7 @@ def _quantized_form(watched: Watched) -> tuple[Any, Any]:
 
 
 def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
-    """Whether an operand is the high-precision tensor, perhaps another view of it."""
+    """Return whether an operand is the high-precision tensor or a view of it."""
     if values is None or operand is values:
         return operand is values
     plain = {type(operand), type(values)} <= {torch.Tensor, torch.nn.Parameter}
@@ -475,7 +464,7 @@ def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
 
 
 def _has_nonfinite(watched: Watched) -> torch.Tensor | None:
-    """Whether a tensor has an inf or nan, as a bool on its device; None if there is nothing to check."""
+    """Return a bool on the device: whether a tensor has inf or nan; None if there is nothing to check."""
     values = watched.values
     if values is None:
         became, _ = _quantized_form(watched)

@@ -1,12 +1,12 @@
 """Writes dumps in a background thread, in order, with bounded memory and within the budget.
 
     writer = Writer(log_dir)
-    writer.put(Job(dump, limits))   # waits while more than limits.max_memory bytes would wait to be written
-    writer.drain()                  # until everything is written; drain(30.0): or nothing was for 30 seconds
+    writer.put(Job(dump, limits))   # blocks while the queue has more than limits.max_memory bytes
+    writer.drain()                  # waits until everything is written; drain(30.0): or no progress for 30 seconds
     writer.take_failure()           # the first failure since the last call, if any
 
-Every job is written, unless the budget or the disk is full. A disk that cannot be written to ends the thread: waiting
-jobs are then dropped, and :meth:`Writer.take_failure` returns the reason.
+Every job is written, unless the budget is exhausted. A disk error ends the thread: waiting jobs are dropped, and
+:meth:`Writer.take_failure` returns the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_HEADERS = 10_000
 
 
 class Job(NamedTuple):
-    """A dump to be written, and the budget that it counts in."""
+    """A dump to be written within limits."""
 
     dump: Dump
     limits: Limits
@@ -50,7 +50,7 @@ class Writer:
         folder: the log folder.
         files, nbytes: the number of files and bytes written so far.
         written: the headers of the last files, until the caller removes them.
-        pending: the bytes that wait or are being written.
+        pending: the bytes in the queue or being written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,11 +67,11 @@ class Writer:
         self._failure: Exception | None = None
 
     def stopped(self, limits: Limits) -> bool:
-        """Whether writing has stopped, for good or within these limits."""
+        """Return whether writing has ended, or these limits are exhausted."""
         return self._ended or limits in self._exhausted
 
     def put(self, job: Job) -> None:
-        """Queue a dump; waits for room, or until everything else is written if the dump alone is too large."""
+        """Queue a dump; block until there is room, or until the queue is empty if the dump alone is too large."""
         with self._changed:
             self.wait_for_room(job.dump.nbytes, job.limits)
             if self._ended:
@@ -80,13 +80,13 @@ class Writer:
             self.pending += job.dump.nbytes
             if self._thread is None:
                 self._thread = started("dumps", self._write_all)
-            alone = self._thread is None  # the interpreter is ending, and starts no thread
+            alone = self._thread is None  # the interpreter is shutting down
             self._changed.notify_all()
         if alone:
             self._write_all()
 
     def wait_for_room(self, nbytes: int, limits: Limits) -> None:
-        """Wait until :meth:`put` would not wait; call this before allocating the memory."""
+        """Wait until :meth:`put` would not block; call this before allocating the memory."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._ended or not self.pending or self.pending + nbytes <= limits.max_memory
@@ -96,7 +96,7 @@ class Writer:
         """Wait until everything is written.
 
         Args:
-            timeout: the seconds without a finished job after which to wait no longer. None: no limit.
+            timeout: the maximum seconds without a finished job; None for no limit.
 
         Returns:
             Whether everything is written.
@@ -129,7 +129,7 @@ class Writer:
             nbytes = job.dump.nbytes
             try:
                 self._write(job)
-            except BaseException as error:  # SystemExit, no memory, ...: in a thread it would be lost
+            except BaseException as error:  # also SystemExit and MemoryError, which a thread would lose
                 if self._thread is None:
                     self._end()
                     raise
@@ -166,7 +166,7 @@ class Writer:
         try:
             refusal = self._write_within_budget(replace(job.dump, header=header), job.limits)
         except Exception as error:
-            # A full disk stays full; but a tensor that the file format cannot hold does not affect the others.
+            # A full disk stays full, but a tensor without a dtype in the format does not affect others.
             if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
                 self._fail(f"{error} No more tensors are dumped.", error)
             else:
@@ -183,8 +183,10 @@ class Writer:
             )
 
     def _write_within_budget(self, dump: Dump, limits: Limits) -> str | None:
-        """Write a file; returns the reason if the budget does not allow it."""
+        """Write a file; return the reason if the budget does not allow it."""
         header = dump.header
+        dump.wait()
+        dump = replace(dump, tensors=dump.complete(), internals=False)
         budget = self._budget
         if budget is None:
             budget = self._budget = Budget(rank_folder(self.folder, header.rank))
@@ -200,7 +202,5 @@ class Writer:
 
 
 def _most_bytes(dump: Dump) -> int:
-    """An upper bound of the size of a dump's file: its tensors, its header, and what the format adds for the file and
-    for each tensor, of which up to six are decoded."""
-    tensors = len(dump.tensors) + (6 if dump.internals and dump.header.quantized is not None else 0)
-    return dump.file_bytes + len(json.dumps(dump.header.to_json())) + 500 + 200 * tensors
+    """Return an upper bound of the size of a dump's file: its tensors, its header, and the format's overhead."""
+    return dump.nbytes + len(json.dumps(dump.header.to_json())) + 500 + 200 * len(dump.tensors)

@@ -22,7 +22,7 @@ def largest_range(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """The largest log2(max(abs(x)) / min(abs(x))) over the non-zero finite elements of a block.
 
     Args:
-        values: any shape, any float dtype; its last dimension is that of the rows.
+        values: any shape, any float dtype; the last dimension is a row.
         blocks: which blocks.
 
     Returns:

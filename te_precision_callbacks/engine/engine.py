@@ -1,12 +1,12 @@
-"""The statistics engine: takes tensors during a step, and gives their statistics at its end.
+"""The statistics engine: receives tensors during a step, and returns their statistics at its end.
 
     engine = StatisticsEngine()
-    engine.note(Watched(...), requests)       # the statistics that a feature asks for
+    engine.note(Watched(...), requests)       # the statistics a feature requests
     engine.measure()                          # one pass for all notes of a tensor; nothing waits for the device
     measurements = engine.flush(reduce=True)  # at the end of the step, on all ranks
 
-A run has one engine, in its :class:`te_precision_callbacks.observation.Observation`. The engine knows neither trainers
-nor the registry of features.
+A run has one engine, in its :class:`te_precision_callbacks.observation.Observation`. The engine depends neither on
+trainers nor on the registry of features.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ logger = logging.getLogger(__name__)
 _WEIGHT = "weight"
 
 OnFailure = Callable[[str, str, Exception], None]
-"""Called with what was tried, with which tensor, and the exception."""
+"""Called with the failed operation, the tensor, and the exception."""
 
 
 class Placement(NamedTuple):
-    """How a layer is split over its tensor-parallel group, and which part of its tensors Transformer Engine shows.
+    """Split of a layer over its tensor-parallel group, and the part of its tensors that Transformer Engine shows.
 
     Read from TE 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,base}.py`` and
     ``distributed.py: gather_along_first_dim``). *Parts*: each rank has another part of the tensor, and all parts count.
@@ -117,11 +117,11 @@ class Placement(NamedTuple):
 
     @property
     def shard(self) -> int:
-        """Which part of the weight this rank has."""
+        """Index of this rank's part of the weight."""
         return 0 if self.mode is None else self.rank
 
     def contributes(self, tensor: str) -> bool:
-        """Whether this rank's part of a tensor counts; False if the first rank has the same."""
+        """Return whether this rank's part of a tensor counts; False if the first rank has the same."""
         if self.mode == "column":
             alike = tensor == "activation" and not self.sequence_parallel
         elif self.mode == "row":
@@ -132,21 +132,21 @@ class Placement(NamedTuple):
 
 
 class StatisticsEngine:
-    """See the module's description.
+    """Collects statistics of tensors during a step.
 
     Args:
-        series: those of the run; None for a table of the engine's own.
-        on_failure: see below. None: a failure is logged, once for each thing that was tried.
+        series: the series of the run; None for a new table.
+        on_failure: see below; by default each kind of failure is logged once.
 
     Attributes:
         placements: layer -> how the layer is split over its tensor-parallel group; a layer without a placement is taken
             as not split, except for its weight.
-        has_news: whether anything was watched since the last flush.
+        has_news: whether any tensor was noted since the last flush.
         iteration: the debug iteration of the tensor that was watched last.
-        series: those of the run.
-        gemm_operands: takes operands of GEMMs in high precision; None without a session, where nobody sees GEMMs.
-        on_failure: called with what was tried, with which tensor, and the exception if a statistic cannot be computed.
-            The tensor's other statistics are measured all the same.
+        series: the series of the run.
+        gemm_operands: receives operands of GEMMs in high precision; None without a session.
+        on_failure: called with the failed statistics, the tensor, and the exception. Other statistics of the tensor
+            are still measured.
     """
 
     def __init__(self, series: SeriesTable | None = None, on_failure: OnFailure | None = None) -> None:
@@ -175,7 +175,7 @@ class StatisticsEngine:
 
     @property
     def optimizers_differ(self) -> bool:
-        """Whether ranks have done different numbers of optimizer steps."""
+        """True if the ranks' numbers of optimizer steps differ."""
         return self._reduction.optimizers_differ
 
     @property
@@ -188,7 +188,7 @@ class StatisticsEngine:
         self._plans.clear()
 
     def note(self, watched: Watched, requests: Sequence[Request]) -> None:
-        """Note statistics to compute of a tensor, which :meth:`measure` reads: it must not change before."""
+        """Queue statistics of a tensor for :meth:`measure`; the tensor must not change before."""
         if self._noted:
             last, asked = self._noted[-1]
             if last.values is watched.values and (last.layer, last.tensor) == (watched.layer, watched.tensor):
@@ -199,12 +199,12 @@ class StatisticsEngine:
     def add(
         self, layer: str, tensor: str, iteration: int, of: Of, sums: torch.Tensor, maxima: torch.Tensor | None = None
     ) -> None:
-        """Add columns that were measured elsewhere, and note that all statistics of them are due.
+        """Add columns measured elsewhere, and request all their statistics.
 
         Args:
             layer, tensor: the names.
             iteration: the debug iteration.
-            of: what was measured.
+            of: the source of the columns.
             sums, maxima: float64, the columns of ``of``.
         """
         self.has_news, self.iteration = True, iteration
@@ -215,9 +215,9 @@ class StatisticsEngine:
             self._slots.ask(segment, _requests_of(of))
 
     def measure(self) -> None:
-        """Measure what was noted, each tensor in one pass, and those that are noted together in one launch of a GPU.
+        """Measure all queued tensors: each in one pass, and all together in one launch on a GPU.
 
-        The tensors that can be measured are, if others raise.
+        An exception is raised after all other tensors were measured.
         """
         if self._noted:
             noted, self._noted = self._noted, []
@@ -257,7 +257,7 @@ class StatisticsEngine:
             raise failure
 
     def _plan(self, asked: Sequence[Sequence[Request]], unquantized_as: str | None) -> _Plan:
-        """What must be measured. Features ask with the same tuples in each step, so it is found once for each."""
+        """Return the plan for a tensor's requests, cached by identity: features pass the same tuples in each step."""
         key = tuple(map(id, asked)), unquantized_as
         plan = self._plans.get(key)
         if plan is None:
@@ -269,20 +269,19 @@ class StatisticsEngine:
         return plan
 
     def flush(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        """The statistics since the last flush, and a fresh start: :meth:`collect` and :meth:`forget`."""
+        """Return the statistics since the last flush, and reset: :meth:`collect` and :meth:`forget`."""
         found = self.collect(reduce=reduce, stamp=stamp)
         self.forget()
         return found
 
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        """The statistics since the last :meth:`forget`; this rank's own where they cannot be reduced.
+        """Return the statistics since the last :meth:`forget`; local ones if they cannot be reduced.
 
-        Of a tensor with inf or nan, which all other statistics leave out, ``nonfinite_num`` is there from then on
-        without having been asked for.
+        After a tensor had inf or nan, which other statistics ignore, its ``nonfinite_num`` is always included.
 
         Args:
-            reduce: whether to reduce over the ranks of :meth:`reduce_over`, all of which must call this method alike.
-            stamp: what must be equal on these ranks.
+            reduce: whether to reduce over the ranks of :meth:`reduce_over`; all of them must call this method.
+            stamp: must be equal on these ranks.
         """
         with _ready():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
@@ -307,7 +306,7 @@ class StatisticsEngine:
         return reading
 
     def forget(self) -> None:
-        """Discard what was collected, which the caller has taken, and begin afresh."""
+        """Reset after :meth:`collect`."""
         with _ready():
             self._slots.reset()
         self.has_news = False
@@ -316,7 +315,6 @@ class StatisticsEngine:
 
 @functools.cache
 def _requests_of(of: Of) -> Sequence[Request]:
-    """All statistics of a source that take no parameters."""
     return tuple(Request(name, row) for name, row in STATISTICS.items() if row.of is of)
 
 
@@ -330,7 +328,7 @@ def _made_ready() -> Iterator[None]:
 
 
 def _ready() -> AbstractContextManager[None]:
-    """No gradients, as inside of autograd Functions anyway; and not in inference mode, in which a validation may run:
+    """Disable gradients, and inference mode, which a validation may have enabled:
     tensors made there cannot be changed later."""
     return _made_ready() if torch.is_grad_enabled() or torch.is_inference_mode_enabled() else _IS_READY
 
@@ -346,7 +344,7 @@ def _log_failure_once() -> OnFailure:
 
 
 class _PickedRows(Mapping[str, npt.NDArray[np.float64]]):
-    """Rows of a table's columns, of which a statistic reads a few, and a histogram has hundreds."""
+    """Rows of a table's columns: a statistic reads a few columns, a histogram hundreds."""
 
     def __init__(self, columns: Mapping[str, npt.NDArray[np.float64]], rows: npt.NDArray[np.intp]) -> None:
         self._columns = columns
@@ -369,7 +367,7 @@ _NONFINITE = "nonfinite_num"
 
 
 class _TableReading:
-    """How to compute the numbers of a table's rows: made once for all steps in which the same statistics are due.
+    """Computes the values of a table's rows; cached for all steps with the same due statistics.
 
     Args:
         rows: the rows.
@@ -405,7 +403,7 @@ class _TableReading:
         self._histograms = [(_COLUMNS[of][0], *zip(*found, strict=True)) for of, found in histograms.items()]
 
     def numbers(self, table: Table) -> _Numbers:
-        """The statistics that were asked for."""
+        """The requested statistics."""
         found = np.empty(len(self._series))
         for statistic, rows, places in self._formulas:
             if statistic.value is not None:
@@ -413,11 +411,11 @@ class _TableReading:
         return self._series, found
 
     def lost(self, table: Table, broken: set[tuple[str, str]]) -> _Numbers:
-        """``nonfinite_num`` of tensors for which nobody has asked for it, from the first inf or nan on.
+        """``nonfinite_num`` of tensors without a request for it, from the first inf or nan on.
 
         Args:
             table: the numbers.
-            broken: layer and tensor of those that have had inf or nan; what has it now is added.
+            broken: layers and tensors that had inf or nan; extended by the current ones.
         """
         counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
         broken.update(self._uncounted[place][1:] for place in np.flatnonzero(counts).tolist())
@@ -460,7 +458,7 @@ class _QuantizedForm(NamedTuple):
 
 
 class _SegmentKind(NamedTuple):
-    """What must be measured for a statistic: all requests of one kind share a segment."""
+    """Source of a statistic: all requests of one kind share a segment."""
 
     of: Of
     form: _QuantizedForm | None = None
@@ -498,10 +496,10 @@ _MOST_PLANS = 256
 
 
 class _Plan(NamedTuple):
-    """What must be measured for the statistics that were asked for, and where it goes.
+    """Kinds to measure for a set of requests, and their slots.
 
     Attributes:
-        asked: the statistics, which are kept, so that nothing else has their id.
+        asked: the requests, kept alive because the cache uses their ids.
         wanted: what must be measured.
         segments: layer, tensor and shard -> the segment of each kind. They hold until layers are placed otherwise.
         ready: layer, tensor and shard -> how passes give all that is wanted, if they did the last time.
@@ -517,7 +515,7 @@ class _Pass(NamedTuple):
     """One pass over a tensor.
 
     Attributes:
-        form: the form whose codes the pass reads too; None without.
+        form: the quantized form that the pass also reads; None for none.
         places: where the result goes.
         of_blocks: the same of what only a form in blocks has; None if the form has one scale.
     """
@@ -528,13 +526,13 @@ class _Pass(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """How one pass gives all that is wanted of a tensor; or a pass for each of its forms in blocks.
+    """Measures all requests for a tensor in one pass, or one pass for each block-scaled form.
 
     Attributes:
-        moves: those of the slots until which this holds.
-        device: of the tensor for which this holds.
+        moves: the slots' count of moves; another count invalidates this.
+        device: the device of the tensor.
         passes: the passes.
-        asked: the segments, and what is asked of each.
+        asked: the segments, and the requests for each.
     """
 
     moves: int
@@ -563,7 +561,7 @@ class _Measuring:
     """The measurement of one tensor.
 
     Args:
-        engine: whose slots take the result.
+        engine: the engine; its slots receive the result.
         watched: the tensor.
     """
 
@@ -589,17 +587,19 @@ class _Measuring:
 
     @property
     def unquantized_as(self) -> str | None:
-        """The recipe that a statistic of the layer's own recipe is of if the layer runs none: that of its quantizer,
-        else current scaling. None if the tensor is quantized, or nobody knows how."""
+        """Recipe of own-recipe statistics in a layer without a recipe: its quantizer's, else current scaling.
+
+        None if the tensor is quantized, or the quantizer is unknown.
+        """
         if self._quantized is not None or self._unknown_quantizer is not None:
             return None
         return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
     def run(self, plan: _Plan) -> tuple[_Ready, Sequence[Pending]] | None:
-        """Measure the kinds that are wanted, and merge the results into the slots.
+        """Measure the requested kinds, and merge the results into the slots.
 
         Returns:
-            What passes have to do for it, behind which :meth:`end` must come, if they give all; None: it is done.
+            Passes that cover all requests, to launch before :meth:`end`; None if all is done.
         """
         slots, seen = self._engine._slots, self._engine._weights_seen
         key = self._watched.layer, self._watched.tensor, self._shard
@@ -632,13 +632,13 @@ class _Measuring:
         return ready, [self._pending(one, None if one.form is None else held[one.form]) for one in ready.passes]
 
     def end(self, ready: _Ready) -> None:
-        """Note that a pass has given all that is wanted."""
+        """Mark all segments as measured after the passes."""
         for segment, requests in ready.asked:
             segment.measured = True
             self._asked(segment, requests)
 
     def _by(self, ready: _Ready) -> Sequence[Pending] | None:
-        """What passes have to do, if they give all this time too."""
+        """Return the cached passes if they still cover all requests; None otherwise."""
         if not self._values.numel() or self._watched.values is None:
             return None
         seen = self._engine._weights_seen
@@ -648,7 +648,7 @@ class _Measuring:
         for one in ready.passes:
             try:
                 held = None if one.form is None else self._held(one.form)
-            except Exception:  # which is reported by whoever asks again
+            except Exception:  # reported by the pass that retries
                 return None
             if one.form is not None and not self._suits(one, held):
                 return None
@@ -668,7 +668,7 @@ class _Measuring:
         return Pending(self._values, None, None, False, one.places)
 
     def _in_several_passes(self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> None:
-        """Measure what is wanted, and merge it into the slots."""
+        """Measure in as many passes as needed, and merge into the slots."""
         codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
         if self._watched.values is None:
             codes = None  # there is nothing to compare them with
@@ -700,7 +700,7 @@ class _Measuring:
             self._compare(form, found, of_codes, amax)
 
     def _in_one_pass(self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> _Ready | None:
-        """How one pass, or one for each form in blocks, gives all that is wanted; None if it does not."""
+        """Return passes (one, or one per block-scaled form) that cover all requests; None if they cannot."""
         if self._watched.values is None:  # there is nothing to compare codes with
             return None
         in_blocks = all(isinstance(codes, InBlocks) and codes.fits(self._values) for codes in held.values())
@@ -714,7 +714,7 @@ class _Measuring:
             if kind.blocks is not None or kind.of not in (_OF_TENSORS if kind.form is None else of_form):
                 return None
             if form not in at:
-                return None  # it could not be read
+                return None  # the form could not be read
             at[form][kind.of] = segment = self._segment(kind)
             if segment.device != self._values.device:  # the layer was moved within the step
                 return None
@@ -723,7 +723,7 @@ class _Measuring:
         return _Ready(self._engine._slots.moves, self._values.device, passes, asked)
 
     def _held(self, form: _QuantizedForm) -> PerTensor | InBlocks | None:
-        """The quantized data of a form that a GEMM of the layer reads; None where the form must be simulated."""
+        """Return the quantized data that a GEMM reads; None if the form must be simulated."""
         quantized = self._watched.quantized(columnwise=form.columnwise)
         if quantized is None and form.recipe == OWN_RECIPE and self._unknown_quantizer is not None:
             raise QuantizationError(f"the layer's quantizer, {self._unknown_quantizer}, belongs to no known recipe")
@@ -747,7 +747,7 @@ class _Measuring:
         of_codes: Mapping[Of, SumsAndMaxima],
         amax: torch.Tensor | None,
     ) -> None:
-        """Merge the kinds that are wanted of a form, and report those that cannot be measured."""
+        """Merge the requested kinds of a form, and report kinds that cannot be measured."""
         wanted = {kind.of for kind in self._wanted if kind.form == form}
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
         refused: dict[str, set[Of]] = {}
@@ -770,7 +770,7 @@ class _Measuring:
                 self._failed(form, QuantizationError(reason), kinds)
 
     def _in_a_pass(self, form: _QuantizedForm, found: InBlocks, wanted: Set[Of]) -> bool:
-        """Merge the kinds that are wanted of a form in blocks, if a pass gives them."""
+        """Merge the requested kinds of a block-scaled form if one pass covers them."""
         segments = {of: self._segment(_SegmentKind(of, form)) for of in wanted}
         if self._watched.values is None or any(at.device != self._values.device for at in segments.values()):
             return False
@@ -799,8 +799,7 @@ class _Measuring:
         return simulate(form.recipe, self._values, amax, wanted, settings, columnwise=form.columnwise)
 
     def _settings(self, form: _QuantizedForm) -> QuantizerSettings:
-        """The settings of the layer's own quantizer if it has the recipe, else the recipe's defaults; in the format of
-        the form."""
+        """Return the settings of the layer's quantizer if it has the recipe, else the recipe's defaults."""
         own = self._quantizer(form.columnwise)
         if form.recipe != recipe_of(own):
             return default_settings(form.recipe, self._watched.tensor, e5m2=form.e5m2)
@@ -828,7 +827,6 @@ class _Measuring:
         self._asked(segment, self._wanted[kind])
 
     def _asked(self, segment: SlotRange, requests: Sequence[Request]) -> None:
-        """Note that a segment was measured, and what was asked of it."""
         self._engine._slots.ask(segment, requests)
         if self._watched.tensor == _WEIGHT:  # every micro-batch of a step has the same weight
             self._engine._weights_seen.add(segment.key)
@@ -858,7 +856,6 @@ class _Measuring:
 
 
 def _pass(form: _QuantizedForm | None, segments: Mapping[Of, SlotRange], *, in_blocks: bool) -> _Pass:
-    """The pass that gives these."""
 
     def at(of: Of) -> tuple[int, int]:
         segment = segments.get(of)
@@ -877,7 +874,7 @@ def _pass(form: _QuantizedForm | None, segments: Mapping[Of, SlotRange], *, in_b
 
 
 def _plain(values: torch.Tensor | None) -> torch.Tensor:
-    """The tensor without gradients and, if it is a parameter, its data; none has no elements."""
+    """Return the tensor without gradients; an empty tensor for None."""
     if values is None:
         return torch.empty(0)
     # Nothing here asks for gradients; an operation of torch between GEMMs takes as long as the rest of a small tensor.

@@ -1,4 +1,4 @@
-"""Reads what quantization made of a tensor, and measures what it would make: the columns for its statistics.
+"""Read quantized tensors, and simulate quantization: the columns for quantization statistics.
 
     found = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8", "gradient"),
@@ -6,7 +6,7 @@
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
 A recipe is simulated from its arithmetic (:mod:`te_precision_callbacks.base.numerics.recipes`), without Transformer
-Engine's quantizers. So a layer in high precision, and a machine whose GPU has no such format, gets its numbers too.
+Engine's quantizers. This also covers layers in high precision, and GPUs without the format.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PerTensor(NamedTuple):
 
 
 def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
-    """What a quantized tensor of Transformer Engine holds.
+    """Contents of a quantized tensor of Transformer Engine.
 
     Args:
         quantized: a Float8, MXFP8, Float8 block-scaled or NVFP4 tensor or storage; its scales may be laid out for a
@@ -127,14 +127,14 @@ def simulate(
     *,
     columnwise: bool,
 ) -> Mapping[Of, SumsAndMaxima]:
-    """What a recipe would make of a tensor.
+    """Simulate a recipe on a tensor.
 
     Args:
         recipe: any recipe except delayed scaling.
         values: any shape, float64, float32, float16 or bfloat16; only finite elements count.
         amax: float64 or float32, one element: the largest finite magnitude, 0 or below if there is none.
-        wanted: the kinds of columns; a tensor without elements has none.
-        settings: those of the recipe's quantizer.
+        wanted: the kinds of columns; none for a tensor without elements.
+        settings: the settings of the recipe's quantizer.
         columnwise: whether blocks run down a column.
 
     Raises:
@@ -180,7 +180,6 @@ def _simulation(
 
 
 def _in_rows(values: torch.Tensor) -> torch.Tensor:
-    """All elements as a matrix, padded with nan, which no column counts."""
     row = math.gcd(values.numel(), 4096)
     row = row if row >= 256 else 4096
     return padded(eager.flattened(values).unsqueeze(0), (1, row), math.nan).view(-1, row)

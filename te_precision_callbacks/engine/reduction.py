@@ -1,4 +1,4 @@
-"""Brings a step's measurements to the host, merged over ranks: one copy and one message, whatever their number.
+"""Copy a step's measurements to the host, reduced over ranks: one copy and one message for any number of them.
 
 Segments are matched between ranks by name, never by order, so ranks may hold different layers, and a layer may rest on
 some ranks for a step. The ranks agree on a common layout when a segment comes up that no rank had before: then, and
@@ -8,15 +8,14 @@ message is needed to find out.
 The maxima also carry each rank's :class:`Stamp`, every part together with its negative, so all ranks learn from the
 same message whether the largest stamp is also the smallest. If not, the ranks are in different iterations, and the
 merged numbers are not used. The same holds for counts of optimizer steps that were equal before: a rank has missed a
-step(). Counts that differ from the start, as of ranks with different optimizers, are only reported. Where they were
-equal once, as after the first step of optimizers of which one steps less often, the next steps show which of both it
-is; until then nothing is mixed.
+step(). Counts that differ from the start, as with different optimizers, are only reported. Where they were equal once,
+as after the first step of two optimizers with different intervals, the next steps decide; until then nothing is mixed.
 
 A rank that cannot pack its message, since the GPU has no memory left for example, sends neutral numbers of the agreed
-length and marks them: it costs the step the numbers of this rank, and nothing else. Any other failure makes the
-rank leave the others (:mod:`te_precision_callbacks.base.ranks`), whereupon each has its own numbers.
+length and marks them: only its values are missing from this step. After any other failure the rank leaves the others
+(:mod:`te_precision_callbacks.base.ranks`), and each rank reports local values.
 
-A tensor of which every rank has a different part is added. Replicas (the weights of a data-parallel group) are merged
+Parts of a tensor on different ranks are added. Replicas (the weights of a data-parallel group) are merged
 by the maximum, which is the value of any replica, even if some did not run the layer; the shards of tensor parallelism
 are kept apart in the message and added on the host. Different tensors under one name, such as different experts, give a
 mixture: a process group must keep them apart.
@@ -49,7 +48,7 @@ class ReductionError(PrecisionDebugError, RuntimeError):
 
 
 class NumbersMissingError(ReductionError):
-    """The numbers of a step lack those of a rank."""
+    """The values of a rank are missing from a step."""
 
 
 class RanksDifferError(ReductionError):
@@ -57,14 +56,13 @@ class RanksDifferError(ReductionError):
 
 
 class Stamp(NamedTuple):
-    """What must be equal on all ranks that reduce together; whole numbers below 2**53, which a float64 holds.
+    """Values that must be equal on all ranks that reduce together; integers below 2**53, exact in float64.
 
     Attributes:
-        iteration: the debug iteration whose statistics are reduced.
+        iteration: the debug iteration.
         schedule: a hash of when statistics are due.
-        optimizer_steps: how many optimizer steps the rank has done. A rank that skips a step() has done more of them
-            than the other ranks at the same iteration. Negative if unknown, which is not compared. It may differ from
-            the start.
+        optimizer_steps: number of optimizer steps of the rank. It is higher on a rank that skips a step(). Negative
+            if unknown, which is not compared. It may differ from the start.
     """
 
     iteration: int
@@ -73,11 +71,11 @@ class Stamp(NamedTuple):
 
 
 NO_STAMP = Stamp(0, 0, -1)
-"""The stamp of a caller who has none."""
+"""Placeholder for a caller without a stamp."""
 
 
 class Described(NamedTuple):
-    """What ranks send one another about a segment; ``outputs`` are the labels of statistics."""
+    """Description of a segment that ranks exchange; ``outputs`` are labels of statistics."""
 
     key: SegmentKey
     sums: tuple[str, ...]
@@ -87,11 +85,11 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Segments of one kind that are due: the same object in each step in which the same segments are due.
+    """Due segments of one kind: the same object in each step with the same due segments.
 
     Attributes:
-        keys: the segments, one a row.
-        outputs: for each row the labels that are due.
+        keys: the segments, one per row.
+        outputs: the due labels of each row.
     """
 
     keys: Sequence[SegmentKey]
@@ -102,8 +100,8 @@ class Table(NamedTuple):
     """Segments of one kind after the reduction.
 
     Attributes:
-        rows: which segments.
-        columns: column name -> values, one a row.
+        rows: the segments.
+        columns: column name -> values, one per row.
     """
 
     rows: Rows
@@ -111,7 +109,7 @@ class Table(NamedTuple):
 
 
 OnFailure = Callable[[str, str, Exception], None]
-"""Called with what failed, of what, and the exception."""
+"""Called with the failed operation, its subject, and the exception."""
 
 
 class Reduction:
@@ -122,8 +120,8 @@ class Reduction:
         on_failure: gets failures.
 
     Attributes:
-        local: whether the last numbers are this rank's own although they were to be reduced.
-        optimizers_differ: whether ranks that are in one iteration have done different numbers of optimizer steps.
+        local: whether the last values are local although a reduction was requested.
+        optimizers_differ: whether the ranks' numbers of optimizer steps differ in one iteration.
     """
 
     def __init__(self, messages: Messages | None, on_failure: OnFailure) -> None:
@@ -141,14 +139,14 @@ class Reduction:
         self._failure: Exception | None = None
 
     def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
-        """The measurements since the last time, merged; with ``reduce`` all ranks of the group must call it alike.
+        """Return the measurements since the last call, reduced; with ``reduce`` all ranks of the group must call it.
 
-        Where that fails they are this rank's own: see :attr:`local`.
+        If the reduction fails they are local: see :attr:`local`.
 
         Args:
             slots: this rank's segments.
-            reduce: whether to merge over ranks. False takes this rank's own measurements, without a message.
-            stamp: what must be equal on the other ranks.
+            reduce: whether to reduce over ranks; False returns local measurements without a message.
+            stamp: must be equal on the other ranks.
         """
         messages = self.messages
         self.local = reduce and messages is not None
@@ -182,7 +180,7 @@ class Reduction:
     def _reduce(self, messages: Messages, slots: Segments, stamp: Stamp) -> _Layout:
         why = (
             f"to reduce the statistics of iteration {stamp.iteration}. Perhaps a rank has ended, or has skipped a"
-            " step() and is in an iteration in which nothing is due"
+            " step() and is in an iteration without due statistics"
         )
         while True:
             news = () if self._layout_version == slots.version and self._layout is not None else self._news(slots)
@@ -206,8 +204,10 @@ class Reduction:
             self._lay_out(slots)
 
     def _has_missed_a_step(self, layout: _Layout, stamp: Stamp) -> bool:
-        """Whether the counts of optimizer steps show that a rank has missed a step(); notes whether that is not clear
-        yet. An optimizer that steps half as often as another one falls behind by half of the iterations."""
+        """Return whether the counts of optimizer steps show a missed step(); record whether that is undecided.
+
+        An optimizer that steps half as often as another one falls behind by half of the iterations.
+        """
         self._is_undecided = False
         apart = layout.optimizer_steps_apart()
         if not apart or not self._agreements or self.optimizers_differ:
@@ -217,7 +217,7 @@ class Reduction:
         return not self._is_undecided and (self._agreements > 1 or 2 * apart < since)
 
     def _pack(self, messages: Messages, layout: _Layout, slots: Segments, stamp: Stamp, *, changed: bool) -> None:
-        """Put the message together; a neutral one if that fails."""
+        """Pack the message; a neutral one after a failure."""
         try:
             layout.pack(slots, stamp, changed=changed, noted=messages.note, stops=messages.wants_stop)
         except Exception as error:
@@ -227,26 +227,26 @@ class Reduction:
             self._failure = error
 
     def _tell(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
-        """Report what the message has shown, on the rank that it concerns or on the first."""
+        """Report failures in the message, on the affected rank or on the first."""
         of, own = f"iteration {stamp.iteration}", self._failure
         self._failure = None
         if layout.optimizer_steps_apart() and not self.optimizers_differ and not self._is_undecided:
             self.optimizers_differ = True
             if messages.leads:
                 logger.warning(
-                    "The ranks have done different numbers of optimizer steps up to iteration %d. That is right if they"
-                    " have different optimizers. Otherwise a rank has missed a step(): call it for each optimizer step,"
-                    " on all ranks.",
+                    "The ranks have done different numbers of optimizer steps up to iteration %d. That is correct with"
+                    " different optimizers. Otherwise a rank has missed a step(): call it for each optimizer step on"
+                    " all ranks.",
                     stamp.iteration,
                 )
         if own is not None:
             self._on_failure("packing the statistics of", of, own)
         elif (failed := layout.failed()) is not None and messages.leads:
-            text = f"{messages.name(failed)} could not send its numbers, and its log says why; they lack in this step"
+            text = f"{messages.name(failed)} could not send its values (see its log); they are missing from this step"
             self._on_failure("reducing the statistics of", of, NumbersMissingError(text))
 
     def _news(self, slots: Segments) -> list[Described]:
-        """The segments and outputs that the other ranks do not know yet."""
+        """Return segments and outputs that are not agreed yet."""
         news: list[Described] = []
         for described in map(_describe, slots.segments.values()):
             known = self._agreed.get(described.key)
@@ -259,7 +259,7 @@ class Reduction:
         self._layout_version = slots.version
 
     def _part(self, messages: Messages, stamp: Stamp) -> None:
-        """End the messages on all ranks, whose stamps differ.
+        """End the messages after a mismatch of stamps.
 
         Raises:
             RanksDifferError: always.
@@ -271,7 +271,7 @@ class Reduction:
 
 
 def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
-    """The error for stamps that differ: global rank -> stamp."""
+    """Return the error for a mismatch: global rank -> stamp."""
 
     def of(part: str) -> dict[int, int]:
         return {rank: getattr(stamp, part) for rank, stamp in stamps.items() if getattr(stamp, part) >= 0}
@@ -282,7 +282,7 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
         names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in of("schedule").items()}
         return RanksDifferError(
             "The ranks have different configs, whose statistics are due in different iterations:"
-            f" {in_words(names)}. Give all ranks the same config. {local}: from now on rank 0 has its own numbers."
+            f" {in_words(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local values."
         )
     found = [in_words({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
     if len(set(of("optimizer_steps").values())) > 1:
@@ -304,19 +304,18 @@ def _order(described: Described) -> tuple[str, str, str, int]:
 
 
 def _home(slots: Segments) -> torch.device:
-    """The device of this rank's measurements, or of the first of them."""
     return next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
 
 
 _PARTS = len(Stamp._fields)
 _TRAILER = 2 * _PARTS + 4
-"""Elements after the maxima: a stamp, its negative, whether the rank has segments that are not in the layout, its note,
-whether it wants all ranks to stop, and its number if it could not pack its own numbers."""
+"""Elements after the maxima: a stamp, its negative, flags for segments outside the layout, for a note and for a wanted
+stop, and the number of a rank that could not pack its values."""
 _CHANGED, _NOTED, _STOPS, _FAILED = -4, -3, -2, -1
 _DECISIVE = 3
-"""Iterations after which optimizers that step less often differ from a rank that has missed a step()."""
+"""Iterations after which a missed step() can be told from an optimizer that steps less often."""
 _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
-"""The parts of a stamp that must be equal come first."""
+"""Parts of a stamp before this index must be equal."""
 
 
 class _Layout:
@@ -332,8 +331,8 @@ class _Layout:
         all_of_them: whether segments that do not contribute are included.
 
     Attributes:
-        merged: the message on the host, in its own memory: first this rank's, then that of all ranks.
-        split: how many of its elements are added.
+        merged: the message on the host: first the local one, then the reduced one.
+        split: number of its elements that are added.
     """
 
     def __init__(self, described: Iterable[Described], slots: Segments, *, all_of_them: bool) -> None:
@@ -377,44 +376,38 @@ class _Layout:
         self._are_there = False
 
     def has_changed(self) -> bool:
-        """Whether some rank has segments that are not in the layout."""
+        """Return whether any rank has segments outside the layout."""
         return bool(self.merged[_CHANGED] > 0)
 
     def is_noted(self) -> bool:
-        """Whether some rank has a note."""
         return bool(self.merged[_NOTED] > 0)
 
     def stops(self) -> bool:
-        """Whether some rank wants all to stop."""
         return bool(self.merged[_STOPS] > 0)
 
     def failed(self) -> int | None:
-        """The rank, or the last one, that could not pack its numbers."""
+        """Return the last rank that could not pack its values."""
         return int(self.merged[_FAILED]) if self.merged[_FAILED] >= 0 else None
 
     def has_one_stamp(self) -> bool:
-        """Whether all ranks are in the same iteration with the same schedule."""
+        """Return whether all ranks have the same iteration and schedule."""
         largest, smallest = self._stamps()[:, :_PARTS_COMPARED]
         return bool((largest == -smallest).all())
 
     def optimizer_steps_apart(self) -> int:
-        """How many optimizer steps the ranks are apart."""
+        """Return the largest difference in optimizer steps."""
         largest, smallest = self._stamps()[:, -1]
         return 0 if largest == NOTHING else int(largest + smallest)
 
     def has_one_optimizer_count(self) -> bool:
-        """Whether ranks have done equally many optimizer steps, and any at all."""
+        """Return whether all ranks have the same positive number of optimizer steps."""
         return not self.optimizer_steps_apart() and bool(self._stamps()[0, -1] > 0)
 
     def _stamps(self) -> npt.NDArray[np.float64]:
-        """The largest of each part of the stamps, and of its negative."""
         return self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
 
     def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, noted: bool, stops: bool) -> None:
-        """Put the message of this rank together: neutral where the rank has nothing to send.
-
-        It is made where the measurements are, and copied to the host at once.
-        """
+        """Pack this rank's message on its device, and copy it to the host; neutral where it has no values."""
         if not self._are_there:
             self._moves = [
                 (on, of, sources.to(on), targets.to(self._device)) for on, of, sources, targets in self._moves
@@ -439,7 +432,7 @@ class _Layout:
         self._end(stamp, changed=changed, noted=noted, stops=stops, rank=None)
 
     def pack_nothing(self, stamp: Stamp, *, changed: bool, noted: bool, stops: bool, rank: int) -> None:
-        """The same without numbers, in memory that is there."""
+        """Pack a message without values, in existing memory."""
         self.merged[: self.split] = 0.0
         self.merged[self.split :] = NOTHING
         self._end(stamp, changed=changed, noted=noted, stops=stops, rank=rank)
@@ -453,7 +446,7 @@ class _Layout:
         trailer[_FAILED] = -1 if rank is None else rank
 
     def unpack(self, values: Values) -> list[Table]:
-        """The segments with an output that is due on some rank, the shards of replicas added up."""
+        """Return segments with an output due on any rank, with shards of replicas added up."""
         due = values[: self._due] > 0
         tables = (block.table(*columns, values, due) for columns, block in self._blocks.items())
         return [table for table in tables if table is not None]
@@ -491,7 +484,6 @@ class _Block:
 
     @functools.cached_property
     def _due_at(self) -> npt.NDArray[np.intp]:
-        """Where the flags of all outputs stand in the message, segment after segment."""
         return np.concatenate(
             [np.arange(piece.due_at, piece.due_at + len(piece.entry.outputs)) for piece, _ in self.pieces]
         )
@@ -499,7 +491,7 @@ class _Block:
     def table(
         self, sums: tuple[str, ...], maxima: tuple[str, ...], values: Values, due: npt.NDArray[np.bool_]
     ) -> Table | None:
-        """The segments that are due, one row for all shards of a tensor; None if none is."""
+        """Return the due segments, one row for all shards of a tensor; None for no due segment."""
         flags = due[self._due_at]
         if not flags.any():
             return None
@@ -519,7 +511,7 @@ class _Block:
         return Table(picked.rows, dict(zip((*sums, *maxima), matrix.T, strict=True)))
 
     def _pick(self, due: Sequence[bool]) -> _Picked:
-        """The segments with a flag among those of :attr:`_due_at`."""
+        """Return the segments with a due flag."""
         outputs: dict[int, dict[str, None]] = {}
         chosen: list[int] = []
         rows: list[int] = []
@@ -539,13 +531,11 @@ class _Block:
 
 
 _MOST_PATTERNS = 16
-"""The most combinations of due segments that are kept; features with different ``freq`` make some."""
+"""Limit of cached combinations of due segments, which features with different ``freq`` cause."""
 
 
 class _Picked(NamedTuple):
-    """The due part of a block: the rows of its table, where the columns of each segment stand in the message, and to
-    which row each segment belongs.
-    """
+    """The due part of a block: the rows of its table, and the positions and row of each segment."""
 
     rows: Rows
     cells: npt.NDArray[np.intp]
@@ -553,6 +543,6 @@ class _Picked(NamedTuple):
 
 
 def _places(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:
-    """The whole numbers of ranges, one range after the other: int64."""
+    """Return the integers of all ranges, concatenated: int64."""
     before = np.cumsum(widths) - widths
     return torch.from_numpy(np.repeat(starts - before, widths) + np.arange(widths.sum()))

@@ -1,12 +1,12 @@
 """Slots that gather a step's statistics: ranges of two float64 vectors on each device.
 
 Every watched tensor has segments: its moments, its exponents, one for each recipe that the tensor is compared with, and
-so on. A segment has columns that are added, and columns of which the maximum is kept; micro-batches merge in place, and
+so on. A segment has columns for sums and columns for maxima; micro-batches merge in place, and
 nothing is copied to the host before the end of the step.
 
 Each stream of a GPU has its own vectors, which are made, filled and added to on that stream alone, so that no stream
 ever waits for another, and no addition comes before the filling. Vectors that have become too short stay where they
-are, with what was added to them, and longer ones take the additions from then on. The reading at the end of the step
+are, including their additions, and longer ones take later additions. The reading at the end of the step
 waits for all streams that have added, and merges their vectors.
 """
 
@@ -29,8 +29,8 @@ class SegmentKey(NamedTuple):
     """Names a segment, alike on every rank.
 
     Attributes:
-        layer, tensor: what is watched.
-        kind: what is measured: ``TENSOR``, ``EXPONENTS``, ``QUANTIZED mxfp8 rowwise``, ...
+        layer, tensor: the watched tensor.
+        kind: the source: ``TENSOR``, ``EXPONENTS``, ``QUANTIZED mxfp8 rowwise``, ...
         shard: which shard, for a tensor that replicas hold alike (a weight); None if every rank's part differs.
     """
 
@@ -46,13 +46,13 @@ class SlotRange:
 
     Attributes:
         key: its name.
-        sums, maxima: names of the columns that are added, and of those of which the maximum is kept.
+        sums, maxima: names of the columns for sums and for maxima.
         sum_start, maximum_start: where they begin in the vectors of ``device``.
         contributes: whether this rank's part counts; False if another rank has the same.
-        outputs: the labels of all statistics that were ever asked for, in the order of asking.
-        due: the labels that were asked for since the last flush.
+        outputs: the labels of all statistics ever requested, in order.
+        due: the labels requested since the last flush.
         measured: whether anything was merged into the segment since the last flush.
-        asked: what was asked for last since the last flush; None: nothing.
+        asked: the last requests since the last flush; None for none.
         parts: the vectors that it was last merged into, and its range of each.
     """
 
@@ -75,7 +75,7 @@ class _Vectors:
 
     Args:
         device: where they are.
-        stream: on which they are filled and added to; None for a device without streams.
+        stream: the stream that fills and adds to them; None for a device without streams.
         lengths: of both.
     """
 
@@ -102,7 +102,7 @@ class _Device:
         self._vectors: list[_Vectors] = []
 
     def reserve(self, sums: int, maxima: int) -> tuple[int, int]:
-        """Where a segment with so many sums and maxima begins."""
+        """Reserve a segment, and return its offsets."""
         before = self.used
         self.used = before[0] + sums, before[1] + maxima
         return before

@@ -1,10 +1,10 @@
-"""How a device sums the products of a GEMM, as a model and as a bound on what it loses.
+"""Models of how a device sums the products of a GEMM, and bounds on its error.
 
     accumulator = accumulator_of(a, b, split_accumulator=False, capability=(9, 0))     # HOPPER_FAST for codes of FP8
-    accumulated(left, right, accumulator)                # float64, [n, m]: the product as this device would sum it
+    accumulated(left, right, accumulator)                # float64, [n, m]: the sum of this device
 
-A tensor core takes the products of a group of k at once. It aligns them, and the sum so far, to the largest exponent
-among them, cuts off the bits below its last one, and adds. Sources: Hopper keeps about 14 bits of FP8 products
+A tensor core adds the products of a group of k at once. It aligns them, and the sum so far, to their largest exponent,
+truncates the bits below the last one, and adds. Sources: Hopper keeps about 14 bits of FP8 products
 (DeepSeek-V3, arXiv 2412.19437, section 3.3: errors up to 2 % at K = 4096), which are 13 fraction bits after the leading
 one (SageAttention2, arXiv 2411.10958: "FP22" with 8 bits of exponent and 13 of mantissa, on Ada and Hopper). With
 ``split_accumulator=True`` the partial sums are added in float32 outside of the tensor core; the interval is not
@@ -23,13 +23,13 @@ from te_precision_callbacks.base.numerics.layouts import Stored
 
 @dataclass(frozen=True)
 class Accumulator:
-    """How products are summed.
+    """An accumulator.
 
     Attributes:
-        name: in words.
-        fraction_bits: of the aligned numbers.
-        group: how many products are aligned at once.
-        interval: after how many products the sum is added to a float32 elsewhere; None: never.
+        name: a description.
+        fraction_bits: the fraction bits of the aligned values.
+        group: the number of products that are aligned at once.
+        interval: the number of products after which the sum is added to a separate float32, if any.
     """
 
     name: str
@@ -38,13 +38,12 @@ class Accumulator:
     interval: int | None = None
 
     def variance(self, k: int, terms: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-        """A bound on the variance of what a sum of k products loses.
+        """Return a bound on the variance of the error of a sum of k products.
 
-        With u the last bit, a group cuts off at most u |S| of the sum S, and as much of each product. What is cut off
-        has the sign of what it is cut off from. Over a sum: ``steps`` times u / 2 of the sum itself, all of one sign;
-        and of the products ``u / 2 sqrt(k rho)``, where rho, the squared sum over the sum of squares, is 1 for
-        products of random signs and k for equal products. As V-ABFT (arXiv 2602.08043) the bound follows from the
-        sizes of the operands.
+        With u the last bit, a group truncates at most u |S| of the sum S, and as much of each product, with the sign of
+        the truncated value. Over a sum: ``steps`` times u / 2 of the sum itself, all of one sign; and of the products
+        ``u / 2 sqrt(k rho)``, where rho, the squared sum over the sum of squares, is 1 for products of random signs
+        and k for equal products. As in V-ABFT (arXiv 2602.08043) the bound follows from the sizes of the operands.
 
         Args:
             k: the number of products.
@@ -52,7 +51,7 @@ class Accumulator:
             squares: the squared sums.
 
         Returns:
-            the shape of the sums; both may be added up over elements before.
+            A tensor in the shape of the sums; both may be added up over elements before.
         """
         length = k if self.interval is None else min(k, self.interval)
         intervals = -(-k // length) if length else 1
@@ -64,7 +63,7 @@ class Accumulator:
 
 
 FLOAT32 = Accumulator("float32", 23, 16)
-"""Of all products but those of FP8 on Hopper and Ada: sums of float32, cut off, not rounded."""
+"""All products except FP8 on Hopper and Ada: sums in float32, truncated, not rounded."""
 
 HOPPER_FAST = Accumulator("14 bits", 13, 32)
 """FP8 on Hopper and Ada with ``split_accumulator=False``."""
@@ -74,25 +73,21 @@ HOPPER_SPLIT = Accumulator("14 bits, added in float32", 13, 32, 128)
 
 
 def accumulator_of(*operands: Any, split_accumulator: bool, capability: tuple[int, int] | None) -> Accumulator:
-    """The accumulator of a GEMM.
+    """Return the accumulator of a GEMM.
 
     Args:
-        *operands: what is in memory of each; FP8 if one has codes of eight bits.
+        *operands: the operands in memory; the GEMM is in FP8 if one has codes of eight bits.
         split_accumulator: ``use_split_accumulator`` of the call.
-        capability: of the device; None for the reference backend, whose sums are float32.
+        capability: the compute capability; None for the reference backend, which sums in float32.
     """
-    is_fp8 = any(isinstance(one, Stored) and one.element_format.bits == 8 for one in operands)
+    is_fp8 = any(isinstance(each, Stored) and each.element_format.bits == 8 for each in operands)
     if not is_fp8 or capability not in ((8, 9), (9, 0)):
         return FLOAT32
     return HOPPER_SPLIT if split_accumulator else HOPPER_FAST
 
 
 def accumulated(left: torch.Tensor, right: torch.Tensor, accumulator: Accumulator) -> torch.Tensor:
-    """``left @ right^T`` as an accumulator sums it: a model, for small matrices.
-
-    Args:
-        left, right: [n, k] and [m, k].
-        accumulator: which one.
+    """Compute ``left @ right^T`` of [n, k] and [m, k] with a model of an accumulator, for small matrices.
 
     Returns:
         float64, [n, m].
@@ -111,6 +106,6 @@ def accumulated(left: torch.Tensor, right: torch.Tensor, accumulator: Accumulato
             exponent = torch.frexp(aligned.abs().amax(-1, keepdim=True)).exponent
             last = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent - 1 - accumulator.fraction_bits)
             part = (torch.trunc(aligned / last) * last).sum(-1)
-            # The sum of aligned numbers may need a bit more; it is cut off when it is aligned again.
+            # The sum may need a bit more; it is truncated when it is aligned again.
         total = part if accumulator.interval is None else (total + part).float().double()
     return total

@@ -1,15 +1,15 @@
-"""Checks the codes and scales of a quantized tensor against the tensor that they were made from, on a few blocks.
+"""Checks the codes and scales of a quantized tensor against the tensor before quantization, on a few blocks.
 
     rules = rules_of(quantizer)
     check = check_codes(part, high, rules, 0, 0)         # part: Stored; high: the tensor before quantization
     check.wrong / check.codes                            # 0: each code is the nearest one, or a neighbour
 
-A code is right if no other number of the format is nearer to the element over its factor; rounded stochastically, if no
-number of the format lies between. This holds whatever kernel made the code. A scale is right if it is the one that the
-format's rule gives for the block's amax (:mod:`te_precision_callbacks.base.numerics.scaling`).
+A code is right if no other value of the format is nearer to the element over its factor; with stochastic rounding, if
+no value of the format lies between. A scale is right if it follows from the block's amax by the format's rule
+(:mod:`te_precision_callbacks.base.numerics.scaling`).
 
-Left out are elements that are inf or nan, scales of blocks that have such elements, and codes whose factor is inf or
-nan. In NVFP4 an inf makes the factors of its whole tensor inf.
+Elements with inf or nan, scales of their blocks, and codes with a factor of inf or nan are skipped. In NVFP4 an inf
+makes all factors of its tensor inf.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from te_precision_callbacks.base.numerics.scaling import (
 )
 
 SLACK = 1e-3
-"""How much of the distance of two numbers an element may be beyond the middle: its factor is rounded."""
+"""The tolerance of the rounding point, relative to the distance of two values: factors are rounded."""
 
 WINDOW_ROWS, WINDOW_COLUMNS = 128, 1024
 """Rows and columns in memory that are checked at once: whole blocks of each format."""
@@ -40,15 +40,15 @@ WINDOW_ROWS, WINDOW_COLUMNS = 128, 1024
 
 @dataclass(frozen=True)
 class RoundingRules:
-    """How a quantizer rounds.
+    """The rounding of a quantizer.
 
     Attributes:
-        stochastic: whether elements are rounded up or down at random.
-        sign_mask: of the random Hadamard transform before; None for none.
-        square: whether blocks are squares although the layout has a scale for each row of them.
-        scales_follow: whether a scale follows from the block's amax alone, or per tensor from the tensor's amax.
+        stochastic: whether rounding is stochastic.
+        sign_mask: the mask of the random Hadamard transform before quantization, if any.
+        square: whether blocks are squares although the layout has a scale for each of their rows.
+        scales_follow: whether a scale follows from the amax of the block, or of the tensor with per-tensor scaling.
         power_of_two: whether a float32 scale is rounded down to a power of two.
-        amax_epsilon: the least amax that a float32 scale is taken from.
+        amax_epsilon: the minimum amax for a float32 scale.
     """
 
     stochastic: bool = False
@@ -60,11 +60,11 @@ class RoundingRules:
 
 
 def rules_of(quantizer: Any, *, columnwise: bool) -> RoundingRules:
-    """The rules of one of Transformer Engine's quantizers.
+    """Return the rules of one of Transformer Engine's quantizers.
 
-    Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``. The scale of delayed
-    scaling comes from earlier amaxes, and one that is reduced over ranks from their amaxes: neither is checked. NVFP4's
-    columnwise data of an activation or gradient may be of its Hadamard transform.
+    Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``. Scales of delayed scaling
+    and scales reduced over ranks are not checked. NVFP4's columnwise data of an activation or gradient may be a
+    Hadamard transform.
     """
     transformed = columnwise and bool(getattr(quantizer, "with_rht", False))
     follows = type(quantizer).__name__ != "Float8Quantizer"
@@ -81,17 +81,17 @@ def rules_of(quantizer: Any, *, columnwise: bool) -> RoundingRules:
 
 
 class CodeCheck(NamedTuple):
-    """What was found; float64 tensors without a dimension, on the device of the codes. Checks are added up.
+    """The result of a check: float64 tensors without a dimension, on the device of the codes. Checks are added up.
 
     Attributes:
-        codes: how many codes were checked.
-        wrong: how many of them are wrong.
-        rounded: how many were rounded stochastically.
-        rounding_bias: of these the sum of (|decoded| - |exact|) / the distance of the two neighbours; its mean is 0.
-        rounded_to_0: how many of these are 0.
-        expected_0: how many are expected to be 0.
-        scales: how many scales were checked.
-        wrong_scales: how many of them are wrong.
+        codes: the number of checked codes.
+        wrong: the number of wrong codes.
+        rounded: the number of stochastically rounded codes.
+        rounding_bias: their sum of (|decoded| - |exact|) / the distance of the two neighbors; its mean is 0.
+        rounded_to_0: the number of zeros in them.
+        expected_0: the expected number of zeros.
+        scales: the number of checked scales.
+        wrong_scales: the number of wrong scales.
     """
 
     codes: torch.Tensor
@@ -109,9 +109,9 @@ def check_codes(part: Stored, high: torch.Tensor, rules: RoundingRules, row: int
 
     Args:
         part: one direction of the tensor.
-        high: the tensor before quantization, of any float type and as many elements; leading dimensions are merged.
-        rules: the quantizer's.
-        row, column: the place of the window, counted in windows; beyond the last window the count starts again.
+        high: the tensor before quantization, in any float dtype; leading dimensions are merged.
+        rules: the rules of the quantizer.
+        row, column: the position of the window, counted in windows, modulo their number.
     """
     rows, columns = (
         _window(extent, size, number)
@@ -126,7 +126,6 @@ def check_codes(part: Stored, high: torch.Tensor, rules: RoundingRules, row: int
     if all_factors.numel() == 1:
         factors, block = all_factors.reshape(1, 1), (exact.shape[0], exact.shape[1])
     else:
-        # Row by row where NVFP4's amax is of a row: its blocks have one row.
         factors, block = _of_window(all_factors, rows, columns, part.block), (height, width)
     decoded = part.elements(rows)[:, columns].double()
     spread = blocks.spread(factors, block, (exact.shape[0], exact.shape[1])).double()
@@ -147,7 +146,7 @@ def _of_window(of_blocks: torch.Tensor, rows: slice, columns: slice, block: tupl
 
 
 def distance(y: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """The distance of the two numbers of a format that are next to each y, float64."""
+    """Return the distance of the two values of a format around each y, float64."""
     lowest = torch.frexp(torch.tensor(number_format.min_normal, dtype=torch.float64)).exponent.item()
     exponent = torch.frexp(y).exponent.masked_fill(y == 0, int(lowest)).clamp(min=int(lowest))
     exponent = exponent - 1 - number_format.mantissa_bits
@@ -157,7 +156,7 @@ def distance(y: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
 def _codes(
     decoded: torch.Tensor, y: torch.Tensor, number_format: FloatFormat, *, stochastic: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first six of :class:`CodeCheck`; ``decoded`` and ``y`` are float64 without the factor."""
+    """Return the first six fields of :class:`CodeCheck`; ``decoded`` and ``y`` are float64 without the factor."""
     use = y.isfinite()
     y = torch.where(use, y, 0.0).clamp(-number_format.max, number_format.max)
     decoded = torch.where(use, decoded, 0.0)
@@ -199,7 +198,7 @@ def _scales(
         largest = min(torch.finfo(matrix.dtype).max, FLOAT32_MAX)
         return _counted(_near(found, torch.reciprocal(_fp8_scale(amaxes, part, rules, largest))), use)
     if part.mode == MXFP8:
-        # Just at a power of two either is right: the quotient is rounded.
+        # At a power of two both are right: the quotient is rounded.
         low, high = (mxfp8_scale_inv(amaxes * (1.0 + sign * 1e-6), part.element_format) for sign in (-1, 1))
         return _counted((found == low) | (found == high), use)
     if part.amax is None or part.largest_scale is None:

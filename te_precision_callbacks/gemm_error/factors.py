@@ -1,11 +1,11 @@
-"""The operands of a GEMM as matrices, decoded piece by piece for products with a few vectors.
+"""The operands of a GEMM as matrices, decoded in pieces for products with a few vectors.
 
     factor = factor_of(quantized_tensor, columnwise=True)
     factor.shape                                   # [rows, k]: k is the dimension that the GEMM sums
     swept = factor.sweep(from_k=vectors)           # vectors: [k, number]
     swept.to_rows                                  # [rows, number]: the matrix times the vectors
 
-A sweep decodes each element once, and never holds more than a piece of the matrix.
+A sweep decodes each element once, and allocates one piece of the matrix.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, stored
 
 PIECE_BYTES = 64 << 20
-"""The memory of a decoded piece, by default."""
+"""The default memory of a decoded piece."""
 
 _CPU_PIECE_BYTES = 2 << 20
-"""The same on a CPU, at most: its temporaries stay in the cache. Larger ones leave it and are mapped anew each time; a
-sweep then takes up to twice as long."""
+"""The maximum on a CPU: temporaries stay in the cache. With larger ones a sweep takes up to twice as long."""
 
 _ROWS_TOGETHER = 128
-"""The rows of the largest block of a format: a piece holds whole blocks."""
+"""The rows of the largest block of a format: a piece has whole blocks."""
 
 
 class FactorError(PrecisionDebugError, ValueError):
-    """An operand of a GEMM that cannot be read as a matrix."""
+    """An operand of a GEMM cannot be read as a matrix."""
 
 
 class Swept(NamedTuple):
-    """Products of a matrix M, [rows, k], with a few vectors; None for what was not asked for.
+    """Products of a matrix M, [rows, k], with a few vectors; None if not requested.
 
     Attributes:
         to_rows: ``M @ from_k``, [rows, vectors].
         to_k: ``M^T @ from_rows``, [k, vectors].
-        squares_to_rows: ``M^2 @ squares_from_k``, [rows], where M^2 has the squares of the elements.
+        squares_to_rows: ``M^2 @ squares_from_k``, [rows], with the squares of the elements in M^2.
         squares_to_k: the sums of squares of the columns of M, [k].
     """
 
@@ -57,9 +56,9 @@ class Factor:
     """A matrix M, [rows, k].
 
     Attributes:
-        memory: a plain matrix of any float type, or one direction of a quantized tensor.
+        memory: a plain matrix in any float dtype, or one direction of a quantized tensor.
         turned: whether the rows in memory are the columns of M.
-        piece_bytes: the memory of a decoded piece, at most. A piece has at least 128 rows.
+        piece_bytes: the maximum memory of a decoded piece, which has at least 128 rows.
     """
 
     memory: torch.Tensor | Stored
@@ -74,7 +73,6 @@ class Factor:
 
     @property
     def device(self) -> torch.device:
-        """Where the matrix is."""
         return self.memory.codes.device if isinstance(self.memory, Stored) else self.memory.device
 
     @property
@@ -85,7 +83,7 @@ class Factor:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the matrix is decoded from codes."""
+        """Return whether the matrix is decoded from codes."""
         return isinstance(self.memory, Stored)
 
     @property
@@ -96,7 +94,7 @@ class Factor:
         return rows, columns
 
     def pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The rows in memory, piece by piece, each with its place: [rows of the piece, columns in memory]."""
+        """Yield pieces of the rows in memory with their position: [rows of the piece, columns in memory]."""
         rows, columns = self._memory_shape
         most = min(self.piece_bytes, _CPU_PIECE_BYTES) if self.device.type == "cpu" else self.piece_bytes
         step = max(1, most // (dtype.itemsize * max(1, columns) * _ROWS_TOGETHER)) * _ROWS_TOGETHER
@@ -109,7 +107,7 @@ class Factor:
                 yield place, self.memory[place].to(dtype)  # type: ignore[index]
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """The whole matrix, [rows, k]."""
+        """Return the whole matrix, [rows, k]."""
         found = torch.cat([piece for _, piece in self.pieces(dtype)]) if self._memory_shape[0] else None
         if found is None:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
@@ -126,10 +124,10 @@ class Factor:
         """Multiply with a few vectors, in one pass.
 
         Args:
-            from_k: [k, vectors], float32 or float64; the products are computed in its type.
-            from_rows: [rows, vectors], likewise.
+            from_k: [k, vectors], float32 or float64, the dtype of the products.
+            from_rows: [rows, vectors], in the same dtype.
             squares_from_k: [k].
-            squares: whether the sums of squares of the columns are wanted.
+            squares: compute the sums of squares of the columns.
         """
         given = next((v for v in (from_k, from_rows, squares_from_k) if v is not None), None)
         dtype = torch.float32 if given is None else given.dtype
@@ -161,16 +159,16 @@ class Factor:
 
 
 def factor_of(tensor: Any, *, columnwise: bool, piece_bytes: int = PIECE_BYTES) -> Factor:
-    """An operand of a GEMM.
+    """Return an operand of a GEMM.
 
     Args:
-        tensor: a plain tensor, or a quantized one of Transformer Engine; leading dimensions are merged.
+        tensor: a plain tensor, or a quantized tensor of Transformer Engine; leading dimensions are merged.
         columnwise: whether the GEMM reads the columnwise data: it then sums over the rows of the tensor, else over its
             last dimension.
-        piece_bytes: as of :class:`Factor`.
+        piece_bytes: see :class:`Factor`.
 
     Raises:
-        FactorError: there are no data of that direction, or the tensor is of no known kind.
+        FactorError: the tensor has no data of this direction, or is of an unknown kind.
     """
     if isinstance(tensor, Stored):
         part: Stored | None = tensor

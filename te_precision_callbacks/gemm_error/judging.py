@@ -1,16 +1,16 @@
-"""Judges what a device gave for a GEMM, without computing the product a second time.
+"""Checks the result of a GEMM without computing the product a second time.
 
 With C = alpha * left @ right^T, and a few random vectors x and y:
 
     x, y = probes(m, 16, seed_of(layer, "x"), device), probes(n, 16, seed_of(layer, "y"), device)
     expected = product(left, right, x, y, alpha)    # (left (right^T x), right (left^T y)), from codes and scales
-    run = thin(out, x, y)                           # (C x, C^T y), from what the device gave
+    run = thin(out, x, y)                           # (C x, C^T y), from the result of the device
     found = judged(run, expected, Call(...))
     sums, maxima = kernel_columns(found, rank)      # merged over micro-batches and ranks by adding, and by the maximum
 
 C x - expected x sums, for each row, the errors of the row's elements times x. It is compared with the standard
-deviation of what rounding does to such a sum, so one row of 8,192 stands out that is 1 % of the norm; C^T y does the
-same for columns.
+deviation of the rounding error of this sum, so an error of 1 % of the norm in one row of 8,192 is significant; C^T y
+does the same for columns.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from te_precision_callbacks.gemm_error.accumulators import FLOAT32, Accumulator
 from te_precision_callbacks.gemm_error.factors import Factor, Swept
 
 MOST_BEFORE = 0.01
-"""How large the rounding of what a product is added to may be, relative to the product. Beyond it the product is not
-judged."""
+"""The maximum rounding error of the previous sum, relative to the product. Beyond it the product is not checked."""
 
 LARGEST_RATIO = float(torch.finfo(torch.float32).max)
-"""Stands for an error that has no tolerance: what should be 0 is not, or what should be finite is not."""
+"""The ratio of an error without a tolerance: a value that should be 0 or finite is not."""
 
 FALSE_ALARM = 1e-12
 """The probability that a sum of squared Gaussians exceeds its bound. A GEMM of 8,192 x 8,192 has 16,384 rows and
@@ -58,22 +57,22 @@ FORMAT_SUMS = (
     "b_error_square",
     "b_square",
 )
-"""The columns in which a GEMM's error is kept over a step."""
+"""The columns of a GEMM's error over a step."""
 
 
 def seed_of(*parts: object) -> int:
-    """A seed that follows from the parts alone, the same in each process."""
+    """Return a seed that depends only on the parts, in any process."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
 
 def probes(rows: int, number: int, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Standard Gaussian vectors, [rows, number], from a generator of their own.
+    """Return standard Gaussian vectors, [rows, number], from a separate generator.
 
     Args:
         rows, number: the shape.
-        seed: as of :func:`seed_of`.
-        device: where they are drawn; the same seed gives the same numbers on the same kind of device.
+        seed: see :func:`seed_of`.
+        device: the device; vectors are reproducible on one kind of device.
         dtype: None for :func:`thin_dtype`.
     """
     generator = torch.Generator(device=device)
@@ -83,17 +82,17 @@ def probes(rows: int, number: int, seed: int, device: torch.device, dtype: torch
 
 
 def thin_dtype() -> torch.dtype:
-    """The type of thin products: float32, or float64 where torch may run products of float32 in TF32 or bfloat16."""
+    """Return the dtype of thin products: float32, or float64 if torch may use TF32 or bfloat16 for float32."""
     return torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
 
 
 def bound(probes: int) -> float:
-    """z: |E x| over s probes is above ``z sqrt(s) sigma`` with at most the probability :data:`FALSE_ALARM`.
+    """Return z: |E x| over s probes is above ``z sqrt(s) sigma`` with at most the probability :data:`FALSE_ALARM`.
 
-    ``sigma^2`` is the variance of a healthy E, summed over what x meets. Two parts: chi^2_s is below
+    ``sigma^2`` is the variance of a healthy E, summed over the elements that x multiplies. Two parts: chi^2_s is below
     ``s + 2 sqrt(s t) + 2 t`` with probability 1 - exp(-t) (Laurent and Massart, Annals of Statistics 28, 2000, lemma
-    1), and a rounding error is at most sqrt(3) times the standard deviation that it is assigned: where one element
-    outweighs all others, E x has that element's error, which is fixed while x varies.
+    1), and a rounding error is at most sqrt(3) times its standard deviation: if one element outweighs all others, E x
+    has this element's error, which is fixed while x varies.
     """
     t = -math.log(FALSE_ALARM)
     return math.sqrt(3.0 * (1.0 + 2.0 * math.sqrt(t / probes) + 2.0 * t / probes))
@@ -105,8 +104,8 @@ class Thin(NamedTuple):
     Attributes:
         right: C x, [n, probes].
         left: C^T y, [m, probes].
-        row_squares, column_squares: of C, the sums of squares of its rows and columns: [n] and [m]. Of a product that
-            was never computed, those of its terms: of row i the sum over j and k of (left_ik right_jk)^2.
+        row_squares, column_squares: the sums of squares of the rows and columns of C: [n] and [m]. For a product that
+            was never computed, of its terms: for row i the sum over j and k of (left_ik right_jk)^2.
     """
 
     right: torch.Tensor
@@ -116,25 +115,21 @@ class Thin(NamedTuple):
 
 
 def thin(matrix: Factor, x: torch.Tensor, y: torch.Tensor) -> Thin:
-    """A matrix that exists, [n, m], times probes: x is [m, probes] and y is [n, probes]."""
+    """Multiply an existing matrix, [n, m], with probes: x is [m, probes] and y is [n, probes]."""
     ones = torch.ones(matrix.shape[1], dtype=x.dtype, device=x.device)
     swept = matrix.sweep(from_k=x, from_rows=y, squares_from_k=ones, squares=True)
     return Thin(*_there(swept.to_rows, swept.to_k, swept.squares_to_rows, swept.squares_to_k))
 
 
 class ProbedOperands(NamedTuple):
-    """Two operands times probes of their own.
-
-    Attributes:
-        left, right: [n, probes] and [m, probes].
-    """
+    """Two operands times separate probes: [n, probes] and [m, probes]."""
 
     left: torch.Tensor
     right: torch.Tensor
 
 
 def product(left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, alpha: float = 1.0) -> Thin:
-    """``alpha * left @ right^T`` times probes, from three sweeps.
+    """Multiply ``alpha * left @ right^T`` with probes in three sweeps.
 
     Args:
         left, right: [n, k] and [m, k].
@@ -148,12 +143,7 @@ def product(left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, alpha
 def product_and_operands(
     left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, g: ProbedOperands, alpha: float = 1.0
 ) -> tuple[Thin, ProbedOperands]:
-    """As :func:`product`, and in the same sweeps ``left @ g.left`` and ``right @ g.right``.
-
-    Args:
-        left, right, x, y, alpha: as of :func:`product`.
-        g: [k, probes] each.
-    """
+    """Return :func:`product`, and from the same sweeps ``left @ g.left`` and ``right @ g.right``; g is [k, probes]."""
     of_right = right.sweep(from_rows=x, squares=True)
     u, right_squares = _there(of_right.to_k, of_right.squares_to_k)
     of_left = left.sweep(from_k=torch.cat([u, g.left], 1), from_rows=y, squares_from_k=right_squares, squares=True)
@@ -167,20 +157,20 @@ def product_and_operands(
 
 
 def _there(*found: torch.Tensor | None) -> list[torch.Tensor]:
-    return [one for one in found if one is not None]
+    return [each for each in found if each is not None]
 
 
 @dataclass(frozen=True)
 class GemmCall:
-    """What a GEMM did beside the product.
+    """The other parameters of a GEMM.
 
     Attributes:
         k: the number of products in a sum.
-        dtype: of the result.
+        dtype: the dtype of the result.
         x, y: the probes, [m, probes] and [n, probes].
-        accumulator: how the device sums.
-        bias: added to each row, [m]; None for none.
-        before: what the product was added to, times the probes; None if it was not added to anything.
+        accumulator: the accumulator of the device.
+        bias: the bias, [m], if any.
+        before: the previous sum times the probes, if the product was added to one.
         beta: multiplies ``before``.
     """
 
@@ -195,17 +185,17 @@ class GemmCall:
 
 
 class Judged(NamedTuple):
-    """What a kernel did with its operands. All are tensors on the device of the GEMM; the numbers have no dimension.
+    """The error of a kernel: tensors on the device of the GEMM, scalars without a dimension.
 
     Attributes:
         error_square: |C x - expected|^2 over all probes, of finite rows.
         expected_square: |expected|^2, of the product alone.
-        gain_dot: <what C has of the product, expected>. Divided by ``expected_square`` it is the gain.
-        ratio: the largest of the ratios to the tolerance: of all rows together, of each row, of each column. Above 1
-            the error is more than rounding.
-        rows, columns: the ratio of each, [n] and [m].
-        counts: 1 if the product is judged; 0 if it was added to something so large that its rounding hides the product,
-            and if no row of the expected product is finite. All numbers above are 0 then.
+        gain_dot: <the product in C, expected>. Divided by ``expected_square`` it is the gain.
+        ratio: the largest ratio to the tolerance: of all rows together, of each row, of each column. Above 1 the error
+            is more than rounding.
+        rows, columns: the ratio of each row and column, [n] and [m].
+        counts: 1 if the product is checked; 0 if the rounding of the previous sum hides it, or if no row of the
+            expected product is finite. All other values are 0 then.
     """
 
     error_square: torch.Tensor
@@ -218,7 +208,7 @@ class Judged(NamedTuple):
 
 
 def judged(run: Thin, expected: Thin, call: GemmCall) -> Judged:
-    """Compare what the device gave with what the codes and scales give. Nothing waits for the device."""
+    """Compare the result of the device with codes and scales, without waiting for the device."""
     added_right, added_left, before_rows, before_columns = _added(call, expected)
     rows = _side(run.right - added_right, expected.right, run.row_squares, expected.row_squares, before_rows, call, 0)
     columns = _side(
@@ -241,7 +231,7 @@ def judged(run: Thin, expected: Thin, call: GemmCall) -> Judged:
 
 
 def of_product(run: Thin, expected: Thin, call: GemmCall) -> torch.Tensor:
-    """What the device gave for the product alone, times x: [n, probes]."""
+    """Return the product alone in the result of the device, times x: [n, probes]."""
     return run.right - _added(call, expected)[0]
 
 
@@ -249,11 +239,11 @@ class _Side(NamedTuple):
     """Rows, or columns; [rows], float64.
 
     Attributes:
-        error, expected, dot: the sums over probes of squared errors, of squared expected numbers, and of products of
-            run and expected numbers.
+        error, expected, dot: the sums over probes of squared errors, of squared expected values, and of products of
+            actual and expected values.
         tolerance: the square of the largest healthy error.
-        judged: whether the expected numbers are finite.
-        broken: whether they are and those of the run are not.
+        judged: whether the expected values are finite.
+        broken: whether only the expected values are finite.
         ratio: the error over its tolerance.
     """
 
@@ -279,7 +269,7 @@ def _side(
     probes = run.shape[1]
     judged = expected.isfinite().all(1) & terms.isfinite()
     finite = run.isfinite().all(1) & run_squares.isfinite()
-    # In float16 a large result is inf, rightly.
+    # In float16 a large result is correctly inf.
     saturates = terms * probes > (torch.finfo(call.dtype).max / 64) ** 2
     broken = judged & ~finite & ~saturates
     use = (judged & finite).unsqueeze(1)
@@ -303,13 +293,14 @@ def _side(
 
 
 def rounding_variance(dtype: torch.dtype) -> float:
-    """The largest variance of rounding to nearest, relative to the square of the number: its last bit is at most eps
-    of it, and the error is uniform over one such bit."""
+    """Return the largest variance of rounding to nearest, relative to the square of the value: its last bit is at most
+    eps of it, and the error is uniform over one bit."""
     return float(torch.finfo(dtype).eps) ** 2 / 12
 
 
 def _ratio(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -> torch.Tensor:
-    """The root of squared errors over squared tolerances; :data:`LARGEST_RATIO` without a tolerance, and if broken."""
+    """Return the root of squared errors over squared tolerances; :data:`LARGEST_RATIO` without a tolerance, or if
+    broken."""
     ratio = torch.where(tolerance > 0, error / tolerance, torch.where(error > 0, torch.inf, 0.0)).sqrt()
     return torch.where(broken, torch.inf, ratio).clamp(max=LARGEST_RATIO)
 
@@ -317,7 +308,7 @@ def _ratio(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -
 def _added(
     call: GemmCall, expected: Thin
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """What was added to the product, times the probes; and the squares of what it was added to."""
+    """Return bias and previous sum times the probes, and the squares of the previous sum."""
     right, left = torch.zeros_like(expected.right[:1]), torch.zeros_like(expected.left[:1])
     if call.bias is not None:
         bias = call.bias.detach().reshape(-1).to(call.x.dtype)
@@ -335,7 +326,7 @@ def _added(
 
 
 def squares_of_difference(decoded: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """|decoded - original|^2 and |original|^2 in float64, over rows that are finite in both; [rows, probes]."""
+    """Return |decoded - original|^2 and |original|^2 in float64, over rows that are finite in both; [rows, probes]."""
     decoded, original = decoded.double(), original.double()
     use = (decoded.isfinite() & original.isfinite()).all(1, keepdim=True)
     decoded, original = torch.where(use, decoded, 0.0), torch.where(use, original, 0.0)
@@ -343,19 +334,14 @@ def squares_of_difference(decoded: torch.Tensor, original: torch.Tensor) -> tupl
 
 
 def kernel_columns(found: Judged, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columns of what a kernel did; places are -inf where nothing is beyond its tolerance.
-
-    Args:
-        found: what was found.
-        rank: that of this process.
-    """
+    """Return the columns of a kernel's error; positions are -inf if nothing is beyond its tolerance."""
     sums = torch.stack([found.error_square, found.expected_square, found.gain_dot, found.counts, 1.0 - found.counts])
     places: list[torch.Tensor] = []
     for ratios in (found.rows, found.columns):
         index = torch.arange(len(ratios), device=ratios.device, dtype=torch.float64)
         places += [torch.where(ratios > 1, sign * index, -math.inf).amax() for sign in (1, -1)]
     of_rank = torch.where(found.ratio > 1, torch.full_like(found.ratio, rank), -math.inf)
-    # A float32 as a float64 has 29 bits that are 0: there is room for the rank.
+    # A float32 as a float64 has 29 zero bits, with room for the rank.
     ranked = (found.ratio.float().double().view(torch.int64) | rank).view(torch.float64)
     counts = [(ratios > 1).double().sum() for ratios in (found.rows, found.columns)]
     negated = torch.where(found.ratio > 1, torch.full_like(found.ratio, -rank), -math.inf)

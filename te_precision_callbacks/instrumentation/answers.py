@@ -1,4 +1,4 @@
-"""Answers what Transformer Engine asks in each forward: whether it takes the debug path, and whether a feature acts.
+"""Decides in each forward of a Transformer Engine module whether it takes the debug path, and whether a feature acts.
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active``
 (``pytorch/module/base.py``).
@@ -39,26 +39,26 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKin
 logger = logging.getLogger(__name__)
 
 MOST_FORWARDS = 100
-"""The number of training forwards of a module in one iteration at which the loop has probably forgotten to step."""
+"""Training forwards of a module in one iteration after which the loop has probably forgotten to step."""
 
 
 class Answers:
-    """What modules answer in each forward.
+    """The replacements of ``is_debug_iter`` and ``no_debug_features_active``.
 
     Args:
         classify: decides the kind of a forward.
-        failures: receives failures in observation.
-        audit: receives the GEMMs that are going to run.
-        scalars: receive the shares of stale weights.
-        notices: the messages that the run has logged once.
+        failures: receives failures of observation.
+        audit: receives the planned GEMMs.
+        scalars: receives the shares of stale weights.
+        notices: the messages that the run has logged.
         strict: whether a refused forward raises.
         trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
 
     Attributes:
-        watched: the modules that are watched.
-        unwatched: the modules that are not watched, and ran a forward with gradients in training.
-        notes: notes what forwards are going to run.
-        current: the forward that each thread runs.
+        watched: the watched modules.
+        unwatched: other modules that ran a forward with gradients in training.
+        notes: records the plan of forwards.
+        current: the current forward of each thread.
         refused: the layers that Transformer Engine's debug path refuses.
     """
 
@@ -84,34 +84,33 @@ class Answers:
         self._notices = notices
         self._own_is_debug_iter: Callable[[Any], bool] = bool
         self._forwards: dict[int, int] = {}
-        self._looked_at: set[int] = set()
+        self._checked_cache: set[int] = set()
         self._failures = failures
         self._idle_in_evaluation: dict[int, int] = {}
 
     def forget_forwards(self) -> None:
-        """Count the forwards of each module anew."""
+        """Reset the counts of forwards, for a new iteration."""
         self._forwards.clear()
-        self._looked_at.clear()
+        self._checked_cache.clear()
 
     def forget_modules(self) -> None:
-        """Forget what modules have answered, as before others are watched."""
+        """Reset the state of modules, before others are watched."""
         self.unwatched.clear()
         self._idle_in_evaluation.clear()
 
     def forget(self) -> None:
-        """Forget all modules."""
         self.unwatched.clear()
         self.current = CurrentForward()
 
     @outside_of_dynamo
     def is_debug_iter(self, module: Any) -> bool:
-        """Answers the first question of an armed module in each forward."""
+        """Return whether an armed module takes the debug path in this forward."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         name = self.watched.names[id(module)]
         if module.name != name:
             other, module.__dict__["name"] = module.name, name
-            self._say_renamed(name, str(other))
+            self._warn_renamed(name, str(other))
         kind = self._classify(module)
         self.current.kind = kind
         self.current.module = module
@@ -126,25 +125,23 @@ class Answers:
             count = self._forwards[id(module)] = self._forwards.get(id(module), 0) + 1
             if count == MOST_FORWARDS:
                 self._warn_of_many_forwards(module)
-            self._look_at_cached(module, frame)
+            self._check_cached(module, frame)
         if self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
             if is_captured():
                 self.watched.leave_alone(module)
-                self._tell(module, CUDA_GRAPH)
+                self._note_refusal(module, CUDA_GRAPH)
             return False
-        if self._classify.kept:
-            return True  # the iteration no longer changes, and an idle feature may have become active in it
         if kind is ForwardKind.EVALUATION:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
         return bool(self._own_is_debug_iter(module))
 
-    def _look_at_cached(self, module: Any, frame: FrameType | None) -> None:
-        """Look at the weights that a forward takes from the cache, once in an iteration."""
-        if not module.__dict__.get("_fp8_workspaces") or id(module) in self._looked_at:
+    def _check_cached(self, module: Any, frame: FrameType | None) -> None:
+        """Check once in an iteration whether the weights that a forward reads from the cache are stale."""
+        if not module.__dict__.get("_fp8_workspaces") or id(module) in self._checked_cache:
             return
         try:
             for name, share in stale_shares(module, self.watched.layers[id(module)], frame):
-                self._looked_at.add(id(module))
+                self._checked_cache.add(id(module))
                 self._scalars.add(name, share)
         except Exception as error:
             self._failures.report("looking at the cached weights of", str(module.name), error)
@@ -162,7 +159,7 @@ class Answers:
                 TEDebugState.get_iteration(),
             )
 
-    def _say_renamed(self, name: str, other: str) -> None:
+    def _warn_renamed(self, name: str, other: str) -> None:
         if own_rank() == 0 and self._notices.first("renamed"):
             logger.warning(
                 "The script has renamed a layer while the session is running: %s was named %r. The layer has the"
@@ -174,20 +171,20 @@ class Answers:
             )
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        """Instead of Transformer Engine's: that of modules that are not watched."""
+        """Return the ``is_debug_iter`` of modules that are not watched."""
         self._own_is_debug_iter = upstream
         unwatched, classify = self.unwatched, self._classify
 
         @outside_of_dynamo
         def is_debug_iter(module: Any) -> bool:
-            if module.training and torch.is_grad_enabled() and not (classify.paused or classify.kept):
+            if module.training and torch.is_grad_enabled() and not classify.paused:
                 unwatched.add(module)
             return False
 
         return is_debug_iter
 
     def make_no_debug_features_active(self, upstream: Any) -> Any:
-        """Instead of Transformer Engine's, which an armed module's forward asks once it has its quantizers."""
+        """Return the replacement of ``no_debug_features_active``, called once a forward has its quantizers."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
         from transformer_engine.debug.pytorch.utils import any_feature_enabled
 
@@ -206,11 +203,11 @@ class Answers:
                         input_needs_gradient=self.current.input_needs_gradient,
                     )
                     if not idle:
-                        self.notes.look_at_scales(module, TEDebugState.get_iteration())
+                        self.notes.check_scales(module, TEDebugState.get_iteration())
                     if not idle and forward.has_quantized_input and _acts_on_activation(quantizers):
                         self.notes.report_quantized_input(module)
                 return idle
-            # Evaluation must not change the schedule of training: it asks separately, once per iteration.
+            # Evaluation must not change the schedule of training.
             idle = not any_feature_enabled(quantizers)
             if idle:
                 self._idle_in_evaluation[id(module)] = TEDebugState.get_iteration()
@@ -219,13 +216,13 @@ class Answers:
         return no_debug_features_active
 
     def make_onnx_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Instead of a module's, which refuses to work in debug mode."""
+        """Return the replacement of a module's ``onnx_forward``, which raises in debug mode."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         @functools.wraps(upstream)
         def onnx_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
             if id(module) not in self.watched.fused:
-                self._tell(module, ONNX_EXPORT)
+                self._note_refusal(module, ONNX_EXPORT)
             enabled, TEDebugState.debug_enabled = TEDebugState.debug_enabled, False
             try:
                 return upstream(module, *arguments, **keywords)
@@ -235,16 +232,16 @@ class Answers:
         return onnx_forward
 
     def _is_left_alone(self, forward: DebugForward, *, idle: bool) -> bool:
-        """Whether a forward takes the ordinary path, since no feature acts in it or it is refused."""
+        """Return whether a forward takes the ordinary path: no feature acts in it, or it is refused."""
         module, refusal = forward.module, refusal_of(forward)
         if refusal is None or (idle and not refusal.lasts):
             return idle
         if refusal.lasts:
             self.watched.leave_alone(module)
-        self._tell(module, refusal)
+        self._note_refusal(module, refusal)
         return True
 
-    def _tell(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
+    def _note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         if id(module) in self.watched.modules:
             self.refused.note(module, refusal)
 
@@ -252,9 +249,8 @@ class Answers:
 def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
     """Drop weights that a forward with ``is_first_microbatch`` has cached in another iteration, or in an evaluation.
 
-    Transformer Engine would write the new weight into the cached weight with the cached weight's old quantizer: with
-    the features, and in the precision, of the iteration that made it. Read from 2.20.2, ``pytorch/module/base.py:
-    quantize_weight``.
+    Transformer Engine would write the new weight with the cached weight's quantizer: with the features and the
+    precision of the iteration that made it. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
     """
     from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
 
@@ -263,7 +259,7 @@ def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
     for name, held in list(workspaces.items()):
         if isinstance(held, DebugQuantizedTensor):
             made = held.quantizer
-            # With an fsdp_group Transformer Engine reads attributes that such a weight does not have.
+            # With an fsdp_group Transformer Engine reads attributes that this weight does not have.
             if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:
                 del workspaces[name]
 
@@ -273,8 +269,5 @@ def _acts_on_activation(quantizers: Iterable[Any]) -> bool:
 
 
 def _input_of(frame: FrameType | None) -> Any:
-    """The input of the forward of a frame; None if unknown.
-
-    The input is the first argument of TE 2.20.2's forwards, which keep its name.
-    """
+    """Return the input of the forward of a frame, its first argument in TE 2.20.2; None if unknown."""
     return None if frame is None else frame.f_locals.get(frame.f_code.co_varnames[1])

@@ -1,4 +1,4 @@
-"""What there is to say of a model when it is attached, in words: ``te-precision check`` says it beforehand."""
+"""Messages logged when a model is attached, and before that by ``te-precision check``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _BY_ACCELERATE = {
     " fp8_config: {backend: TE} in the file of accelerate launch --config_file, or with ACCELERATE_MIXED_PRECISION=fp8"
     " and ACCELERATE_FP8_BACKEND=TE in the environment of a script that is started without it.",
 }
-"""Front door -> how Accelerate converts a model."""
+"""Integration -> how Accelerate converts a model."""
 
 
 def without_layers(goes_on: str, front_door: str = "") -> str:
-    """That the model has no layer of Transformer Engine, and how to get some.
+    """Return the warning that a model has no Transformer Engine layer, and how to get one.
 
     Args:
-        goes_on: what training goes on with.
-        front_door: what has started the session.
+        goes_on: how training continues.
+        front_door: the integration that started the session.
     """
     return (
         "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear),"
@@ -32,14 +32,14 @@ def without_layers(goes_on: str, front_door: str = "") -> str:
 
 
 def alike_in_words(layers: Sequence[Layer]) -> str:
-    """That several layers have got one name from the script; empty if none have."""
-    alike = {given: those for given, those in by_given_name(layers).items() if len(those) > 1}
+    """Return the warning that several layers got one name from the script, or an empty text."""
+    alike = {given: names for given, names in by_given_name(layers).items() if len(names) > 1}
     if not alike:
         return ""
-    given, those = next(iter(alike.items()))
-    more = f" and {len(those) - _MOST_NAMES} more" if len(those) > _MOST_NAMES else ""
+    given, names = next(iter(alike.items()))
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return (
         f"{'One name is' if len(alike) == 1 else f'Each of {len(alike)} names is'} the name of several layers, such as"
-        f" {given!r} of {', '.join(those[:_MOST_NAMES])}{more}. Records and logs distinguish these layers; a selector"
+        f" {given!r} of {', '.join(names[:_MOST_NAMES])}{more}. Records and logs distinguish these layers; a selector"
         " with such a name selects all of them."
     )

@@ -1,4 +1,4 @@
-"""Sees fused attention, and the forwards of all attention of Transformer Engine; a part of the tap."""
+"""The part of the tap that reports attention: fused attention, and the forwards of all attention modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.instrumentation.handed import arguments_of_forward
-from te_precision_callbacks.instrumentation.running import Forward, Running, unheard
+from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
 from te_precision_callbacks.layers.forwards import Classify
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionListener, AttentionSizes
 
@@ -18,14 +18,8 @@ from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionL
 class AttentionTap:
     """Reports attention to a listener.
 
-    Args:
-        classify: decides the kind of a forward.
-        report: receives failures of the listener.
-        running: what threads run.
-        listener: receives the events of attention; None for no events.
-
     Attributes:
-        names: id of a module of attention -> its name.
+        names: id of an attention module -> its name.
     """
 
     def __init__(
@@ -42,7 +36,7 @@ class AttentionTap:
         self._listener = listener
 
     def enter(self, module: Any) -> Forward:
-        """The forward of attention that begins."""
+        """Return the state of an attention forward that starts."""
         layer = self.names[id(module)]
         try:
             entered = Forward((layer,), self._classify(module), "", halves=False)
@@ -50,21 +44,21 @@ class AttentionTap:
             if self._listener is not None:
                 self._listener.enter_attention(layer, entered.kind)
         except Exception as error:
-            self._report("looking at the forward of", layer, error)
-            return unheard()
+            self._report("observing the forward of", layer, error)
+            return unobserved()
         return entered
 
     def leave(self, module: Any, entered: Forward) -> None:
-        """Report that a forward has ended, unless an error has ended it."""
+        """Report the end of a forward, unless an error ended it."""
         if self._listener is None or id(sys.exc_info()[1]) != entered.handled:
             return
         try:
             self._listener.leave_attention(entered.layers[0], entered.kind, arguments_of_forward(module))
         except Exception as error:
-            self._report("looking at the forward of", entered.layers[0], error)
+            self._report("observing the forward of", entered.layers[0], error)
 
     def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of fused attention that reports its products to the listener."""
+        """Wrap a function of fused attention to report its products to the listener."""
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)
@@ -80,7 +74,7 @@ class AttentionTap:
                 except ObservationError:  # reported already, and to be raised
                     raise
                 except Exception as error:
-                    self._report("looking at the products of", running.layers[0], error)
+                    self._report("observing the products of", running.layers[0], error)
             return result
 
         return tapped

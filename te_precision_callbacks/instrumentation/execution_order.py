@@ -1,4 +1,4 @@
-"""The order in which layers run: a listener of the tap."""
+"""The execution order of layers: a listener of the tap."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from te_precision_callbacks.layers.gemm_events import GemmEvent
 
 
 class ExecutionOrder:
-    """A listener that notes the order in which layers run.
+    """Records the execution order of layers.
 
     Attributes:
-        forward: layer -> the place of its first forward among those of all layers.
-        backward: layer -> the place of its first backward.
+        forward: layer -> position of its first forward.
+        backward: layer -> position of its first backward.
     """
 
     def __init__(self) -> None:
@@ -20,13 +20,12 @@ class ExecutionOrder:
         self._has_grown = False
 
     def __call__(self, event: GemmEvent) -> None:
-        """Note a GEMM of training."""
         places = self.forward if event.gemm == "fprop" else self.backward
         if event.layer not in places and event.kind in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             places[event.layer] = len(places)
             self._has_grown = True
 
     def take_grown(self) -> bool:
-        """Whether layers have come since the last call."""
+        """Return whether layers were added since the last call."""
         grown, self._has_grown = self._has_grown, False
         return grown

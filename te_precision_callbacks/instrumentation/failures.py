@@ -1,4 +1,4 @@
-"""Failures in observation: each kind is reported once, then counted; with ``strict=True`` it raises."""
+"""Failures of observation: each kind is reported once, then counted; with ``strict=True`` it raises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from te_precision_callbacks.overflow.errors import STOPS
 logger = logging.getLogger(__name__)
 
 MOST_REPORTS = 20
-"""The most kinds of failures that are reported; further ones are only counted."""
+"""The maximum number of reported kinds of failures; further kinds are only counted."""
 
 ASKED_FOR: tuple[type[PrecisionDebugError], ...] = (
     ObservationError,  # strict=True
@@ -28,20 +28,20 @@ ASKED_FOR: tuple[type[PrecisionDebugError], ...] = (
     PrecisionFindingError,  # on_finding="stop"
     *STOPS,  # debug="activation_overflow"
 )
-"""What a step raises in the training. Every other exception is a failure in observation. Mistakes of usage, such as a
-step without a model, raise a SessionError before anything of the step has run."""
+"""Exceptions that a step raises in the training. Every other exception is a failure of observation. Wrong usage, such
+as a step without a model, raises a SessionError before the step has run."""
 
 
 class ObservationFailures:
-    """Collects the failures while observing a run.
+    """Collects the failures of a run.
 
     Args:
         strict: raise the first failure as :class:`ObservationError` instead of reporting it.
-        rank: named in the report.
-        leads: whether this rank speaks for all that reduce statistics together.
+        rank: the rank in the report.
+        leads: whether this rank logs for all ranks that reduce statistics together.
 
     Attributes:
-        iteration: the debug iteration to which failures belong.
+        iteration: the debug iteration of failures.
     """
 
     def __init__(self, *, strict: bool, rank: int, leads: Callable[[], bool] = lambda: True) -> None:
@@ -57,15 +57,17 @@ class ObservationFailures:
         self._new: list[tuple[int, str]] = []
 
     def take(self) -> list[tuple[int, str]]:
-        """The failures that were reported since the last call: iterations and texts."""
+        """Return the failures reported since the last call: iterations and texts."""
         new, self._new = self._new, []
         return new
 
     def report(self, doing: str, of: str, error: BaseException) -> None:
-        """Note a failure.
+        """Report a failure.
+
+        A lost GPU is not a failure of observation. It is reported once, and the next operation of training raises it.
 
         Args:
-            doing: what failed.
+            doing: the operation that failed.
             of: the layer and tensor, the iteration, or another subject. Failures that differ only in ``of`` are of one
                 kind.
             error: the exception.
@@ -73,12 +75,10 @@ class ObservationFailures:
         Raises:
             ObservationError: with ``strict=True``.
             RuntimeError: with ``strict=True``, the exception itself if the GPU is lost.
-
-        A lost GPU is no failure of observation. It is reported once, and the next operation of training raises it.
         """
         where = f"{doing} {of}"
         if self._lost_folder is not None and _is_of(self._lost_folder, error):
-            self._say_lost_folder()
+            self._report_lost_folder()
             return
         if is_lost(error):
             if self._strict:
@@ -103,7 +103,7 @@ class ObservationFailures:
             self._new.append((self.iteration, f"{where}: {_text(error)}"))
         if isinstance(error, (RanksLostError, RanksDifferError)):
             if not known:
-                self._say_apart(where, error)
+                self._report_apart(where, error)
         elif self._count == 1:
             logger.error(
                 "Precision debugging failed on rank %d: %s: %s. Training goes on without what failed. The same failure"
@@ -122,18 +122,18 @@ class ObservationFailures:
             )
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
-        """Say once that a log folder cannot be written to, and report no failure below it: on rank 0 now, on another
-        one when it has something to write there."""
+        """Report once that a log folder is not writable, instead of each failure in it: on rank 0 now, on another rank
+        when it has something to write."""
         self._lost_folder, self._lost_by = folder.absolute(), error
         if self._rank == 0:
-            self._say_lost_folder()
+            self._report_lost_folder()
 
     @property
     def has_lost_folder(self) -> bool:
-        """Whether nothing can be written to the log folder."""
+        """Return whether the log folder is not writable."""
         return self._lost_folder is not None
 
-    def _say_lost_folder(self) -> None:
+    def _report_lost_folder(self) -> None:
         error, self._lost_by = self._lost_by, None
         if error is not None:
             logger.error(
@@ -145,8 +145,8 @@ class ObservationFailures:
                 self._rank,
             )
 
-    def _say_apart(self, where: str, error: BaseException) -> None:
-        """Say that the ranks are apart: on the first of them, which goes on writing."""
+    def _report_apart(self, where: str, error: BaseException) -> None:
+        """Report, on the first rank, that the ranks no longer exchange messages."""
         text = str(error).removesuffix(".")
         if self._leads():
             logger.error(
@@ -162,13 +162,13 @@ class ObservationFailures:
             logger.info("%s: %s.", where, text)
 
     def summarize(self) -> None:
-        """Log at the end how many failures were only counted."""
+        """Log the number of failures at the end."""
         if self._count > 1:
             logger.error("Precision debugging failed %d times on rank %d.", self._count, self._rank)
 
 
 def _is_of(folder: Path, error: BaseException | None) -> bool:
-    """Whether a file below a folder has caused an error, or a folder above it that could not be made."""
+    """Return whether an error is about a path in the folder, or about a parent of the folder."""
     while error is not None:
         if isinstance(error, OSError) and isinstance(error.filename, (str, Path)):
             cause = Path(error.filename).absolute()
@@ -178,9 +178,9 @@ def _is_of(folder: Path, error: BaseException | None) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """The type and text of an error. Transformer Engine's asserts have no text; the type alone then says more."""
+    """Return the type and text of an error. Transformer Engine's asserts have no text."""
     try:
         text = str(error)
-    except Exception:  # of a feature or a sink, that must not end the training for its text
+    except Exception:  # of a feature or a sink: it must not end the training
         text = ""
     return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__} (without a message)"

@@ -1,17 +1,17 @@
-"""The session's part in forward passes of Transformer Engine modules: what is replaced, and when it acts.
+"""Replaces the functions of Transformer Engine that start its debug path.
 
-Whether a forward is observed is decided in that forward, holds for its backward, and is not remembered for other
-forwards of the same iteration. Transformer Engine decides this once per iteration, and does not distinguish evaluation
-or recomputation. Two seams are replaced while a session is live, both read from Transformer Engine 2.20.2:
+Whether a forward is observed is decided in that forward, and holds for its backward alone. Transformer Engine decides
+once per iteration, and does not distinguish evaluation or recomputation. While a session is live, these are replaced,
+read from Transformer Engine 2.20.2:
 
 - ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active`` (``pytorch/module/base.py``), which
   each forward calls first (``answers.py``).
 - ``debug_quantization.DebugQuantizer`` (``debug/pytorch/debug_quantization.py``), which each forward in debug mode
-  builds anew for each tensor: replaced by a subclass that knows the kind of its forward (``quantizer.py``).
+  builds for each tensor, by a subclass with the kind of its forward (``quantizer.py``).
 
-Layers that Transformer Engine refuses in debug mode (``refusals.py``) are left as they are. Refusals that concern the
-process, not a layer, are removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``, and
-``onnx_forward`` of the modules. ``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) is followed to detect CUDA graphs.
+Layers that Transformer Engine refuses in debug mode (``refusals.py``) stay unchanged. Refusals for the whole process
+are removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``, and ``onnx_forward`` of the
+modules. ``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) is wrapped to detect CUDA graphs.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from te_precision_callbacks.statistics.schedule import Schedule
 
 
 class ForwardHooks:
-    """Installs the session's decisions in Transformer Engine, and removes them again.
+    """Installs the replacements, and removes them.
 
     Args:
         classify: decides the kind of a forward.
-        failures: receives failures in observation.
-        audit: receives the precision that each GEMM operand really had.
-        scalars: receive what forwards measure beside the engine.
-        engine: measures what features note.
-        notices: the messages that the run has logged once.
+        failures: receives failures of observation.
+        audit: receives the actual precision of GEMM operands.
+        scalars: receives measurements outside the engine.
+        engine: measures the tensors that features note.
+        notices: the messages that the run has logged.
         strict: whether a forward that Transformer Engine's debug path refuses raises.
         trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
 
     Attributes:
-        answers: what modules answer in each forward.
-        order: in which order layers run.
+        answers: the decisions in each forward.
+        order: the execution order of layers.
         products: the matrix products of the model's steps.
         gemm_errors: measures the errors of GEMMs.
     """
@@ -103,7 +103,7 @@ class ForwardHooks:
         self._has_ranges = False
 
     def put_ranges(self, *, wanted: bool) -> None:
-        """Put ranges of torch.profiler around the layers of Transformer Engine and their GEMMs, or take them away."""
+        """Add or remove torch.profiler ranges around the layers of Transformer Engine and their GEMMs."""
         if wanted != self._has_ranges:
             self._has_ranges = wanted
             self._listen()
@@ -115,13 +115,13 @@ class ForwardHooks:
         operations: Sequence[NamedOperation] = (),
         fused: Mapping[int, tuple[Schedule, ...]] = MappingProxyType({}),
     ) -> None:
-        """Set the modules that the session acts on; any other module runs as without a session.
+        """Set the modules that the session acts on.
 
         Args:
             modules: the modules.
             refused: the ids of modules that must not take the debug path.
             operations: the operations of ``te.ops`` with GEMMs.
-            fused: the ids of modules that are observed on their fused path -> the steps in which features change their
+            fused: the ids of modules observed on their fused path -> the steps whose features change their
                 precision.
         """
         self._release()
@@ -134,17 +134,17 @@ class ForwardHooks:
         self.arm()
 
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
-        """Count the matrix products of a model's next step; as :meth:`ModelProducts.watch`."""
+        """Count the matrix products of a model's next step; see :meth:`ModelProducts.watch`."""
         self.products.watch(model, names, self._tap.operations.layers)
         self._listen()
 
     def arm(self) -> None:
-        """Arm every module: all features are asked again in the next forward."""
+        """Arm every module: features are queried in its next forward."""
         self._watched.arm_all()
         self._listen()
 
     def begin(self, iteration: int) -> None:
-        """Arm the modules on which a feature may act in an iteration; the others rest."""
+        """Arm the modules with a feature that may act in an iteration; the others rest."""
         self.answers.forget_forwards()
         self.gemm_errors.begin_iteration()
         other_regions = self._regions.end_step()
@@ -155,30 +155,30 @@ class ForwardHooks:
         self._listen()
 
     def _listen(self) -> None:
-        """See the GEMMs of armed modules in the iteration that begins, while there are any."""
+        """Install the tap in iterations with armed modules, and remove it in others."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         self._audit.enter(TEDebugState.get_iteration())
         listeners: tuple[Listener, ...] = ()
-        if (self._watched.armed or self._tap.operations.has_new) and not self._classify.kept:
+        if self._watched.armed or self._tap.operations.has_new:
             listeners = (self.order, self._audit.look, self._fused_observation, self._gemm_records, self.gemm_errors)
         if self.products.counting:
             listeners = (*(listeners or (self._audit.look,)), self.products.note)
-            self._tap.hear(self._watched.layers, self.products.attentions)
+            self._tap.observe(self._watched.layers, self.products.attentions)
         else:
-            self._tap.hear(self._watched.armed)
+            self._tap.observe(self._watched.armed)
         self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges)
 
     def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Any:
-        """Look at what a GEMM is about to add to."""
+        """Pass on the tensor that a GEMM is about to add to."""
         self._gemm_records.before_sum(layer, gemm, out, kept)
         return self.gemm_errors.before_sum(layer, gemm, out, kept)
 
     def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> Collection[tuple[int, str]]:
-        """Ask the features of a module that is observed on its fused path, in its forward.
+        """Query the features of a module observed on its fused path.
 
         Returns:
-            What they look at: numbers of layers and tensors.
+            The tensors they need, as layer number and tensor name.
         """
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
@@ -199,13 +199,13 @@ class ForwardHooks:
         )
         if kind is ForwardKind.SILENT:
             return ()
-        upcoming = self._fused_observation.ask(layers, iteration), self._watched.next_change(module, iteration)
-        asked_next = min((step for step in upcoming if step is not None), default=None)
-        module.__dict__["next_iter_when_debug_should_be_run"] = asked_next
+        upcoming = self._fused_observation.query(layers, iteration), self._watched.next_change(module, iteration)
+        next_query = min((step for step in upcoming if step is not None), default=None)
+        module.__dict__["next_iter_when_debug_should_be_run"] = next_query
         wanted = self._fused_observation.wanted(layers)
         if not wanted:
             return ()
-        notes.look_at_scales(module, iteration)
+        notes.check_scales(module, iteration)
         if current.has_quantized_input and (0, "activation") in wanted:
             notes.report_quantized_input(module)
         return wanted
@@ -217,20 +217,14 @@ class ForwardHooks:
 
     @property
     def has_enabled_regions(self) -> bool:
-        """Whether a region of ``te.autocast(enabled=True)`` has been entered so far."""
+        """Return whether a region of ``te.autocast(enabled=True)`` was entered so far."""
         return self._regions.has_enabled
 
-    def keep(self) -> None:
-        """End observation, but keep the features that change precision, until :meth:`remove`."""
-        self._classify.kept = True
-        self.products.close()
-        self.arm()
-
     def install(self) -> None:
-        """Replace the seams.
+        """Install the replacements.
 
         Raises:
-            SessionError: this Transformer Engine does not have them.
+            SessionError: this Transformer Engine lacks a replaced function.
         """
         from transformer_engine.debug.pytorch import debug_quantization
         from transformer_engine.pytorch import quantization
@@ -268,7 +262,7 @@ class ForwardHooks:
                 self._seams.replace(module, "DebugQuantizer", quantizer)
 
     def _install_for_refusals(self) -> None:
-        """Remove Transformer Engine's refusals for the whole process, and follow CUDA graphs."""
+        """Remove Transformer Engine's refusals for the whole process, and detect CUDA graphs."""
         import transformer_engine.pytorch as te
         from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 
@@ -286,7 +280,7 @@ class ForwardHooks:
 
         @functools.wraps(upstream)
         def capture_begin(graph: Any, *arguments: Any, **keywords: Any) -> Any:
-            # All modules are asked, so that each captured module is noticed: later its forward is no longer called.
+            # Arms all modules, so that each captured module is noticed: its forward is not called in a replay.
             self.arm()
             return upstream(graph, *arguments, **keywords)
 
@@ -305,11 +299,7 @@ class ForwardHooks:
 
 
 def require(owner: Any, *names: str) -> None:
-    """Raise an error if an object lacks an attribute on which the session relies.
-
-    Raises:
-        SessionError: it does.
-    """
+    """Raise a SessionError if an object lacks an attribute that the session needs."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise SessionError(
@@ -319,6 +309,6 @@ def require(owner: Any, *names: str) -> None:
 
 
 class _NotDebugging:
-    """Transformer Engine's debug state, for the parts of Transformer Engine that refuse to work during a session."""
+    """Debug state for parts of Transformer Engine that would refuse to work during a session."""
 
     debug_enabled = False

@@ -1,4 +1,4 @@
-"""What is noted in a forward of what it, and its backward, are going to run."""
+"""Records the plan of a forward and its backward."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ from te_precision_callbacks.instrumentation.watched import WatchedModules
 
 
 class ForwardNotes:
-    """Notes the plan of a forward, and reports what features cannot do in it.
-
-    Args:
-        watched: the modules.
-        audit: receives the GEMMs that are going to run.
-        failures: receives failures, and what features cannot do.
+    """Records the plan of a forward, and reports features that cannot act in it.
 
     Attributes:
         delayed_scaling: the layers that have run delayed scaling without a scale.
@@ -41,7 +36,7 @@ class ForwardNotes:
     def note_plan(
         self, module: Any, quantizers: Iterable[Any], idle: bool, *, fprop_only: bool, input_needs_gradient: bool
     ) -> None:
-        """Note the GEMMs that a forward, and its backward if it has one, is going to run."""
+        """Record the GEMMs that a forward and its backward will run."""
         try:
             self._watched.resting.note_training(module, idle=idle)
             layers, left_out = self._watched.layers[id(module)], dict[LayerGemm, str]()
@@ -67,15 +62,15 @@ class ForwardNotes:
         if without_effect:
             self._report_left_out(module, without_effect)
 
-    def look_at_scales(self, module: Any, iteration: int) -> None:
-        """Note whether layers run delayed scaling without a scale."""
+    def check_scales(self, module: Any, iteration: int) -> None:
+        """Record whether layers run delayed scaling without a scale."""
         try:
             self.delayed_scaling.look(module, iteration)
         except Exception as error:
-            self._failures.report("looking at the scales of", str(module.name), error)
+            self._failures.report("reading the scales of", str(module.name), error)
 
     def report_quantized_input(self, module: Any) -> None:
-        """Report that features do not get the input of a module."""
+        """Report that a module's input reaches no feature."""
         self._failures.report(
             "What features do with activation",
             f"of {module.name}",

@@ -1,13 +1,12 @@
-"""Observation of layers on Transformer Engine's own fused path.
+"""Observes layers on Transformer Engine's fused path.
 
-Transformer Engine calls features on its debug path only, which is unfused and rounds some tensors otherwise. With
-``observe="fused"`` or ``"auto"`` a layer takes its own path, and the features that only look at tensors get what the
-layer's GEMMs are handed (``tap.py``): the quantized operands, and the tensors before their quantization.
-Training is the same to the last bit.
+Transformer Engine calls features on its debug path only, which is unfused and rounds some tensors differently. With
+``observe="fused"`` or ``"auto"`` a layer stays on its fused path, and observing features receive the operands of the
+layer's GEMMs from the tap (``tap.py``): quantized, and before quantization. Training stays bit-equal.
 
-A norm or an activation function may write its result in the format of the GEMM alone. Its high-precision values are
-then computed once more (``unfused.py``). :data:`HIGH_PRECISION_ON_FUSED_PATH` is the list of the tensors that can be
-had. Read from Transformer Engine 2.20.2 (``pytorch/module``).
+A norm or an activation function may write its result only in the format of the GEMM. Its high-precision values are then
+recomputed (``unfused.py``). :data:`HIGH_PRECISION_ON_FUSED_PATH` lists the available tensors. Read from Transformer
+Engine 2.20.2 (``pytorch/module``).
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ HIGH_PRECISION_ON_FUSED_PATH: Mapping[str, tuple[frozenset[str], ...]] = {
     "LayerNormLinear": (_ALL,),
     "LayerNormMLP": (_ALL - {"output"}, _ALL - {"dgrad"}),
 }
-"""Class of a module -> for each of its layers the tensors that can be had in high precision on its fused path.
+"""Module class -> for each of its layers, the tensors available in high precision on its fused path.
 
-LayerNormMLP may fuse the activation function, and its derivative, into the GEMMs that write the other two.
+LayerNormMLP may fuse the activation function and its derivative into the GEMMs that write the other two.
 """
 
 _OVERLAPPING = ("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgrad")
 
 
 class NotFused(NamedTuple):
-    """Why a module cannot be observed on its fused path.
+    """The reason why a module cannot be observed on its fused path.
 
     Attributes:
         reason: the reason.
-        layer: the layer that it is about; empty if it is about the whole module.
+        layer: the layer; empty for the whole module.
     """
 
     reason: str
@@ -72,12 +71,12 @@ class NotFused(NamedTuple):
 def why_not_fused(
     named: NamedModule, planned: Mapping[str, LayerPlan], only_looks: Callable[[str], bool]
 ) -> NotFused | None:
-    """Why a module cannot be observed on its fused path by the features of its layers; None if it can.
+    """Return why a module cannot be observed on its fused path by the features of its layers; None if it can.
 
     Args:
         named: the module.
-        planned: layer -> its features, for the layers that have any.
-        only_looks: whether a feature is one of this project's that look at tensors.
+        planned: layer -> its features, for layers with features.
+        only_looks: whether a feature is an observing feature of this project.
     """
     module: Any = named.module
     if getattr(module, "sequence_parallel", False) and getattr(module, "tp_size", 1) > 1:
@@ -94,10 +93,10 @@ def why_not_fused(
         entry = planned.get(layer.name)
         if entry is None:
             continue
-        has = parts[min(number, len(parts) - 1)]
+        available = parts[min(number, len(parts) - 1)]
         for name, options in entry.features.get(NAMESPACE, {}).items():
             if options.get("enabled", False):
-                reason = _why_not(name, options, has, module, only_looks)
+                reason = _why_not(name, options, available, module, only_looks)
                 if reason:
                     return NotFused(reason, layer.name)
     return None
@@ -110,12 +109,12 @@ def _parts(module: Any) -> tuple[frozenset[str], ...] | None:
     return parts
 
 
-def _why_not(name: str, options: Any, has: frozenset[str], module: Any, only_looks: Callable[[str], bool]) -> str:
+def _why_not(name: str, options: Any, available: frozenset[str], module: Any, only_looks: Callable[[str], bool]) -> str:
     schema = options.schema if isinstance(options, ReadOptions) else None
     if schema is None or (isinstance(schema, ObservingFeatureSchema) and not only_looks(name)):
         return f"Transformer Engine calls {name}, a feature of your own, on its debug path only"
     if isinstance(schema, LogGemmError):
-        return ""  # what needs a tensor that the path does not have is left out
+        return ""  # statistics of unavailable tensors are skipped
     if not isinstance(schema, ObservingFeatureSchema):
         if _always_changes(schema.effect()):
             return f"{name} changes precision, which Transformer Engine does on its debug path only"
@@ -124,7 +123,7 @@ def _why_not(name: str, options: Any, has: frozenset[str], module: Any, only_loo
         tensor, item = str(target.tensor), target.options
         if tensor == "wgrad" and getattr(module, "fuse_wgrad_accumulation", False):
             return f"{name}: with fuse_wgrad_accumulation=True its wgrad exists in a sum only"
-        if tensor in has:
+        if tensor in available:
             continue
         if isinstance(item, Dumped) and item.high_precision_tensor:
             return f"{name}: {_never(tensor, module)}"
@@ -136,15 +135,15 @@ def _why_not(name: str, options: Any, has: frozenset[str], module: Any, only_loo
 
 
 def _always_changes(effect: Effect) -> bool:
-    """Whether a feature changes precision in every step, as far as the keys of its schedules say."""
+    """Return whether a feature changes precision in every step."""
     return EVERY_STEP in (effect.schedules.values() or (EVERY_STEP,))
 
 
 def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tuple[Schedule, ...]:
-    """The steps in which a feature changes the precision of a module's layers."""
+    """Return the steps that change the precision of a module's layers."""
     entries = (planned[layer.name] for layer in named.layers if layer.name in planned)
-    options = (one for entry in entries for one in entry.features.get(NAMESPACE, {}).values())
-    schemas = (one.schema for one in options if isinstance(one, ReadOptions))
+    options = (each for entry in entries for each in entry.features.get(NAMESPACE, {}).values())
+    schemas = (each.schema for each in options if isinstance(each, ReadOptions))
     return tuple(dict.fromkeys(schedule for schema in schemas for schedule in schema.effect().schedules.values()))
 
 
@@ -162,19 +161,20 @@ def choose(
     plan: Plan,
     only_looks: Callable[[str], bool] = lambda name: True,
 ) -> tuple[dict[int, tuple[Schedule, ...]], dict[str, NotFused]]:
-    """The modules that are observed on their fused path, and the others with features: name -> why not.
-
-    The former are given by their ids, each with the steps in which features change its precision; in these it takes the
-    debug path.
+    """Choose the modules that are observed on their fused path.
 
     Args:
         observe: the option.
         modules: the modules.
         plan: the features of their layers.
-        only_looks: whether a feature is one of this project's that look at tensors.
+        only_looks: whether a feature is an observing feature of this project.
+
+    Returns:
+        Id of a module on its fused path -> the steps that change its precision, on the debug path;
+        and the names of the other modules with features -> why not.
 
     Raises:
-        ConfigError: with ``"fused"``, if a module with features cannot be observed so.
+        ConfigError: with ``"fused"``, if a module with features cannot be observed on its fused path.
     """
     if observe == "debug":
         return {}, {}
@@ -192,32 +192,32 @@ def choose(
     return {id(named.module): _changed_steps(named, planned) for named, reason in why if reason is None}, refused
 
 
-def paths_in_words(fused: int, not_fused: Mapping[str, NotFused]) -> str:
-    """How many modules are observed on their own path, and why the others are not, each reason once.
+def format_paths(fused: int, not_fused: Mapping[str, NotFused]) -> str:
+    """Format the number of modules on the fused path, and why the others are not, grouped by reason.
 
     Args:
-        fused: how many are.
+        fused: the number of modules on their fused path.
         not_fused: the others, by name.
     """
     text = f"{fused} of {fused + len(not_fused)} modules with features are observed on their own fused path."
     if not not_fused:
         return text
-    of_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for name, why in not_fused.items():
-        of_reason.setdefault(why.reason, []).append(name)
+        by_reason.setdefault(why.reason, []).append(name)
     reasons = (
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
-        for reason, names in of_reason.items()
+        for reason, names in by_reason.items()
     )
     return f"{text} The others take Transformer Engine's debug path: {'; '.join(reasons)}"
 
 
 class _Due(NamedTuple):
-    """What is looked at in an iteration. Layers with the same options share it.
+    """The features that observe tensors in an iteration. Layers with the same options share an object.
 
     Attributes:
-        watchers: tensor -> the features that look at it.
-        upcoming: the next iteration in which one of the features is to be asked again; None: never.
+        watchers: tensor -> its observing features.
+        upcoming: the next iteration that must query the features, if any.
     """
 
     watchers: Mapping[str, Sequence[Watcher]]
@@ -225,18 +225,13 @@ class _Due(NamedTuple):
 
 
 _Watchers = tuple[tuple[str, tuple["Watcher", ...]], ...]
-"""The tensors of a layer that features may look at, each with these features."""
+"""The tensors of a layer, each with the features that may observe it."""
 
 
 class FusedObservation:
-    """A listener of the tap that shows tensors to the features of layers on their fused path.
+    """A listener of the tap that passes tensors to the features of layers on their fused path.
 
-    The features of a layer are found once. They are asked once an iteration for all layers with the same options, since
-    they answer for every layer alike.
-
-    Args:
-        engine: measures what the features note.
-        report: receives failures.
+    The features of a layer are found once, and queried once in an iteration for all layers with the same options.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
@@ -253,14 +248,14 @@ class FusedObservation:
     def watch(self, modules: Sequence[NamedModule]) -> None:
         """Set the modules that are observed on their fused path."""
         self._modules = {layer.name: named.module for named in modules for layer in named.layers}
-        for found in (self._watchers, self._shared, self._answers, self._due):
-            found.clear()
+        for cache in (self._watchers, self._shared, self._answers, self._due):
+            cache.clear()
 
-    def ask(self, layers: Sequence[str], iteration: int) -> int | None:
-        """Ask the features of a module's layers what they look at in an iteration.
+    def query(self, layers: Sequence[str], iteration: int) -> int | None:
+        """Query which tensors the features of a module's layers observe in an iteration.
 
         Returns:
-            The next iteration in which one of them is to be asked again; None: never.
+            The next iteration that must query them, if any.
         """
         import nvdlfw_inspect.api as debug_api
 
@@ -273,7 +268,7 @@ class FusedObservation:
         return min((due.upcoming for layer in layers if (due := self._due[layer]).upcoming is not None), default=None)
 
     def leave(self, layers: Sequence[str]) -> None:
-        """Look at nothing of a module's layers until they are asked for again: it takes its debug path."""
+        """Stop observing a module's layers until the next query: it takes the debug path."""
         for layer in layers:
             self._due.pop(layer, None)
 
@@ -281,25 +276,25 @@ class FusedObservation:
         watchers = self._watchers.get(layer)
         if watchers is None:
             try:
-                found = tuple((tensor, self._api.watchers(layer, tensor)) for tensor in TENSORS)
+                of_tensors = tuple((tensor, self._api.watchers(layer, tensor)) for tensor in TENSORS)
             except Exception as error:
                 self._report("finding what to observe of", layer, error)
                 return _Due({}, None)
-            key = tuple((tensor, *((one.name, id(one.options)) for one in of_tensor)) for tensor, of_tensor in found)
-            watchers = self._watchers[layer] = self._shared.setdefault(key, found)
+            key = tuple((tensor, *((each.name, id(each.options)) for each in found)) for tensor, found in of_tensors)
+            watchers = self._watchers[layer] = self._shared.setdefault(key, of_tensors)
         answer = self._answers.get(id(watchers))
         if answer is None:
-            answer = self._answers[id(watchers)] = _asked(watchers, iteration)
+            answer = self._answers[id(watchers)] = _queried(watchers, iteration)
         return answer
 
     def wanted(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
-        """What is looked at in the iteration that was asked for last: numbers of layers, and tensors."""
+        """Return the tensors observed in the last queried iteration, as layer number and tensor name."""
         return frozenset(
             (number, tensor) for number, layer in enumerate(layers) for tensor in self._due[layer].watchers
         )
 
     def __call__(self, event: GemmEvent) -> None:
-        """Show the tensors of a GEMM to the features that look at them."""
+        """Pass the tensors of a GEMM to the features that observe them."""
         due = self._due.get(event.layer)
         if due is None or not due.watchers or event.kind is not ForwardKind.OBSERVED:
             return
@@ -325,7 +320,7 @@ class FusedObservation:
             self._report("observing", f"{event.layer} {event.gemm}", error)
 
 
-def _asked(watchers: _Watchers, iteration: int) -> _Due:
+def _queried(watchers: _Watchers, iteration: int) -> _Due:
     looking: dict[str, list[Watcher]] = {}
     upcoming: list[int] = []
     for tensor, of_tensor in watchers:
@@ -338,8 +333,8 @@ def _asked(watchers: _Watchers, iteration: int) -> _Due:
 
 
 def _tensors(event: GemmEvent) -> Iterator[tuple[str, Any, Any]]:
-    """The tensors of a GEMM, in high precision and as they were handed over: each operand in the first GEMM that reads
-    it, and the result."""
+    """Yield the tensors of a GEMM, in high precision and as given: each operand in the first GEMM that reads it, and
+    the result."""
     for operand in event.operands:
         if operand.first:
             plain = type(operand.given) in (torch.Tensor, torch.nn.Parameter)

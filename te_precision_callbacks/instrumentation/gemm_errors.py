@@ -1,15 +1,14 @@
-"""Measures the error at the output of the GEMMs that LogGemmError has chosen: a listener of the tap.
+"""Measures the output error of the GEMMs selected by LogGemmError: a listener of the tap.
 
-The kernel is judged behind each GEMM, from the codes and scales that it was handed and from what it gave. What needs
-operands in high precision is measured where they exist:
+The kernel is checked after each GEMM, from its codes, scales and result. The errors of the format and the quantizer
+need operands in high precision:
 
-- The weight and the activation exist in the forward alone. There their products with the probes of the GEMMs of the
-  backward are computed, and only these vectors are kept, with the forward that they belong to.
+- The weight and the activation exist in the forward only. Their products with the probes of the backward's GEMMs are
+  computed there, and only these vectors are kept.
 - The gradient exists when the GEMMs of the backward run.
 
-Layers on their fused path have the tensors of :data:`~te_precision_callbacks.instrumentation.fused
-.HIGH_PRECISION_ON_FUSED_PATH`; on the debug path features are shown all of them. Where one is missing, so are the
-statistics of the format and of its quantizer, and the kernel is judged all the same.
+The fused path has the tensors of :data:`~te_precision_callbacks.instrumentation.fused.HIGH_PRECISION_ON_FUSED_PATH`,
+the debug path all of them. If a tensor is missing, so are the statistics of the format and of its quantizer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -61,18 +60,18 @@ _OF_FORWARD: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wg
 """GEMM -> its operand A, which exists in high precision in the forward."""
 
 _FORMAT = "the format: "
-"""Begins the reasons why the error of the format alone was not measured."""
+"""The start of reasons why only the error of the format was not measured."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept of the operand A of a GEMM, which is ``right``, [m, k].
+    """The products of the operand A of a GEMM, which is ``right``, [m, k], with probes.
 
     Attributes:
         iteration: the debug iteration.
         to_k: ``right^T x``, [k, probes].
         to_rows: ``right g``, [m, probes].
-        codes: the columns of the check of its codes; None where they were not there.
+        codes: the columns of the check of its codes, if available.
     """
 
     iteration: int
@@ -81,24 +80,55 @@ class _Kept:
     codes: torch.Tensor | None
 
 
-class GemmErrors:
-    """See the module's description.
+class SelectedGemms(Generic[_OptionsT]):
+    """The GEMMs that a feature selects, by the class of its options."""
 
-    Args:
-        engine: takes the numbers.
-        report: receives failures.
+    def __init__(self, kind: type[_OptionsT]) -> None:
+        self._kind: type[_OptionsT] = kind
+        self._layers: frozenset[str] = frozenset()
+        self._options: dict[str, dict[str, _OptionsT]] = {}
+
+    def watch(self, modules: Sequence[NamedModule]) -> None:
+        """Set the modules of the model."""
+        self._layers = frozenset(layer.name for named in modules for layer in named.layers)
+        self._options.clear()
+
+    def due(self, layer: str, gemm: str, kept: dict[Any, Any]) -> tuple[_OptionsT, int] | None:
+        """Return the options of a selected GEMM and the iteration of its forward, in a step of its schedule."""
+        of_layer = self._options.get(layer)
+        if of_layer is None:
+            of_layer = self._options[layer] = self._read(layer) if layer in self._layers else {}
+        options = of_layer.get(gemm)
+        if options is None:
+            return None
+        iteration = kept.get("iteration")
+        if iteration is None:
+            from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+            iteration = kept["iteration"] = int(TEDebugState.get_iteration())
+        return (options, iteration) if options.schedule.at(iteration)[0] else None
+
+    def _read(self, layer: str) -> dict[str, _OptionsT]:
+        import nvdlfw_inspect.api as debug_api
+
+        api = debug_api.transformer_engine
+        all_options = (watcher.options for tensor in ROWWISE for watcher in api.watchers(layer, tensor))
+        return {each.gemm: each for each in all_options if isinstance(each, self._kind) and each.gemm}
+
+
+class GemmErrors:
+    """See the module docstring.
 
     Attributes:
         operands: operands in high precision, until their GEMM has run.
-        not_measured: (layer, GEMM) -> why it was not measured, or what of it was not; it says so if that holds for some
-            of its calls alone.
+        not_measured: (layer, GEMM) -> why it, or a part of it, was not measured in all or some calls.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
         self._engine = engine
         self._report = report
         self.operands = engine.gemm_operands = GemmOperands()
-        self._items: dict[str, Mapping[str, LogGemmErrorItem]] = {}
+        self._selected = SelectedGemms(LogGemmErrorItem)
         self._weights: dict[tuple[str, str], _Kept] = {}
         self.not_measured: dict[tuple[str, str], str] = {}
         self._reasons: dict[tuple[str, str], str] = {}
@@ -106,43 +136,24 @@ class GemmErrors:
 
     @property
     def why_nothing(self) -> str:
-        """Why nothing was measured, by the first GEMM that was due; empty if a GEMM was measured, or none was due."""
+        """The reason why no selected GEMM was measured; empty if one was, or no GEMM was selected."""
         return "" if self._measured else next(iter(self.not_measured.values()), "")
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        """Set the modules whose GEMMs there are."""
-        self._items.clear()
+        """Set the modules of the model."""
+        self._selected.watch(modules)
         self._weights.clear()
         self.operands.forget()
         self.operands.modules = {layer.name: id(named.module) for named in modules for layer in named.layers}
 
     def begin_iteration(self) -> None:
-        """Forget what the last iteration has left."""
+        """Drop the state of the last iteration."""
         self._weights.clear()
         self.operands.forget()
 
-    # ------------------------------------------------------------------ what is measured
-
-    def _due(self, layer: str, gemm: str, kept: dict[Any, Any]) -> tuple[LogGemmErrorItem, int] | None:
-        """The options of a GEMM that is due, and the iteration of its forward."""
-        items = self._items.get(layer)
-        if items is None:
-            items = self._items[layer] = (
-                options_of_gemms(layer, LogGemmErrorItem) if layer in self.operands.modules else {}
-            )
-        item = items.get(gemm)
-        if item is None:
-            return None
-        iteration = kept.get("iteration")
-        if iteration is None:
-            from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
-            iteration = kept["iteration"] = int(TEDebugState.get_iteration())
-        return (item, iteration) if item.schedule.at(iteration)[0] else None
-
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Thin | None:
-        """What a GEMM is about to add to, times its probes."""
-        due = self._due(layer, gemm, kept)
+        """Multiply the tensor that a GEMM is about to add to with the probes."""
+        due = self._selected.due(layer, gemm, kept)
         if due is None or not isinstance(out, torch.Tensor) or is_quantized(out) or not out.numel() or is_capturing():
             return None
         item, iteration = due
@@ -158,14 +169,14 @@ class GemmErrors:
             return
         try:
             if event.gemm == "fprop":
-                self._look_ahead(event)
-            due = self._due(event.layer, event.gemm, event.kept)
+                self._prepare(event)
+            due = self._selected.due(event.layer, event.gemm, event.kept)
             if due is not None:
                 self._measure(event, *due)
         except ObservationError:
             raise
         except (FactorError, LayoutError) as error:
-            self.tell(event.layer, event.gemm, str(error))
+            self.skip(event.layer, event.gemm, str(error))
         except Exception as error:
             self._report("measuring the GEMM of", f"{event.layer} {event.gemm}", error)
         finally:
@@ -174,14 +185,14 @@ class GemmErrors:
             elif event.gemm == "wgrad":
                 self.operands.drop(event.layer, "gradient")
 
-    def tell(self, layer: str, gemm: str, reason: str, remedy: str = "") -> None:
-        """Note why a GEMM, or a part of what is measured of it, is missing; the log has each reason once.
+    def skip(self, layer: str, gemm: str, reason: str, remedy: str = "") -> None:
+        """Record why a GEMM, or a part of its statistics, is missing; each reason is logged once.
 
         Args:
-            layer: its layer.
-            gemm: its name.
-            reason: in words.
-            remedy: what to change in the config, if that is at fault: the log then warns, once for each remedy.
+            layer: the layer.
+            gemm: the GEMM.
+            reason: the reason.
+            remedy: a change of the config, which is logged as a warning once.
         """
         self._reasons.setdefault((layer, gemm), reason)
         self._update(layer, gemm)
@@ -195,8 +206,7 @@ class GemmErrors:
                 f"{remedy}. " if remedy else "",
             )
 
-    def _has(self, layer: str, gemm: str, *, of_format: bool = False) -> None:
-        """Note that a GEMM, or the error of its format, was measured."""
+    def _note_measured(self, layer: str, gemm: str, *, of_format: bool = False) -> None:
         if (layer, gemm, of_format) not in self._measured:
             self._measured.add((layer, gemm, of_format))
             self._update(layer, gemm)
@@ -207,11 +217,11 @@ class GemmErrors:
             is_partly = (layer, gemm, reason.startswith(_FORMAT)) in self._measured
             self.not_measured[layer, gemm] = f"{reason}, in some calls" if is_partly else reason
 
-    def _look_ahead(self, event: GemmEvent) -> None:
-        """Multiply the operands of the forward with the probes of all GEMMs of which they are the operand A."""
+    def _prepare(self, event: GemmEvent) -> None:
+        """Multiply the operands of the forward with the probes of all GEMMs with this operand A."""
         layer = event.layer
         for gemm, tensor in _OF_FORWARD.items():
-            due = self._due(layer, gemm, event.kept)
+            due = self._selected.due(layer, gemm, event.kept)
             if due is None:
                 continue
             item, iteration = due
@@ -229,10 +239,9 @@ class GemmErrors:
                 swept = right.sweep(from_rows=x, from_k=g)
                 codes = _codes(operand._replace(columnwise=columnwise), high, seed_of(iteration, layer, gemm, "window"))
             if swept.to_k is not None and swept.to_rows is not None:
-                found = _Kept(iteration, swept.to_k, swept.to_rows, codes)
-                event.kept[layer, gemm] = found
+                kept = event.kept[layer, gemm] = _Kept(iteration, swept.to_k, swept.to_rows, codes)
                 if tensor == "weight":
-                    self._weights[layer, gemm] = found
+                    self._weights[layer, gemm] = kept
 
     def _probes(
         self,
@@ -249,12 +258,12 @@ class GemmErrors:
     def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
         reason = why_not_seen(event, event.before)
         if reason:
-            self.tell(event.layer, event.gemm, reason)
+            self.skip(event.layer, event.gemm, reason)
             return
         left = factor_of(event.b.data, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
         right = factor_of(event.a.data, columnwise=event.a.columnwise, piece_bytes=item.max_memory)
         if not left.is_quantized and not right.is_quantized:
-            self.tell(event.layer, event.gemm, "it runs in high precision")
+            self.skip(event.layer, event.gemm, "it runs in high precision")
             return
         (n, k), m = left.shape, right.shape[0]
         if 0 in (n, m, k):
@@ -262,7 +271,7 @@ class GemmErrors:
         needed = max(left.needs, right.needs, min(n, 128) * m * torch.float32.itemsize)
         if needed > item.max_memory:
             reason = f"max_memory is {item.max_memory} bytes, and 128 rows need {needed}"
-            self.tell(event.layer, event.gemm, reason, remedy="Raise max_memory")
+            self.skip(event.layer, event.gemm, reason, remedy="Raise max_memory")
             return
         with quiet(left.device):
             x, y, g = self._probes(event.layer, item, iteration, event.gemm, left.device, x=m, y=n, g=k)
@@ -271,7 +280,7 @@ class GemmErrors:
             expected, operands = product_and_operands(left, right, x, y, of_g, alpha)
             matrix = factor_of(result_of(event), columnwise=False, piece_bytes=item.max_memory)
             if matrix.shape != (n, m):
-                self.tell(
+                self.skip(
                     event.layer, event.gemm, f"its result has the shape {matrix.shape}, and its operands give {(n, m)}"
                 )
                 return
@@ -280,11 +289,11 @@ class GemmErrors:
             found = judged(run, expected, call)
             tensor = RESULT[event.gemm]
             self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
-            self._has(event.layer, event.gemm)
+            self._note_measured(event.layer, event.gemm)
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
             high = high_of(self.operands, event.layer, event.b)
             if high is not None and high.numel() != n * k:
-                self.tell(event.layer, event.gemm, f"{_FORMAT}an operand was gathered after it was quantized")
+                self.skip(event.layer, event.gemm, f"{_FORMAT}an operand was gathered after it was quantized")
                 high = None
             if high is not None and left.is_quantized:
                 codes = _codes(event.b, high, seed_of(iteration, event.layer, event.gemm, "window"))
@@ -294,7 +303,7 @@ class GemmErrors:
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_A, kept.codes)
             if high is None or kept is None or kept.to_k.shape[0] != k or kept.to_rows.shape[0] != m:
                 which = OPERANDS[event.gemm][0] if high is None else _OF_FORWARD[event.gemm]
-                self.tell(event.layer, event.gemm, f"{_FORMAT}{which} does not exist in high precision")
+                self.skip(event.layer, event.gemm, f"{_FORMAT}{which} does not exist in high precision")
                 return
             exact = factor_of(high, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
             swept = exact.sweep(from_k=torch.cat([kept.to_k, g], 1)).to_rows
@@ -309,38 +318,29 @@ class GemmErrors:
                 )
                 counted = torch.stack(errors) * found.counts
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
-                self._has(event.layer, event.gemm, of_format=True)
-
-
-def options_of_gemms(layer: str, kind: type[_OptionsT]) -> dict[str, _OptionsT]:
-    """GEMM of a layer -> its options of a feature, by the kind that the feature gives its GEMMs."""
-    import nvdlfw_inspect.api as debug_api
-
-    api = debug_api.transformer_engine
-    found = (watcher.options for tensor in ROWWISE for watcher in api.watchers(layer, tensor))
-    return {options.gemm: options for options in found if isinstance(options, kind) and options.gemm}
+                self._note_measured(event.layer, event.gemm, of_format=True)
 
 
 def high_of(kept: GemmOperands, layer: str, operand: GemmOperand) -> torch.Tensor | None:
-    """An operand in high precision, where it exists now."""
+    """Return an operand in high precision, if available."""
     high = operand.high if operand.high is not None else kept.get(layer, operand.tensor)
     return None if high is None or is_quantized(high) else high.detach()
 
 
 @contextmanager
 def quiet(device: torch.device) -> Iterator[None]:
-    """Neither gradients nor autocast, which would round thin products to its type."""
+    """Disable gradients and autocast, which would round thin products."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 def result_of(event: GemmEvent) -> Any:
-    """What the GEMM gave before an activation function."""
+    """Return the result of a GEMM before an activation function."""
     return event.gelu_input if event.arguments.get("gelu") else event.out
 
 
 def why_not_seen(event: GemmEvent, before: Any) -> str:
-    """Why the product of a GEMM is not seen; empty if it is. ``before`` is what was kept of a sum that it adds to."""
+    """Return why the product of a GEMM is not available; empty if it is. ``before`` is the state of the sum before."""
     from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
 
     taken = event.arguments
@@ -361,7 +361,7 @@ def why_not_seen(event: GemmEvent, before: Any) -> str:
 
 
 def added(event: GemmEvent) -> dict[str, Any]:
-    """The bias, and what the product was added to."""
+    """Return the bias, and the tensor that the product was added to."""
     taken = event.arguments
     bias = taken.get("bias")
     bias = bias[event.expert] if isinstance(bias, (list, tuple)) and event.expert is not None else bias
@@ -385,7 +385,7 @@ def _accumulator(event: GemmEvent, left: Factor, right: Factor) -> Accumulator:
 
 
 def _rotated(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> torch.Tensor:
-    """The probes of an operand, for one whose codes are of a Hadamard transform."""
+    """Rotate probes for an operand with codes of a Hadamard transform."""
     if not isinstance(factor.memory, Stored) or not factor.memory.hadamard:
         return g
     mask = rules_of(operand.data._quantizer, columnwise=operand.columnwise).sign_mask
@@ -393,8 +393,8 @@ def _rotated(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> torch.Ten
 
 
 def _codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor | None:
-    """The columns of a check of an operand's codes; None if it has none of this direction, or what they were made from
-    was computed once more."""
+    """Return the columns of a check of an operand's codes; None without codes of this direction, or if the tensor
+    before quantization was recomputed."""
     data = operand.data
     quantizer = getattr(data, "_quantizer", None)
     if quantizer is None or not is_quantized(data) or operand.recomputed:

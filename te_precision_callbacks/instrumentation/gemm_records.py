@@ -1,14 +1,14 @@
-"""Records the whole GEMMs that DumpTensors has chosen: a listener of the tap.
+"""Records the GEMMs selected by DumpTensors: a listener of the tap.
 
-An operand in high precision is recorded if it exists when the GEMM runs: both of fprop, both of dgrad, and the gradient
-of wgrad, whose activation is gone by then.
+An operand in high precision is recorded if it exists when the GEMM runs: both operands of fprop and dgrad, and the
+gradient of wgrad.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from te_precision_callbacks.dumps.contents import Dump, record_of
 from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Plain
 from te_precision_callbacks.dumps.recording import Wanted
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
-from te_precision_callbacks.instrumentation.gemm_errors import added, high_of, options_of_gemms, result_of, why_not_seen
+from te_precision_callbacks.instrumentation.gemm_errors import SelectedGemms, added, high_of, result_of, why_not_seen
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand
-from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.layers.watched import Watched
 
 logger = logging.getLogger(__name__)
@@ -34,41 +33,18 @@ _BEFORE = "recorded before"
 
 
 class GemmRecords:
-    """See the module's description.
-
-    Args:
-        operands: has operands in high precision.
-        report: receives failures.
-    """
+    """See the module docstring."""
 
     def __init__(self, operands: GemmOperands, report: Callable[[str, str, Exception], None]) -> None:
         self._operands = operands
         self._report = report
         self._notices = Notices()
-        self._layers: frozenset[str] = frozenset()
-        self._wanted: dict[str, Mapping[str, Wanted]] = {}
-
-    def watch(self, modules: Sequence[NamedModule]) -> None:
-        """Set the modules whose GEMMs there are."""
-        self._layers = frozenset(layer.name for named in modules for layer in named.layers)
-        self._wanted.clear()
-
-    def _due(self, layer: str, gemm: str) -> tuple[Wanted, int] | None:
-        """The options of a GEMM that is recorded, and the iteration."""
-        of_layer = self._wanted.get(layer)
-        if of_layer is None:
-            of_layer = self._wanted[layer] = options_of_gemms(layer, Wanted) if layer in self._layers else {}
-        wanted = of_layer.get(gemm)
-        if wanted is None:
-            return None
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
-        iteration = int(TEDebugState.get_iteration())
-        return (wanted, iteration) if wanted.schedule.at(iteration)[0] else None
+        self._selected = SelectedGemms(Wanted)
+        self.watch = self._selected.watch
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> None:
-        """Keep a copy of what a GEMM is about to add to."""
-        if isinstance(out, torch.Tensor) and not is_capturing() and self._due(layer, gemm) is not None:
+        """Copy the tensor that a GEMM is about to add to."""
+        if isinstance(out, torch.Tensor) and not is_capturing() and self._selected.due(layer, gemm, kept) is not None:
             kept[_BEFORE, layer, gemm] = out.detach().clone()
 
     def __call__(self, event: GemmEvent) -> None:
@@ -77,7 +53,7 @@ class GemmRecords:
         if event.kind is not ForwardKind.OBSERVED:
             return
         try:
-            due = self._due(event.layer, event.gemm)
+            due = self._selected.due(event.layer, event.gemm, event.kept)
             if due is not None:
                 self._record(event, before, *due)
         except ObservationError:
@@ -143,7 +119,7 @@ class GemmRecords:
         )
 
     def _high(self, event: GemmEvent, operand: GemmOperand) -> torch.Tensor | None:
-        """An operand in high precision, if it exists as it was quantized, and was not gathered after that."""
+        """Return an operand in high precision, unless it was recomputed, or gathered after quantization."""
         if operand.recomputed:
             return None
         high = high_of(self._operands, event.layer, operand)

@@ -1,4 +1,4 @@
-"""What Transformer Engine's functions are handed: their parameters, and the tensors in them.
+"""The parameters of Transformer Engine's functions, and the tensors in them.
 
 Read from Transformer Engine 2.20.2: ``general_gemm`` and its siblings (``pytorch/cpp_extensions/gemm.py``), and the
 arguments of the modules' autograd Functions (``pytorch/module``).
@@ -25,18 +25,18 @@ Gemms = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
 GEMM = ("A", "B", "out_dtype", "quantization_params", "gelu", "gelu_in", "alpha", "beta", "accumulate", "layout", "out")
 GROUPED_GEMM = ("A", "B", "out", "quantization_params", "out_dtype", "layout", "m_splits", "gelu", "grad", "accumulate")
 GROUPED_TENSOR_GEMM = ("A", "B", "out")
-"""The first parameters of ``general_gemm``, of ``general_grouped_gemm``, and of that for grouped tensors, in 2.20: the
-order for a wrapper of the user's that takes ``*arguments``."""
+"""The first parameters in 2.20 of ``general_gemm``, ``general_grouped_gemm``, and the function for grouped tensors: for
+a user's wrapper with ``*arguments``."""
 
 _READ = {"A", "B", "out", "layout", "accumulate", "m_splits", "inp", "weight", "fc1_weight", "fc2_weight"}
 
 
 class Sources(NamedTuple):
-    """Where the forward of an autograd Function has its tensors before quantization.
+    """The tensors before quantization among the arguments of an autograd Function's forward.
 
     Attributes:
         parameters: the parameters of the forward that are read.
-        find: their values by name -> the tensors, each by the number of its layer in the module and its name.
+        find: their values by name -> (layer number, tensor name) -> tensor.
     """
 
     parameters: tuple[str, ...]
@@ -44,15 +44,14 @@ class Sources(NamedTuple):
 
 
 def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
-    """Name the positional arguments of one of Transformer Engine's functions.
+    """Return a function that names the positional arguments of one of Transformer Engine's functions.
 
     Args:
         function: the function.
-        known: its parameters in Transformer Engine 2.20, as far as they matter.
+        known: its relevant parameters in Transformer Engine 2.20.
 
     Raises:
-        TypeError: the function lacks a parameter that is read, so the installed Transformer Engine is one that this
-            package does not know. Its arguments must not be read by their places.
+        TypeError: the function lacks a parameter that is read, as in another version of Transformer Engine.
     """
     parameters = list(inspect.signature(function).parameters.values())
     fixed = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -72,12 +71,12 @@ def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
 
 
 def of_one(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """A, B and result of a GEMM."""
+    """Return A, B and result of a GEMM."""
     return [(taken["A"], taken["B"], result[0])]
 
 
 def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """A, B and result of each expert's GEMM."""
+    """Return A, B and result of each expert's GEMM."""
     outs = taken["out"]
     if taken.get("single_output"):
         whole, rows = outs[0], taken["m_splits"]
@@ -87,22 +86,22 @@ def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any
 
 
 def of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """A, B and result of each expert's GEMM, from grouped tensors or lists."""
+    """Return A, B and result of each expert's GEMM, from grouped tensors or lists."""
     return zip(*(_matrices(taken[name]) for name in GROUPED_TENSOR_GEMM), strict=True)
 
 
 def _matrices(operand: Any) -> Sequence[Any]:
-    """A copy of the grouped tensor is split, since splitting changes it."""
+    # Splitting changes a grouped tensor.
     return operand if isinstance(operand, (list, tuple)) else operand.copy().split_into_quantized_tensors()
 
 
 def is_grouped_tensor(operand: Any) -> bool:
-    """Whether an operand of several GEMMs is one tensor, whose parts are known on the device alone."""
+    """Return whether one tensor has the operands of several GEMMs, with their sizes on the device."""
     return hasattr(operand, "split_into_quantized_tensors")
 
 
 def functions_of_modules() -> tuple[tuple[Any, Sources], ...]:
-    """The autograd Functions of the modules, and where their forwards have the tensors before quantization."""
+    """Return the autograd Functions of the modules, and the tensors before quantization in their forwards."""
     from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, layernorm_mlp, linear
 
     def of(**parameters: tuple[int, str]) -> Sources:
@@ -119,7 +118,7 @@ def functions_of_modules() -> tuple[tuple[Any, Sources], ...]:
 
 
 def arguments_of_forward(module: Any) -> dict[str, Any]:
-    """The arguments of the forward that a module is running, by their names."""
+    """Return the named arguments of a module's current forward."""
     frame = running_forward(module)
     return {} if frame is None else dict(frame.f_locals)
 
@@ -132,12 +131,11 @@ def _sources_of_experts(given: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
 
 
 def _rows(splits: Any) -> list[int]:
-    """The rows of each expert."""
     return [int(rows) for rows in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
 
 
 def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any]:
-    """The gradient of the output of a module of so many layers, before its quantization."""
+    """Return the gradient of a module's output before quantization."""
     if not isinstance(gradient, torch.Tensor):
         return {}
     matrix = gradient.reshape(-1, gradient.shape[-1])
@@ -148,14 +146,14 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any
 
 
 def _plain(found: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
-    """Without what is quantized already."""
+    """Drop quantized tensors."""
     return {
         key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
     }
 
 
 def methods_of_operations(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
-    """The methods of ``te.ops`` that may run a GEMM: class, name and method."""
+    """Return the methods of ``te.ops`` that may run a GEMM: class, name and method."""
     from transformer_engine.pytorch.ops.basic import BasicLinear, GroupedLinear
     from transformer_engine.pytorch.ops.op import FusedOperation
 

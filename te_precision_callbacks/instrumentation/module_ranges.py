@@ -1,4 +1,4 @@
-"""Ranges of torch.profiler around the forwards of all modules of a model, for as long as a profile is due."""
+"""torch.profiler ranges around the forwards of all modules of a model while a profile is recorded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from te_precision_callbacks.speed.trace.range_names import LayerRange
 
 
 class ModuleRanges:
-    """Puts a range with the name of the module around each forward, and takes the hooks away again."""
+    """Hooks that put a range with the module's name around each forward."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
 
     def put(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-        """Put ranges around the forwards of modules, by name; instead of those that were put before."""
+        """Replace the current ranges by ranges around the forwards of named modules."""
         self.remove()
         for name, module in modules:
             hook = _Hook(name)
@@ -31,20 +31,19 @@ class ModuleRanges:
             ]
 
     def remove(self) -> None:
-        """Take the ranges away."""
         while self._handles:
             self._handles.pop().remove()
 
 
 class _Open(threading.local):
-    """The ranges of a thread that have not ended."""
+    """The open ranges of a thread."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[_Hook, record_function]] = []
 
 
 class _Hook:
-    """The hooks of one module; a copy of the module has the hooks of a copy, which do nothing."""
+    """The hooks of one module; in a copy of the module they are no-ops."""
 
     _open = _Open()
 
@@ -56,7 +55,6 @@ class _Hook:
 
     @outside_of_dynamo
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Before a forward."""
         if not self._name:
             return
         around = record_function(self._name)
@@ -65,9 +63,9 @@ class _Hook:
 
     @outside_of_dynamo
     def leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """After a forward, also after one that has failed."""
+        """End the range, also after a forward that failed."""
         ranges = self._open.ranges
-        if any(hook is self for hook, _ in ranges):  # those above it were left by an exception of another hook
+        if any(hook is self for hook, _ in ranges):  # ranges above it were left open by an exception in another hook
             while ranges:
                 hook, around = ranges.pop()
                 around.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Sees which layers of ``te.ops`` run; a part of the tap.
+"""The part of the tap that finds the layers of ``te.ops``.
 
 Read from Transformer Engine 2.20.2: ``OperationFuser.__call__`` (``pytorch/ops/fuser.py``), ``fuser_forward`` and
 ``fuser_backward`` of the operations.
@@ -11,54 +11,54 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from te_precision_callbacks.coverage.precision_audit import recipe_text
-from te_precision_callbacks.instrumentation.running import Forward, Running, unheard
+from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
 from te_precision_callbacks.layers.forwards import Classify
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.layers.turns import Turns
 
 
 class OperationsTap:
-    """Knows the layer of a GEMM of ``te.ops``.
+    """Finds the layer of a GEMM of ``te.ops``.
 
     Args:
         classify: decides the kind of a forward.
-        running: what threads run.
-        tell_silent: called with each forward that had no event, what has run, and whether it was the backward.
+        running: the state of threads.
+        report_silent: called with each forward without events, the operation, and whether it was the backward.
 
     Attributes:
-        has_new: whether operations have been given, or run in another recipe, since the last iteration: in the other
-            modules the session notices that by itself.
+        has_new: whether operations were added, or ran in another recipe, since the last iteration.
     """
 
-    def __init__(self, classify: Classify, running: Running, tell_silent: Callable[[Forward, str, bool], None]) -> None:
+    def __init__(
+        self, classify: Classify, running: Running, report_silent: Callable[[Forward, str, bool], None]
+    ) -> None:
         self.has_new = False
         self._classify = classify
         self._running = running
-        self._tell_silent = tell_silent
+        self._report_silent = report_silent
         self._operations: dict[int, NamedOperation] = {}
         self._turns = Turns[NamedOperation](())
         self._recipes: dict[int, Any] = {}
 
     @property
     def layers(self) -> list[str]:
-        """The layers of all operations."""
         return [layer for operation in self._operations.values() for layer in operation.layers]
 
     def watch(self, operations: Iterable[NamedOperation]) -> None:
-        """Set the operations with GEMMs; there are events of all of them."""
+        """Set the operations with GEMMs, which all have events."""
         self._operations = {id(operation.module): operation for operation in operations}
         self._turns = Turns(list(self._operations.values()))
         self._recipes = self._recipes_now()
         self.has_new = bool(self._operations)
 
-    def look(self, *, at_all: bool) -> None:
-        """Look whether operations have run in another recipe than before.
+    def check_recipes(self, *, of_all: bool) -> None:
+        """Check whether operations have run in another recipe.
 
         Args:
-            at_all: whether all are looked at, and not only those that have their turn.
+            of_all: check all operations instead of the next few.
         """
-        looked = self._operations.values() if at_all else self._turns.take()
-        self.has_new = any(_recipe_of(each) != self._recipes[id(each.module)] for each in looked)
+        checked = self._operations.values() if of_all else self._turns.take()
+        self.has_new = any(_recipe_of(each) != self._recipes[id(each.module)] for each in checked)
         if self.has_new:
             self._recipes = self._recipes_now()
 
@@ -66,7 +66,7 @@ class OperationsTap:
         return {key: _recipe_of(operation) for key, operation in self._operations.items()}
 
     def around_call(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Around ``OperationFuser.__call__``."""
+        """Wrap ``OperationFuser.__call__``."""
 
         @functools.wraps(upstream)
         def call(fuser: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -76,7 +76,7 @@ class OperationsTap:
         return call
 
     def around_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Around ``fuser_forward`` of an operation."""
+        """Wrap ``fuser_forward`` of an operation."""
 
         @functools.wraps(upstream)
         def fuser_forward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -86,31 +86,31 @@ class OperationsTap:
             before = forward.events
             result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
-                self._tell_silent(forward, type(operation).__name__, False)
+                self._report_silent(forward, type(operation).__name__, False)
             return result
 
         return fuser_forward
 
     def around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Around ``fuser_backward`` of an operation."""
+        """Wrap ``fuser_backward`` of an operation."""
 
         @functools.wraps(upstream)
         def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
-            forward = getattr(contexts[0], "te_precision_forward", None) or unheard()
+            forward = getattr(contexts[0], "te_precision_forward", None) or unobserved()
             layers = self._layers_in(operation)
-            if len(layers) > 1 and forward.is_heard:  # its forward is not the fused one
+            if len(layers) > 1 and forward.has_events:  # its forward is not the fused one
                 named = tuple(name for layer in layers for name in layer)
-                forward = Forward(named, forward.kind, forward.recipe, halves=False, is_heard=False)
+                forward = Forward(named, forward.kind, forward.recipe, halves=False, has_events=False)
             before = forward.events
             result = self._running.call_backward(forward, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
-                self._tell_silent(forward, type(operation).__name__, True)
+                self._report_silent(forward, type(operation).__name__, True)
             return result
 
         return fuser_backward
 
     def _layers_in(self, operation: Any) -> list[Sequence[str]]:
-        """The layers of each operation with GEMMs that an operation is, or consists of."""
+        """Return the layers of each operation with GEMMs in an operation."""
         basic = [operation, *getattr(operation, "basic_ops", ())]
         return [self._operations[id(one)].layers for one in basic if id(one) in self._operations]
 
@@ -119,14 +119,14 @@ class OperationsTap:
 
         layers = self._layers_in(operation)
         if not layers:
-            return unheard()
+            return unobserved()
         in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
         named = tuple(name for layer in layers for name in layer)
-        is_heard = len(layers) == 1
-        return Forward(named, self._running.here.kind, recipe_text(in_force), halves=False, is_heard=is_heard)
+        has_events = len(layers) == 1
+        return Forward(named, self._running.here.kind, recipe_text(in_force), halves=False, has_events=has_events)
 
 
 def _recipe_of(operation: NamedOperation) -> Any:
-    """The recipe that the last forward of an operation has left; None for high precision."""
+    """Return the recipe of an operation's last forward; None for high precision."""
     meta: Any = operation.module.__dict__["_fp8_metas"]
     return None if meta is None or meta["forward"] is None else meta["forward"].get("recipe")

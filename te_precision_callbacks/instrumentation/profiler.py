@@ -1,9 +1,10 @@
-"""Runs torch.profiler for a while, and yields to a profiler of the user's own.
+"""Runs torch.profiler for some steps, and yields to the user's profiler.
 
-A process has one profiler at a time. If a second one starts, torch hands it the events of the first, and an export of
-the first then ends the process (torch 2.13). So while the session's profiler runs, the start of another one is noticed,
-and the session's is given up before. Read from torch 2.13: ``torch.autograd.profiler.profile._prepare_trace`` and
-``_start_trace``, which each profiler of torch calls, and ``torch.autograd.profiler._is_profiler_enabled``.
+A process has one profiler at a time. If a second one starts, torch gives it the events of the first, and an export of
+the first then ends the process (torch 2.13). While the session's profiler runs, the start of another one is therefore
+detected, and the session's profiler is stopped first. Read from torch 2.13: ``_prepare_trace`` and ``_start_trace`` of
+``torch.autograd.profiler.profile``, which each profiler of torch calls, and
+``torch.autograd.profiler._is_profiler_enabled``.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _INCOMPLETE = ".incomplete.json.gz"
 
 
 def profiler_runs() -> bool:
-    """Whether any profiler of torch collects events now."""
+    """Return whether a profiler of torch collects events."""
     return bool(torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled)
 
 
 class StepProfiler:
-    """A profiler of torch for some iterations, with the shapes of operators.
+    """A torch profiler with the shapes of operators.
 
     Attributes:
         runs: whether it collects events.
-        given_up: whether another profiler has started meanwhile: nothing was kept.
+        given_up: whether it was discarded because another profiler has started.
     """
 
     def __init__(self) -> None:
@@ -45,10 +46,10 @@ class StepProfiler:
         self._seams = Replaced(yields=True)
 
     def warm_up(self) -> bool:
-        """Begin to collect events that are not kept: the first ones of a profiler are slower.
+        """Start collecting events that are dropped, since the first events of a profiler are slow.
 
         Returns:
-            False if a profiler of the user's own runs: nothing was begun.
+            False, without a profile, if the user's profiler runs.
         """
         if profiler_runs():
             return False
@@ -63,10 +64,10 @@ class StepProfiler:
         return True
 
     def start(self) -> bool:
-        """Begin to keep events, of :meth:`warm_up` or without it.
+        """Start recording, with or without a :meth:`warm_up` before.
 
         Returns:
-            As :meth:`warm_up`; also False if another profiler has started since.
+            False if another profiler runs or has started since.
         """
         if self._profile is None and (self.given_up or not self.warm_up()):
             return False
@@ -75,11 +76,7 @@ class StepProfiler:
         return True
 
     def stop(self) -> Any:
-        """Collect no more.
-
-        Returns:
-            The profile, for :func:`export`; None if there is none.
-        """
+        """Stop, and return the profile for :func:`export`, if any."""
         self._seams.put_back()
         profile, self._profile = self._profile, None
         runs, self.runs = self.runs, False
@@ -96,7 +93,7 @@ class StepProfiler:
             own = getattr(self._profile, "profiler", None)
             if own is not None and profiler is not own:
                 self.given_up = True
-                if not self.runs:  # what has only been warmed up is the other one's from now on
+                if not self.runs:  # the other profiler takes over the warm-up
                     self._profile = None
                 _keep_for_ever(self.stop())
             return upstream(profiler, *arguments, **keywords)
@@ -105,17 +102,17 @@ class StepProfiler:
 
 
 def _keep_for_ever(profile: Any) -> None:
-    """Keep a profile that was given up, also at the end of the process: to free it ends the process (torch 2.13)."""
+    """Leak a discarded profile: freeing it would end the process (torch 2.13)."""
     for kept in (profile, getattr(getattr(profile, "profiler", None), "kineto_results", None)):
         if kept is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def export(profile: Any, path: Path) -> None:
-    """Write a profile, whole or not at all.
+    """Write a profile atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
@@ -124,7 +121,7 @@ def export(profile: Any, path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             profile.export_chrome_trace(str(plain))
-        # torch itself would pack line by line, which takes eight times as long.
+        # torch itself compresses line by line, which takes eight times as long.
         with open(plain, "rb") as lines, gzip.open(beside, "wb", compresslevel=6) as packed:
             shutil.copyfileobj(lines, packed, 1 << 20)
         os.replace(beside, path)

@@ -1,8 +1,8 @@
-"""Transformer Engine's DebugQuantizer, with the kind of the forward that it was built in.
+"""A subclass of Transformer Engine's DebugQuantizer with the kind of its forward.
 
-Each forward in debug mode builds one for each tensor. :func:`quantizer_of` makes the class of a run, which
-replaces Transformer Engine's. Read from Transformer Engine 2.20.2, ``debug/pytorch/debug_quantization.py``. Only
-for use once Transformer Engine is loaded.
+Each forward in debug mode builds a quantizer for each tensor. :func:`quantizer_of` creates the class of a run. Read
+from Transformer Engine 2.20.2, ``debug/pytorch/debug_quantization.py``. Import this module only after Transformer
+Engine.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ OVERRIDDEN = (
     "quantize",
     "update_quantized",
 )
-"""The methods of Transformer Engine's class that these classes need."""
+"""The required methods of Transformer Engine's class."""
 
 _FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 
 
-class AskingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
-    """Asks features what they do with a tensor, as fits the kind of the forward."""
+class QueryingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
+    """Queries the features of a tensor according to the kind of the forward."""
 
     _current: ClassVar[CurrentForward]
     _failures: ClassVar[ObservationFailures]
@@ -57,19 +57,19 @@ class AskingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
         try:
             return super().get_enabled_look_at_tensors()  # type: ignore[no-any-return]
         except Exception as error:
-            self._ask_again_after(error)
+            self._query_again_after(error)
             return False, False, False
 
-    def _ask_again_after(self, error: Exception) -> None:
-        """Report that a feature could not say what it observes, and ask it in the next iteration."""
-        self._failures.report("asking what to observe of", f"{self.layer_name} {self.tensor_name}", error)
+    def _query_again_after(self, error: Exception) -> None:
+        """Report that a query failed, and repeat it in the next iteration."""
+        self._failures.report("finding what to observe of", f"{self.layer_name} {self.tensor_name}", error)
         self.process_enabled_api_call((False, self.iteration + 1))
 
     def get_tensors_plan(self) -> tuple[str, str]:
         plans: tuple[str, str] = super().get_tensors_plan()
         if self.parent_quantizer is None:
-            # Upstream asks whether to quantize only if there is a quantizer. Here the answer has no effect, but it
-            # says when to ask again: autocast may be switched on in the next iteration.
+            # Upstream queries whether to quantize only if there is a quantizer. Here the answer has no effect, except
+            # for the next iteration of a query: autocast may be enabled by then.
             for gemm in (self.rowwise_gemm_name, self.columnwise_gemm_name):
                 self.process_enabled_api_call(
                     debug_api.transformer_engine.fp8_gemm_enabled(
@@ -83,7 +83,7 @@ class AskingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
             try:
                 return super().get_plans_for_output_tensors()  # type: ignore[no-any-return]
             except Exception as error:
-                self._ask_again_after(error)
+                self._query_again_after(error)
         modified = self.process_enabled_api_call(
             debug_api.transformer_engine.modify_tensor_enabled(
                 layer_name=self.layer_name,
@@ -100,12 +100,12 @@ class AskingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
         parent = self.parent_quantizer
         planned = debug_quantization.STANDARD_QUANTIZE in (self.rowwise_tensor_plan, self.columnwise_tensor_plan)
         if planned and parent is not None and not parent.rowwise_usage and not parent.columnwise_usage:
-            # Without gradients the columnwise tensor is not needed, and a feature makes the rowwise tensor:
-            # upstream then asks for an empty quantized tensor, which the compiled extension refuses too.
+            # Without gradients the columnwise tensor is not needed, and a feature makes the rowwise tensor. Upstream
+            # then requests an empty quantized tensor, which the compiled extension refuses.
             parent.set_usage(rowwise=True)
 
     def log_messages_about_plans(self) -> None:
-        """Log plans as upstream does, in observed forwards only, and each plan once, so that a change is logged."""
+        """Log plans as upstream does, in observed forwards only, and again after a change."""
         if self.kind is not ForwardKind.OBSERVED:
             return
         for gemm, plan in (
@@ -121,7 +121,7 @@ class AskingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
             )
 
     def is_left_out(self) -> bool:
-        """Whether a feature would act in a backward in which Transformer Engine calls no features."""
+        """Return whether a feature would act in a backward where Transformer Engine calls no features."""
         if self._override is None:
             return False
         modifies = debug_quantization.API_CALL_MODIFY
@@ -133,8 +133,8 @@ class AskingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
         return bool(self.columnwise_tensor_plan == modifies)
 
 
-class SessionQuantizer(AskingQuantizer):
-    """Observes a tensor if its forward is observed; a failure in observation does not reach training."""
+class SessionQuantizer(QueryingQuantizer):
+    """Observes a tensor if its forward is observed; failures of observation do not reach training."""
 
     @outside_of_dynamo
     def __init__(self, layer_name: str, tensor_name: str, *arguments: Any, **keywords: Any) -> None:
@@ -149,7 +149,7 @@ class SessionQuantizer(AskingQuantizer):
             self._pair_dgrads_of_mlp()
 
     def _pair_dgrads_of_mlp(self) -> None:
-        """LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as fc1's.
+        """Fix that LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as fc1's.
 
         LayerNormMLP builds both quantizers in one forward, so they have the same module.
         """
@@ -167,8 +167,8 @@ class SessionQuantizer(AskingQuantizer):
             self._feed_amax(tensor)
         result = super().quantize(tensor, out=out, dtype=dtype)
         if out is None and dtype is None:
-            # Under torch's autocast the input may have another type than the GEMM's other operand. Upstream casts
-            # the input on its ordinary path, but not here.
+            # Under torch's autocast the input may have another dtype than the other operand. Upstream casts the input
+            # on its ordinary path only.
             rowwise, columnwise = result.rowwise_gemm_tensor, result.columnwise_gemm_tensor
             result.rowwise_gemm_tensor = self._as_operand(rowwise)
             same = columnwise is rowwise
@@ -180,9 +180,9 @@ class SessionQuantizer(AskingQuantizer):
         return super().update_quantized(src, dst, noop_flag=noop_flag)
 
     def _feed_amax(self, tensor: Any) -> None:
-        """Let a history of amaxes get that of a tensor which features keep from the recipe's quantizer.
+        """Update the amax history for a tensor that features keep from the recipe's quantizer.
 
-        The scale of delayed scaling follows from the history, and is to fit when the features act no more.
+        The scale of delayed scaling follows from the history, and must fit when the features no longer act.
         """
         plans = self.rowwise_tensor_plan, self.columnwise_tensor_plan
         parent = self.parent_quantizer
@@ -190,7 +190,7 @@ class SessionQuantizer(AskingQuantizer):
             return
         if tensor.numel() and not is_quantized(tensor):
             parent.set_usage(rowwise=True, columnwise=False)
-            parent(tensor)  # as in a step without features, with its rounding and its treatment of inf and nan
+            parent(tensor)  # as in a step without features
 
     def _as_operand(self, tensor: Any) -> Any:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -219,7 +219,7 @@ class SessionQuantizer(AskingQuantizer):
         return tensor
 
     def take_own_wgrad(self, compute: Callable[[], torch.Tensor]) -> None:
-        """Compute, if a feature needs it, the wgrad that the next GEMM is going to add to ``main_grad``."""
+        """Compute, if a feature needs it, the wgrad that the next GEMM will add to ``main_grad``."""
         self._accumulates = True
         if self.kind is not ForwardKind.OBSERVED:
             return
@@ -233,15 +233,10 @@ class SessionQuantizer(AskingQuantizer):
             try:
                 self._own_wgrad = compute()
             except Exception as error:
-                self._failures.report("computing once more", f"{self.layer_name} wgrad", error)
+                self._failures.report("recomputing", f"{self.layer_name} wgrad", error)
 
 
 def quantizer_of(current: CurrentForward, failures: ObservationFailures) -> type[SessionQuantizer]:
-    """The class of a run.
-
-    Args:
-        current: the forward that each thread runs.
-        failures: get failures in observation.
-    """
+    """Create the quantizer class of a run."""
     members = {"_current": current, "_failures": failures, "__module__": __name__}
     return cast("type[SessionQuantizer]", type("DebugQuantizer", (SessionQuantizer,), members))

@@ -1,14 +1,11 @@
-"""Finds arguments of Transformer Engine's recipes that are accepted and have no effect, and how amaxes are reduced.
+"""Finds recipe arguments that Transformer Engine accepts and ignores, and how amaxes are reduced.
 
-ignored_arguments([recipe], Uses(modules=True, operations=False, attention=False))
-[{"recipe": "MXFP8BlockScaling", "argument": "margin", "value": "2", "why": ..., "instead": ..., "severity": "warning"}]
+ignored_arguments([recipe])
+[{"recipe": "MXFP8BlockScaling", "argument": "margin", "value": "2", "why": ..., "instead": ...}]
 
-Read from Transformer Engine 2.20.2. :data:`IGNORED` names for each argument the place that was read, and the text there
-that a test looks for. Most were also run on the reference backend: the results have the same bits with and without the
-argument.
-
-What a recipe never had, such as ``interval`` of earlier versions or a misspelled name, cannot be found here: the
-recipes are dataclasses of pydantic, which drop unknown arguments, so that nothing of them is left.
+Read from Transformer Engine 2.20.2. :data:`IGNORED` has for each argument the place that was read, and the text there
+that a test searches for. Unknown arguments, such as ``interval`` of earlier versions or a misspelled name, cannot be
+found here: the recipes are pydantic dataclasses, which drop them.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,26 +26,9 @@ from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
 Row = dict[str, Any]
 
 _Computing = tuple[torch.nn.Module, tuple[str, ...]]
-"""A module or an operation with products, and the names of its layers."""
+"""A module or operation with GEMMs, and the names of its layers."""
 
-_OF_QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-
-_OF_OPERATIONS = {"fp8_gemm_fprop": False, "fp8_gemm_dgrad": True, "fp8_gemm_wgrad": True}
-"""Argument -> the split accumulator that ``transformer_engine.pytorch.ops`` uses instead of it."""
-
-
-class Uses(NamedTuple):
-    """What computes with a recipe.
-
-    Attributes:
-        modules: whether modules such as ``Linear`` do.
-        operations: whether operations of ``transformer_engine.pytorch.ops`` do.
-        attention: whether the model has a ``DotProductAttention``.
-    """
-
-    modules: bool
-    operations: bool
-    attention: bool
+_QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
 @dataclass(frozen=True)
@@ -57,76 +37,52 @@ class Ignored:
 
     Attributes:
         recipe: the class of the recipe.
-        argument: the argument; also the attribute of the recipe.
-        holds: whether the argument of a recipe was set and has no effect.
-        why: why it has none.
-        instead: what to do.
-        place: where this was read: a module of ``transformer_engine``, a colon, and a name there.
-        source: a text that is in the source of that place.
-        severity: of the finding: a warning if the recipe does not do what the argument asks for.
+        argument: the argument, and the attribute of the recipe.
+        holds: whether a recipe has the argument set without effect.
+        why: the reason.
+        instead: the remedy.
+        place: a module of ``transformer_engine``, a colon, and a name in it.
+        source: a text in the source of that place.
     """
 
     recipe: str
     argument: str
-    holds: Callable[[Any, Uses], bool]
+    holds: Callable[[Any], bool]
     why: str
     instead: str
     place: str
     source: str
-    severity: Literal["warning", "note"] = "warning"
 
 
 def _is_set(recipe: Any, argument: str) -> bool:
-    """Whether an argument has another value than the default, which follows from the environment."""
+    """Return whether an argument differs from its default, which follows from the environment."""
     return bool(getattr(recipe, argument) != getattr(type(recipe), argument))
 
 
 def _scales(recipe: Any) -> set[bool]:
-    return {getattr(recipe, name).power_2_scale for name in _OF_QUANTIZERS}
+    return {getattr(recipe, name).power_2_scale for name in _QUANTIZERS}
 
 
-def _epsilon_of_operations(recipe: Any, uses: Uses) -> bool:
-    return uses.operations and any(getattr(recipe, name).amax_epsilon for name in _OF_QUANTIZERS)
+def _changed_later(argument: str, attribute: str, *tensors: str) -> Callable[[Any], bool]:
+    """Return whether ``disable_...`` of NVFP4BlockScaling was set after the recipe was made."""
 
-
-def _of_gemms(argument: str) -> Callable[[Any, Uses], bool]:
-    def holds(recipe: Any, uses: Uses) -> bool:
-        return uses.operations and getattr(recipe, argument).use_split_accumulator != _OF_OPERATIONS[argument]
-
-    return holds
-
-
-def _of_four_over_six(argument: str) -> Callable[[Any, Uses], bool]:
-    return lambda recipe, uses: recipe.nvfp4_4over6 == "none" and _is_set(recipe, argument)
-
-
-def _of_nvfp4(argument: str, attribute: str, *tensors: str) -> Callable[[Any, Uses], bool]:
-    """Whether ``disable_...`` of NVFP4BlockScaling was set after the recipe was made, and contradicts what it does."""
-
-    def holds(recipe: Any, uses: Uses) -> bool:
-        does = {getattr(getattr(recipe, f"fp4_quant_{tensor}"), attribute) for tensor in tensors}
-        return _is_set(recipe, argument) and does == {getattr(recipe, argument)}
+    def holds(recipe: Any) -> bool:
+        active = {getattr(getattr(recipe, f"fp4_quant_{tensor}"), attribute) for tensor in tensors}
+        return _is_set(recipe, argument) and active == {getattr(recipe, argument)}
 
     return holds
 
 
-def _without_attention(recipe: Any, uses: Uses) -> bool:
-    return (recipe.fp8_dpa or recipe.fp8_mha) and not uses.attention
-
-
-_FORCED = "force_pow_2_scales = recipe.fp8_quant_fwd_inp.power_2_scale"
-
-_AFTER = "the recipe reads it once, when it is made, and it was changed later"
-
-_LINEAR = "pytorch.module.linear:Linear._customize_quantizers_float8_current_scaling"
-
-_OPERATION = "pytorch.ops.basic.basic_linear:BasicLinear"
+_AT_IMPORT = (
+    "the layers read power_2_scale of fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad, which are made"
+    " when Transformer Engine is imported"
+)
 
 IGNORED: Sequence[Ignored] = (
     Ignored(
         "MXFP8BlockScaling",
         "margin",
-        lambda recipe, uses: recipe.margin != 0,
+        lambda recipe: recipe.margin != 0,
         "only DelayedScaling has a margin: the scale of an MXFP8 block follows from its largest element alone",
         "Leave it out",
         "pytorch.quantization:MXFP8BlockScalingRecipeState.make_quantizers",
@@ -135,72 +91,29 @@ IGNORED: Sequence[Ignored] = (
     Ignored(
         "Float8CurrentScaling",
         "use_power_2_scales",
-        lambda recipe, uses: (
-            _is_set(recipe, "use_power_2_scales") and _scales(recipe) == {not recipe.use_power_2_scales}
-        ),
-        "the layers take power_2_scale of fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad, which are"
-        " made when Transformer Engine is imported",
+        lambda recipe: _is_set(recipe, "use_power_2_scales") and _scales(recipe) == {not recipe.use_power_2_scales},
+        _AT_IMPORT,
         "Set NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1 before the import, or assign these three attributes of the"
         " recipe, such as recipe.fp8_quant_fwd_inp = QParams(power_2_scale=True)",
-        _LINEAR,
-        _FORCED,
+        "pytorch.module.linear:Linear._customize_quantizers_float8_current_scaling",
+        "force_pow_2_scales = recipe.fp8_quant_fwd_inp.power_2_scale",
     ),
     Ignored(
         "Float8BlockScaling",
         "use_f32_scales",
-        lambda recipe, uses: _is_set(recipe, "use_f32_scales") and _scales(recipe) == {recipe.use_f32_scales},
-        "the layers take power_2_scale of fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad, which are"
-        " made when Transformer Engine is imported",
+        lambda recipe: _is_set(recipe, "use_f32_scales") and _scales(recipe) == {recipe.use_f32_scales},
+        _AT_IMPORT,
         "Set NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 before the import, or assign these three attributes of the recipe,"
         " such as recipe.fp8_quant_fwd_inp = QParams(power_2_scale=False)",
         "pytorch.quantization:Float8BlockScalingRecipeState.make_quantizers",
         "force_pow_2_scales=qparams.power_2_scale",
     ),
-    Ignored(
-        "Float8CurrentScaling",
-        "amax_epsilon",
-        _epsilon_of_operations,
-        "operations of transformer_engine.pytorch.ops set amax_epsilon_scales of the quantizer, which nothing reads",
-        "Use the modules, such as te.Linear, where amax_epsilon matters",
-        f"{_OPERATION}.reset_recipe_state",
-        "input_quantizer.amax_epsilon_scales = recipe.fp8_quant_fwd_inp.amax_epsilon",
-    ),
-    *(
-        Ignored(
-            "Float8CurrentScaling",
-            argument,
-            _of_gemms(argument),
-            "operations of transformer_engine.pytorch.ops choose the accumulator themselves",
-            "Use the modules, such as te.Linear, where the accumulator matters",
-            f"{_OPERATION}.{function}",
-            f"use_split_accumulator=_2X_ACC_{argument.rpartition('_')[2].upper()}",
-            "note",
-        )
-        for argument, function in (
-            ("fp8_gemm_fprop", "_functional_forward"),
-            ("fp8_gemm_dgrad", "_functional_backward"),
-            ("fp8_gemm_wgrad", "_functional_backward"),
-        )
-    ),
     *(
         Ignored(
             "NVFP4BlockScaling",
             argument,
-            _of_four_over_six(argument),
-            "it belongs to nvfp4_4over6, which is 'none'",
-            "Set nvfp4_4over6, or leave it out",
-            "pytorch.quantization:NVFP4BlockScalingRecipeState.make_quantizers",
-            'if self.recipe.nvfp4_4over6 == "all"',
-            "note",
-        )
-        for argument in ("nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode")
-    ),
-    *(
-        Ignored(
-            "NVFP4BlockScaling",
-            argument,
-            _of_nvfp4(argument, attribute, *tensors),
-            _AFTER,
+            _changed_later(argument, attribute, *tensors),
+            "the recipe reads it once, when it is made, and it was changed later",
             f"Make the recipe with NVFP4BlockScaling({argument}=...)",
             "common.recipe:NVFP4BlockScaling.__post_init__",
             f"{attribute}=not self.{argument}",
@@ -211,35 +124,7 @@ IGNORED: Sequence[Ignored] = (
             ("disable_2d_quantization", "fp4_2d_quantization", "fwd_weight"),
         )
     ),
-    Ignored(
-        "DelayedScaling",
-        "amax_history_len",
-        lambda recipe, uses: (
-            recipe.amax_compute_algo == "most_recent"
-            and _is_set(recipe, "amax_history_len")
-            and recipe.amax_history_len > 1
-        ),
-        "amax_compute_algo='most_recent' takes the last amax alone",
-        "Set amax_history_len=1, which needs less memory, or amax_compute_algo='max'",
-        "pytorch.quantization:_default_get_amax_and_update_history",
-        "amax = amax_history[0].clone()",
-        "note",
-    ),
-    *(
-        Ignored(
-            recipe,
-            "fp8_dpa",
-            _without_attention,
-            "only te.DotProductAttention reads fp8_dpa and fp8_mha, and the model has none",
-            "Use te.DotProductAttention, or leave them out",
-            "pytorch.attention.dot_product_attention.dot_product_attention:DotProductAttention.init_fp8_metadata",
-            "fp8_recipe.fp8_dpa or fp8_recipe.fp8_mha",
-            "note",
-        )
-        for recipe in ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
-    ),
 )
-"""The arguments that can be without effect."""
 
 VARIABLES: Mapping[str, tuple[str, str]] = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("Float8CurrentScaling", "use_power_2_scales"),
@@ -250,37 +135,29 @@ VARIABLES: Mapping[str, tuple[str, str]] = {
     "NVTE_NVFP4_ROW_SCALED_ACTIVATION": ("NVFP4BlockScaling", "row_scaled_activation"),
     "NVTE_NVFP4_4OVER6": ("NVFP4BlockScaling", "nvfp4_4over6"),
 }
-"""Environment variable -> the class of a recipe and its argument whose default the variable is. ``common/recipe`` reads
-them when it is imported."""
+"""Environment variable -> the recipe class and argument with this default. ``common/recipe`` reads them on import."""
 
 
-def ignored_arguments(recipes: Iterable[Any], uses: Uses) -> list[Row]:
-    """The arguments of recipes that have no effect.
-
-    Args:
-        recipes: recipes of Transformer Engine, and users' own.
-        uses: what computes with them.
+def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
+    """Return the ignored arguments of recipes, deduplicated.
 
     Returns:
-        Rows with ``recipe``, ``argument``, ``value``, ``why``, ``instead`` and ``severity``; each once.
+        Rows with ``recipe``, ``argument``, ``value``, ``why`` and ``instead``.
     """
-    known = list({id(recipe): recipe for recipe in recipes}.values())
-    rows = [row for recipe in known for row in (*_of_recipe(recipe, uses), *_of_variables(recipe))]
-    rows += _of_alike(known)
+    rows = [row for recipe in recipes for row in (*_of_recipe(recipe), *_of_variables(recipe))]
     return list({tuple(row.values()): row for row in rows}.values())
 
 
-def _of_recipe(recipe: Any, uses: Uses) -> Iterator[Row]:
+def _of_recipe(recipe: Any) -> Iterator[Row]:
     classes = class_names(recipe)
-    for ignored in IGNORED:
-        if ignored.recipe in classes and ignored.holds(recipe, uses):
-            value = getattr(recipe, ignored.argument, recipe)
-            text = "" if value is recipe else str(value)
-            yield _row(ignored.recipe, ignored.argument, text, ignored.why, ignored.instead, ignored.severity)
+    for each in IGNORED:
+        if each.recipe in classes and each.holds(recipe):
+            value = str(getattr(recipe, each.argument))
+            yield _row(each.recipe, each.argument, value, each.why, each.instead)
 
 
 def _of_variables(recipe: Any) -> Iterator[Row]:
-    """Variables of the environment that say now something else than when Transformer Engine was imported."""
+    """Find environment variables that have changed since Transformer Engine was imported."""
     for variable, (kind, argument) in VARIABLES.items():
         now = os.environ.get(variable)
         if now is None or kind not in class_names(recipe) or _is_set(recipe, argument):
@@ -288,87 +165,50 @@ def _of_variables(recipe: Any) -> Iterator[Row]:
         at_import = getattr(type(recipe), argument)
         if at_import != ((now == "1") if isinstance(at_import, bool) else now):
             why = "Transformer Engine reads it when it is imported, and it was set later"
-            yield _row(kind, variable, now, why, "Set it before Transformer Engine is imported", "warning")
+            yield _row(kind, variable, now, why, "Set it before Transformer Engine is imported")
 
 
-def _of_alike(recipes: Sequence[Any]) -> Iterator[Row]:
-    """Recipes of delayed scaling that differ only in what their text, by which buffers of amaxes are found, leaves out.
-
-    Read from ``FP8GlobalStateManager.get_unique_autocast_key`` and ``DelayedScaling._make_repr``: layers of both are
-    in one buffer, which each ``te.autocast`` updates when it ends, by its own recipe.
-    """
-    arguments = "amax_compute_algo", "scaling_factor_compute_algo"
-    alike: dict[str, Any] = {}
-    for recipe in (each for each in recipes if "DelayedScaling" in class_names(each)):
-        other = alike.setdefault(str(recipe), recipe)
-        for argument in arguments:
-            value = getattr(recipe, argument)
-            if value != getattr(other, argument):
-                text = value if isinstance(value, str) else getattr(value, "__qualname__", "a function")
-                why = "two recipes differ in it alone, so each te.autocast that ends updates the layers of both"
-                yield _row("DelayedScaling", argument, text, why, "Let the recipes differ in amax_history_len too")
+def _row(recipe: str, argument: str, value: str, why: str, instead: str) -> Row:
+    return {"recipe": recipe, "argument": argument, "value": value, "why": why, "instead": instead}
 
 
-def _row(recipe: str, argument: str, value: str, why: str, instead: str, severity: str = "warning") -> Row:
-    return {
-        "recipe": recipe,
-        "argument": argument,
-        "value": value,
-        "why": why,
-        "instead": instead,
-        "severity": severity,
-    }
-
-
-# ---------------------------------------------------------------------- what modules keep
+# ---------------------------------------------------------------------- the state of modules
 
 
 def computing(modules: Iterable[NamedModule], operations: Iterable[NamedOperation]) -> list[_Computing]:
-    """The modules and operations of a model, each with the names of its layers."""
+    """Return the modules and operations of a model with the names of their layers."""
     named = [(each.module, tuple(layer.name for layer in each.layers)) for each in modules]
     return [*named, *((each.module, each.layers) for each in operations)]
 
 
-def recipes_of(found: Iterable[_Computing]) -> list[Any]:
-    """The recipes that modules and operations have quantized with, each once."""
-    recipes = (meta.get("recipe") for module, _ in found for meta in _in_use(module))
+def recipes_of(modules: Iterable[_Computing]) -> list[Any]:
+    """Return the recipes that modules and operations have quantized with, deduplicated."""
+    recipes = (meta.get("recipe") for module, _ in modules for meta in _in_use(module))
     return list({id(recipe): recipe for recipe in recipes if recipe is not None}.values())
 
 
-def uses_of(found: Iterable[_Computing], roots: Iterable[torch.nn.Module]) -> Uses:
-    """What computes in a model.
-
-    Args:
-        found: its modules and operations.
-        roots: the model.
-    """
-    operations = ["_fp8_metas" in vars(module) for module, _ in found]
-    attention = any("DotProductAttention" in class_names(module) for root in roots for module in root.modules())
-    return Uses(not all(operations), any(operations), attention)
-
-
-def computes_in_float16(found: Iterable[_Computing]) -> bool:
-    """Whether a module computes in float16 beside its products in FP8: its activations are, or its parameters."""
+def computes_in_float16(modules: Iterable[_Computing]) -> bool:
+    """Return whether a module has activations or parameters in float16."""
     return any(
         getattr(module, "activation_dtype", None) is torch.float16
         or any(parameter.dtype is torch.float16 for parameter in module.parameters(recurse=False))
-        for module, _ in found
+        for module, _ in modules
     )
 
 
-def amax_reductions(found: Iterable[_Computing]) -> list[Row]:
-    """Over which ranks the amaxes of delayed scaling are reduced.
+def amax_reductions(modules: Iterable[_Computing]) -> list[Row]:
+    """Return the ranks over which the amaxes of delayed scaling are reduced.
 
     Read from ``FP8GlobalStateManager.reduce_and_update_fp8_tensors``: over ``amax_reduction_group`` of ``te.autocast``,
     or over all ranks without one, unless the recipe has ``reduce_amax=False``.
 
     Returns:
-        Rows with ``layers`` (names), ``reduced`` (whether they are reduced at all), ``ranks`` (the number over which),
+        Rows with ``layers`` (names), ``reduced`` (whether they are reduced at all), ``ranks`` (their number),
         ``tensor_parallel`` (the number of ranks that share the layer by tensor parallelism) and ``outside`` (how many
         of these are not among the ranks).
     """
     rows: dict[tuple[bool, int, int, int], list[str]] = {}
-    for module, layers in found:
+    for module, layers in modules:
         for meta in _in_use(module):
             if delayed_state(meta, "scaling_fwd") is None:
                 continue
@@ -382,7 +222,7 @@ def amax_reductions(found: Iterable[_Computing]) -> list[Row]:
 
 
 def _in_use(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
-    """The metadata of a module that has made quantizers; other modules have a recipe too, which means nothing."""
+    """Yield the metadata of quantizers; a module without quantizers has a recipe too, without meaning."""
     return (meta for meta in metas_of(module) if "scaling_fwd" in meta or "scaling_bwd" in meta)
 
 

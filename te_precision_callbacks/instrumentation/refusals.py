@@ -1,11 +1,10 @@
-"""The table of what Transformer Engine's debug path refuses, and the layers that it applies to.
+"""The options that Transformer Engine's debug path refuses, and the layers that use them.
 
-A layer in debug mode takes another path through Transformer Engine than in ordinary training. The debug path refuses
-some things that the ordinary path can do: it raises in the middle of a step, or continues without the feature. A
-session leaves such a layer as it is: the layer takes the ordinary path, no feature acts on it, and it is not observed.
+The debug path raises, or silently skips the feature, with some options that the ordinary path supports. A session keeps
+such a layer on the ordinary path: no feature acts on it, and it is not observed.
 
-Some refusals are known before the first step, others only in the forward that would be refused, before Transformer
-Engine raises. Each row of :data:`REFUSALS` says where in Transformer Engine 2.20.2 it was read.
+Some refusals are known before the first step, others only in the forward, before Transformer Engine raises. Each row of
+:data:`REFUSALS` has its place in Transformer Engine 2.20.2.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from te_precision_callbacks.layers.naming import Model, NamedModule, named_roots
 logger = logging.getLogger(__name__)
 
 MOST_NAMED = 20
-"""The most layers that a warning names per reason; ``session.layers`` and the summary have all of them."""
+"""The maximum number of layers in a warning per reason; ``session.layers`` and the summary have all."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class DebugForward:
 
     Attributes:
         module: the module.
-        quantizers: the quantizers that Transformer Engine has built for the module, of all of its layers in a row.
-        has_quantized_input: whether its input comes quantized.
+        quantizers: the module's quantizers, of all of its layers in a row.
+        has_quantized_input: whether its input is already quantized.
     """
 
     module: Any
@@ -50,14 +49,14 @@ class DebugRefusal:
     """A row of the table.
 
     Attributes:
-        what: the refused option or use, by its name in Transformer Engine.
-        why: what happens in debug mode.
+        what: the refused option, by its name in Transformer Engine.
+        why: the effect in debug mode.
         place: the function of Transformer Engine 2.20.2 with the refusal, below ``transformer_engine``.
         source: the source text at that place.
         of_module: whether the row applies to a module, known before the first step.
         of_effects: whether the row applies to a module because of its features' effects on GEMMs.
         of_forward: whether the row applies to a forward that is about to take the debug path.
-        lasts: whether the row applies to all forwards after the first such forward, even if no feature acts in that.
+        lasts: whether the row applies to all later forwards, even if no feature acts in the first one.
     """
 
     what: str
@@ -71,7 +70,7 @@ class DebugRefusal:
 
     @property
     def known(self) -> str:
-        """When the refusal is detected."""
+        """The time of detection."""
         return "before the first step" if self.of_module or self.of_effects else "in the forward that has it"
 
     def __str__(self) -> str:
@@ -102,7 +101,7 @@ def _changes_quantized_weights_now(forward: DebugForward) -> bool:
 
 
 def _is_as_without_features(quantizer: Any) -> bool:
-    """Whether both GEMMs that read a tensor get the result of the recipe's quantizer."""
+    """Return whether both GEMMs that read a tensor get the result of the recipe's quantizer."""
     from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
 
     plans = {quantizer.rowwise_tensor_plan, quantizer.columnwise_tensor_plan}
@@ -127,9 +126,9 @@ def _mixes_quantized_input(forward: DebugForward) -> bool:
 
 
 def has_quantized_input(module: Any, tensor: Any) -> bool:
-    """Whether a module's input comes quantized, from a layer with ``fp8_output`` or FP8 attention.
+    """Return whether a module's input is already quantized, by a layer with ``fp8_output`` or FP8 attention.
 
-    Only ``Linear`` takes such an input: the other modules make their activation themselves, or refuse it.
+    Only ``Linear`` takes such an input: the other modules compute their activation themselves, or refuse it.
     """
     from transformer_engine.pytorch import Linear
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
@@ -144,9 +143,9 @@ def _offloads(forward: DebugForward) -> bool:
 
 
 def is_captured() -> bool:
-    """Whether a CUDA graph is being captured, by Transformer Engine or by torch's own ``torch.cuda.graph``.
+    """Return whether a CUDA graph is being captured, by Transformer Engine or ``torch.cuda.graph``.
 
-    Transformer Engine also says so while it warms up, and on the reference backend, which has no graphs.
+    Also true while Transformer Engine warms up, and on the reference backend, which has no graphs.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -233,11 +232,11 @@ REFUSALS = (
 """The table of refusals. The first row that applies is the reason for a layer."""
 
 _GRAPHED_BY = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
-"""The Python modules whose ``make_graphed_callables`` replaces the ``forward`` of a module."""
+"""The Python modules with a ``make_graphed_callables`` that replaces the ``forward`` of a module."""
 
 
 class RefusedLayers:
-    """The layers of a session that are left as they are, with the reasons.
+    """The refused layers of a session, with the reasons.
 
     Args:
         strict: raise instead.
@@ -249,8 +248,7 @@ class RefusedLayers:
     def __init__(self, *, strict: bool) -> None:
         self.modules: Mapping[int, DebugRefusal] = {}
         self._strict = strict
-        self._before: dict[str, DebugRefusal] = {}
-        self._in_forwards: dict[str, dict[DebugRefusal, None]] = {}
+        self._refused: dict[str, dict[DebugRefusal, None]] = {}
         self._acting: dict[int, list[str]] = {}
         self._notices = Notices()
 
@@ -262,17 +260,17 @@ class RefusedLayers:
         effects: Mapping[str, Collection[Effect]],
         fused: Collection[int] = (),
     ) -> Plan:
-        """Apply the table before a step: the plan without the layers that are left as they are.
+        """Apply the table before a step, and return the plan without refused layers.
 
         Args:
             plan: the features of each of the model's layers.
             model: the model.
             modules: its modules.
             effects: section -> effects of its features on GEMMs.
-            fused: the ids of modules that stay on their own path, where only a CUDA graph is in the way.
+            fused: the ids of modules on their fused path, which only a CUDA graph refuses.
 
         Raises:
-            ObservationError: with ``strict=True``, if there is such a layer.
+            ObservationError: with ``strict=True``, if a layer is refused.
         """
         planned = {entry.layer.name: entry for entry in plan.layers}
         graphed = set(_graphed(model))
@@ -294,7 +292,9 @@ class RefusedLayers:
                         before[layer.name] = found
         if self._strict and before:
             raise _error(before)
-        self.modules, self._before = of_modules, before
+        self.modules = of_modules
+        for layer_name, refusal in before.items():
+            self._refused.setdefault(layer_name, {})[refusal] = None
         self._acting = {
             id(named.module): [
                 layer.name
@@ -306,7 +306,7 @@ class RefusedLayers:
         return replace(plan, layers=tuple(entry for entry in plan.layers if entry.layer.name not in before))
 
     def note(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
-        """Note a forward of a module that is left as it is.
+        """Note a refused forward.
 
         Raises:
             ObservationError: with ``strict=True``.
@@ -315,50 +315,46 @@ class RefusedLayers:
         if self._strict and found:
             raise _error(found)
         for layer in found:
-            self._in_forwards.setdefault(layer, {})[refusal] = None
+            self._refused.setdefault(layer, {})[refusal] = None
 
     def why(self, layer: str) -> str:
-        """Why a layer, or some of its forwards, are left as they are; empty if none is."""
-        before = [self._before[layer]] if layer in self._before else []
-        return "; ".join(map(str, (*before, *self._in_forwards.get(layer, ()))))
+        """Return why a layer or some of its forwards are refused; empty if they are not."""
+        return "; ".join(map(str, self._refused.get(layer, ())))
 
-    def say(self, log: Callable[[str], None]) -> bool:
-        """Name the layers that are left as they are in one warning, each layer once; return whether there are any.
+    def warn(self, log: Callable[[str], None]) -> bool:
+        """Log one warning about newly refused layers; return whether there are any.
 
         Args:
-            log: writes a line into the log of events.
+            log: writes a line to the event log.
         """
-        news = [item for item in self._items() if self._notices.first(item)]
+        items = ((layer, refusal) for layer, refusals in self._refused.items() for refusal in refusals)
+        news = [item for item in items if self._notices.first(item)]
         for name, refusal in news:
             log(f"Layer {name} is left as it is. {refusal}")
         if news:
             logger.warning(
                 "Transformer Engine's debug path refuses layers, which are left as they are: no feature acts on them,"
                 " and nothing of them is observed: %s.",
-                _in_words(news),
+                _format(news),
             )
         return bool(news)
-
-    def _items(self) -> list[tuple[str, DebugRefusal]]:
-        in_forwards = [(name, refusal) for name, refusals in self._in_forwards.items() for refusal in refusals]
-        return [*self._before.items(), *in_forwards]
 
 
 def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
     return ObservationError(
-        f"Transformer Engine's debug path refuses layers that the config selects: {_in_words(refused.items())}. Leave"
+        f"Transformer Engine's debug path refuses layers that the config selects: {_format(refused.items())}. Leave"
         " the layers out of the config, or train them without the refused option. Without strict=True the layers train,"
         " unobserved."
     )
 
 
 def refusal_of(forward: DebugForward) -> DebugRefusal | None:
-    """Why a forward must not take the debug path; None if it may."""
+    """Return why a forward must not take the debug path; None if it may."""
     return next((row for row in REFUSALS if row.of_forward is not None and row.of_forward(forward)), None)
 
 
-def _in_words(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
-    """Layers and why they are refused, each reason once."""
+def _format(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
+    """Format refused layers, grouped by reason."""
     by_reason: dict[DebugRefusal, list[str]] = {}
     for name, refusal in refused:
         by_reason.setdefault(refusal, []).append(name)
@@ -370,7 +366,7 @@ def _in_words(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
 
 
 def _graphed(model: Model) -> Iterator[int]:
-    """The ids of modules whose forward, or that of a module around them, was captured as a CUDA graph."""
+    """Yield the ids of modules in a forward that was captured as a CUDA graph."""
     for _, root in named_roots(model) or ():
         for module in root.modules():
             if getattr(module.__dict__.get("forward"), "__module__", None) in _GRAPHED_BY:

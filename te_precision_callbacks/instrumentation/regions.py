@@ -1,7 +1,7 @@
-"""Which autocast regions of Transformer Engine the forwards of a step enter.
+"""Tracks the autocast regions of Transformer Engine that the forwards of a step enter.
 
-A region decides the precision of the layers in it. As long as a step enters the regions of the step before, in their
-order, the layers are taken to be in theirs.
+A region sets the precision of its layers. While a step enters the same regions in the same order as the step before,
+the layers are assumed to be in the same regions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ _MOST_RECIPES = 64
 
 
 class AutocastRegions:
-    """Compares the autocast regions of each step with those of the step before.
+    """Compares the autocast regions of each step with the step before.
 
     Attributes:
-        excludes_more: whether the last step that has ended entered more regions with ``enabled=False`` than the step
-            before it: a layer that is in high precision since that step is in one of them.
+        excludes_more: whether the last complete step entered more regions with ``enabled=False`` than the step before:
+            a layer in high precision since that step is in one of these regions.
+        has_enabled: whether a region with ``enabled=True`` was entered so far.
     """
 
     def __init__(self) -> None:
@@ -30,8 +31,7 @@ class AutocastRegions:
         self._entered = self._before = 0
 
     def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """``FP8GlobalStateManager.autocast_enter`` of TE 2.20.2 (``pytorch/quantization.py``), which each region calls,
-        followed."""
+        """Wrap ``FP8GlobalStateManager.autocast_enter`` of TE 2.20.2 (``pytorch/quantization.py``)."""
 
         @functools.wraps(upstream)
         def autocast_enter(
@@ -47,18 +47,18 @@ class AutocastRegions:
 
     @property
     def has_entered(self) -> bool:
-        """Whether the step that runs has entered a region."""
+        """Return whether the step has entered a region so far."""
         return self._entered != 0
 
     def end_step(self) -> bool:
-        """Whether the step that ends has entered other regions than the step before it."""
+        """Return whether the step has entered other regions than the step before."""
         before, self._before, self._entered = self._before, self._entered, 0
         self.excludes_more = self._disabled > self._disabled_before
         self._disabled_before, self._disabled = self._disabled, 0
         return self._before != before
 
     def _number(self, recipe: Any) -> int:
-        """A number for a recipe; equal recipes have one, since scripts make a recipe anew for each step."""
+        """Number a recipe; equal recipes have one number, since scripts may create a recipe in each step."""
         for number, known in enumerate(self._recipes):
             if known is recipe or known == recipe:
                 return number

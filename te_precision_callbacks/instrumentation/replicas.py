@@ -1,7 +1,7 @@
-"""Compares the parameters that ranks should have alike, by a checksum of a few elements of each.
+"""Compares replicated parameters over ranks, by a checksum of a few elements of each.
 
-Sharded parameters are left out where something marks them. Where nothing does, a parameter is a replica if the ranks
-have it alike before the first step of an optimizer.
+Parameters marked as sharded are skipped. Without a mark, a parameter is a replica if it is equal on all ranks before
+the first optimizer step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import local, pick, raw, segments
 
 TOLERANCE = 1e-6
-"""Checksums may differ by so much of the sum of absolute values, as on different kinds of GPUs."""
+"""The allowed difference of checksums relative to the sum of absolute values, as between different GPU models."""
 
 _WRAPPERS = frozenset(
     {"DistributedDataParallel", "FullyShardedDataParallel", "FullyShardedDataParallelV2", "DeepSpeedEngine"}
@@ -28,22 +28,18 @@ _WRAPPERS = frozenset(
 """Classes that reduce gradients."""
 
 _COLUMNS = 6
-"""The numbers of a parameter in a message: two checksums, each with its negative, whether it is not constant, and the
-sum of its absolute values."""
+"""The numbers of a parameter in a message: the checksums of the start and of now, each with its negative; whether the
+parameter varies; the sum of its absolute values."""
 
 Sums = dict[str, tuple[float, float, float]]
-"""Parameter -> its checksum, the sum of its absolute values, and whether it is not constant."""
+"""Parameter -> its checksum, the sum of its absolute values, and whether its elements vary."""
 
 
 class Replicas:
-    """Compares parameters over ranks.
-
-    Args:
-        model: the model.
-        ranks: those that reduce together.
+    """Compares parameters over the ranks that reduce statistics together.
 
     Attributes:
-        checked: the rules that have had enough to check.
+        checked: the rules that had enough data.
     """
 
     def __init__(self, model: TrainedModel, ranks: Ranks) -> None:
@@ -57,20 +53,20 @@ class Replicas:
 
     @property
     def needs_start(self) -> bool:
-        """Whether :meth:`begin` must be called before the first step of an optimizer."""
+        """Return whether :meth:`begin` must be called before the first optimizer step."""
         return self._start is None and self._ranks.several
 
     def begin(self) -> None:
-        """Take the checksums before the first step of an optimizer."""
+        """Compute the checksums before the first optimizer step."""
         self._start = self._sums()
 
     def exchange(self, news: list[Problem], iteration: int, *, is_due: bool) -> list[Problem]:
-        """The problems of all ranks, the same on each; this rank's own where it is alone.
+        """Return the problems of all ranks, equal on each; or of this rank if it is alone.
 
         Args:
-            news: this rank's.
+            news: the new problems of this rank.
             iteration: the debug iteration that has ended.
-            is_due: whether ranks exchange checksums; the same on all of them.
+            is_due: whether ranks exchange checksums; equal on all ranks.
         """
         if not self._ranks.several or not self._ranks.are_together:
             return news
@@ -95,7 +91,7 @@ class Replicas:
         return pooled + list(self._compare(merged[3:].reshape(-1, _COLUMNS), iteration))
 
     def take_news(self) -> list[Problem]:
-        """This rank's problems that were not exchanged."""
+        """Return this rank's problems that were not exchanged."""
         news, self._news = self._news, []
         return news
 
@@ -111,14 +107,14 @@ class Replicas:
         return message
 
     def _compare(self, merged: npt.NDArray[np.float64], iteration: int) -> Iterator[Problem]:
-        """The parameters that differ between ranks."""
+        """Find parameters that differ between ranks."""
         with np.errstate(invalid="ignore"):
             allowed = TOLERANCE * merged[:, 5]
             differed = merged[:, 0] + merged[:, 1] > allowed
             differs = merged[:, 2] + merged[:, 3] > allowed
         varies = merged[:, 4] > 0
         is_parallel = self._is_data_parallel()
-        replicas = np.isfinite(merged[:, 0]) & ~differed  # what had no first step may be anything
+        replicas = np.isfinite(merged[:, 0]) & ~differed  # unknown for a parameter that was added later
         if differed[varies].any():
             replicas &= varies
         replicas |= is_parallel
@@ -137,7 +133,7 @@ class Replicas:
             yield from (Problem("differs_from_start", self._agreed[place], iteration, len(apart)) for place in apart)
 
     def _is_data_parallel(self) -> bool:
-        """Whether the models are wrapped by DDP over all ranks that reduce together."""
+        """Return whether the models are wrapped by DDP over all ranks."""
         size = self._ranks.size
         return all(
             type(root).__name__ == "DistributedDataParallel"
@@ -146,11 +142,11 @@ class Replicas:
         )
 
     def _is_reduced(self) -> bool:
-        """Whether something in this process reduces gradients: a wrapper, also one that the session was not given."""
+        """Return whether this process has a wrapper that reduces gradients, attached or not."""
         return any(cls.__name__ in _WRAPPERS for each in gc.get_objects() for cls in type(each).__mro__[:-1])
 
     def _sums(self) -> Sums:
-        """The checksums of the parameters that are not marked as sharded."""
+        """Compute the checksums of parameters that are not marked as sharded."""
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
         kept = [(name, each) for name, each, _ in self._model.named_parameters() if id(each) not in sharded]
         places: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
@@ -161,7 +157,7 @@ class Replicas:
         found: Sums = {}
         for samples in places.values():
             values = [each for _, each in samples]
-            # Each element counts differently, so that differences do not cancel.
+            # Elements have different weights, so differences do not cancel.
             factors = 1 + torch.arange(max(map(len, values)), device=values[0].device, dtype=torch.float64) % 7
             weighted = [each * factors[: len(each)] for each in values]
             columns = [
@@ -175,8 +171,8 @@ class Replicas:
 
 
 def _sharded(module: Any) -> Iterator[torch.nn.Parameter]:
-    """The parameters of a module that something marks as different from rank to rank: FSDP, a DTensor's placements,
-    Transformer Engine's and Megatron's attributes of tensor and expert parallelism, or those of DeepSpeed."""
+    """Yield the parameters of a module that are marked as sharded: by FSDP, a DTensor's placements, Transformer
+    Engine's and Megatron's attributes of tensor and expert parallelism, or DeepSpeed's attributes."""
     strategy = getattr(getattr(module, "sharding_strategy", None), "name", "NO_SHARD")
     if type(module).__name__ == "FullyShardedDataParallel" and strategy != "NO_SHARD":
         yield from module.parameters()

@@ -1,7 +1,7 @@
-"""The precision of layers in the steps in which nothing of the session runs in them.
+"""Tracks the precision of resting layers.
 
-The precision is read from the state that the last forward of a step has left in a module: whether it ran FP8, its
-quantizers, and the type of its activations.
+It is read from the state that the last forward of a step has left in a module: whether it ran FP8, its quantizers, and
+the dtype of its activations.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from te_precision_callbacks.layers.turns import Turns
 
 
 class RestingLayers:
-    """Looks at resting modules at the end of a step, and arms those whose precision is unknown.
+    """Checks resting modules at the end of a step, and arms modules with unknown precision.
 
     Args:
-        classify: knows whether a front door says when it evaluates.
-        audit: gets the precision in which a module ran.
-        ask_again: arms a module for its next forward.
+        classify: has whether the integration announces evaluations.
+        audit: receives the precision of modules.
+        query_again: arms a module for its next forward.
     """
 
     def __init__(
-        self, classify: ForwardClassifier, audit: PrecisionAudit, ask_again: Callable[[torch.nn.Module], None]
+        self, classify: ForwardClassifier, audit: PrecisionAudit, query_again: Callable[[torch.nn.Module], None]
     ) -> None:
         self._classify = classify
         self._audit = audit
-        self._ask_again = ask_again
+        self._query_again = query_again
         self.watch({}, {}, ())
 
     def watch(
@@ -46,7 +46,7 @@ class RestingLayers:
         layers: Mapping[int, tuple[str, ...]],
         refused: Collection[int],
     ) -> None:
-        """Begin afresh.
+        """Reset, and set the modules.
 
         Args:
             modules: id -> module.
@@ -67,11 +67,11 @@ class RestingLayers:
         self._dropped: dict[int, list[Mapping[LayerOperand, Format]]] = {}
 
     def note_training(self, module: torch.nn.Module, *, idle: bool) -> None:
-        """Note that a module is asked in a forward of training.
+        """Note a training forward of an armed module.
 
         Args:
             module: the module.
-            idle: whether no feature acts in it, so that it runs as in a step in which it rests.
+            idle: whether no feature acts in it, so it runs as a resting module.
         """
         self._trained_in_fp8[id(module)] = bool(module.fp8)
         state = _state_of(module) if idle else None
@@ -85,7 +85,7 @@ class RestingLayers:
         self._new.append(module)
 
     def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:
-        """The modules that rested for the first time in the step that has ended.
+        """Return the modules that rested for the first time in the last step.
 
         Args:
             armed: the ids of the modules that did not rest in the step.
@@ -103,21 +103,21 @@ class RestingLayers:
         all_at_once: bool,
         excluded: bool,
     ) -> None:
-        """Look for changes of precision in a step that has ended.
+        """Check for changes of precision in the last step.
 
-        The modules that have their turn are looked at; all are as soon as one of those has changed. A step in which
-        nothing is due thus costs the same for every model.
+        A few modules are checked round robin, and all of them once one has changed. An idle step therefore costs the
+        same for every model.
 
         Args:
             armed: the ids of the modules that did not rest in the step.
             new: the modules that rested for the first time in it.
-            ran: id of a module -> whether its forwards of training ran in low precision, where these are known.
-            all_at_once: whether all modules are looked at.
-            excluded: whether those that are in high precision since the step are in ``te.autocast(enabled=False)``.
+            ran: id of a module -> whether its training forwards ran in low precision, if known.
+            all_at_once: check all modules.
+            excluded: whether modules in high precision since the step are in ``te.autocast(enabled=False)``.
         """
         self._audit.leave(iteration)
-        looked: Iterable[torch.nn.Module] = self._turns.take(len(armed))
-        self._follow_trainable(looked)
+        checked: Iterable[torch.nn.Module] = self._turns.take(len(armed))
+        self._follow_trainable(checked)
         self._follow_suspicions()
         for module in new:
             self._enter(module)
@@ -125,25 +125,24 @@ class RestingLayers:
             self._audit.leave(iteration)
         self._ran = ran
         for module in self._moved(new, armed):
-            self._look_at_state(module, iteration, excluded=excluded)
-        if all_at_once or self._moved(looked, armed):
+            self._check_state(module, iteration, excluded=excluded)
+        if all_at_once or self._moved(checked, armed):
             for module in self._moved(self._modules.values(), armed):
-                self._look_at_state(module, iteration, excluded=excluded)
+                self._check_state(module, iteration, excluded=excluded)
 
-    def _moved(self, looked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
-        """The modules that rested, and that a forward has left in another state than when they were looked at."""
+    def _moved(self, checked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
+        """Return the resting modules with another state than at the last check."""
         states = self._last_state
         return [
             module
-            for module in looked
+            for module in checked
             if not _is_in_state(module.__dict__, states.get(id(module)))
             and id(module) not in armed
             and module.__dict__["activation_dtype"] is not None
         ]
 
     def _enter(self, module: Any) -> None:
-        """Record the precision of a module in its first step without a feature: FP8 or not, as in its last step with
-        one."""
+        """Record the precision of a module in its first resting step: FP8 or not, as in its last armed step."""
         key, state = id(module), _state_of(module)
         fp8 = self._trained_in_fp8.get(key)
         self._last_state.pop(key, None)
@@ -157,12 +156,11 @@ class RestingLayers:
         if not self._audit.holds(formats):
             self._audit.plan(self._audit.of_gemms_that_run(formats))
 
-    def _look_at_state(self, module: torch.nn.Module, iteration: int, *, excluded: bool) -> None:
-        """Notice that a resting module has run in a precision that the audit does not have.
+    def _check_state(self, module: torch.nn.Module, iteration: int, *, excluded: bool) -> None:
+        """Record the precision of a resting module that the audit does not have.
 
-        This is read from the state that the module's last forward has left. That forward may have been an evaluation
-        that was not announced, so the precision is recorded only if the module is known to have trained. Otherwise the
-        layer is asked in the next steps.
+        The module's last forward may have been an evaluation that was not announced, so the precision is recorded only
+        if the module is known to have trained. Otherwise the module is armed in the next steps.
         """
         key = id(module)
         last, state = self._last_state.get(key), _state_of(module)
@@ -174,37 +172,36 @@ class RestingLayers:
         if self._audit.holds(formats):
             if module.fp8 or last is None or last.quantizers is state.quantizers:
                 return
-            # A forward before the last one has made FP8 quantizers, like the first forward of a reentrant checkpoint
+            # A forward before the last one has made FP8 quantizers, such as the first forward of a reentrant checkpoint
             # that is recomputed outside autocast.
             formats, trained = of_fprop(formats_of_fused_path(module, self._layers[key], fp8=True)), False
-            if self._audit.tells(formats):
+            if self._audit.has_met(formats):
                 return
         if formats in self._dropped.get(key, ()):
             return
-        is_new = not self._audit.tells(formats)
+        is_new = not self._audit.has_met(formats)
         if trained or key in self._refused:
             self._audit.plan(self._audit.of_gemms_that_run(formats), excluded=excluded)
         else:
             self._audit.doubt(formats, iteration, excluded=excluded)
         if key not in self._refused and (is_new or not trained):
             self._suspicions[key] = _Suspicion(module, formats, iteration, is_new)
-            self._ask_again(module)
+            self._query_again(module)
 
-    def _follow_trainable(self, looked: Iterable[torch.nn.Module]) -> None:
-        """Ask all modules again if parameters of one were frozen or unfrozen, since this decides which GEMMs a
-        backward runs."""
-        for module in looked:
+    def _follow_trainable(self, checked: Iterable[torch.nn.Module]) -> None:
+        """Arm all modules if parameters of one were frozen or unfrozen, which changes the GEMMs of a backward."""
+        for module in checked:
             now = _trainable(module)
             if self._trainable.setdefault(id(module), now) != now:
                 for each in self._modules.values():
                     self._trainable[id(each)] = _trainable(each)
-                    self._ask_again(each)
+                    self._query_again(each)
 
     def _follow_suspicions(self) -> None:
-        """Keep asking the modules with suspected formats, until these occur in training."""
+        """Keep modules with suspected formats armed until the formats occur in training."""
         for key, suspicion in list(self._suspicions.items()):
             suspicion.steps_left -= 1
-            if self._audit.holds(suspicion.formats) or (suspicion.is_new and self._audit.tells(suspicion.formats)):
+            if self._audit.holds(suspicion.formats) or (suspicion.is_new and self._audit.has_met(suspicion.formats)):
                 del self._suspicions[key]
                 if key not in self._dropped:
                     self._audit.trust(suspicion.formats, suspicion.iteration)
@@ -212,23 +209,23 @@ class RestingLayers:
                 del self._suspicions[key]
                 self._dropped.setdefault(key, []).append(suspicion.formats)
             else:
-                self._ask_again(suspicion.module)
+                self._query_again(suspicion.module)
 
     def _has_trained(self, module: torch.nn.Module) -> bool:
-        """Whether a module's last forward was a training forward, as far as this can be known afterwards."""
+        """Return whether a module's last forward was a training forward, as far as its state shows."""
         ran = self._ran.get(id(module))
         if ran:
             return bool(module.fp8) in ran
         if not self._classify.eval_mode_counts and not self._classify.was_paused:
-            return True  # the front door says when it evaluates
+            return True  # the integration announces evaluations
         quantizers: Any = module.quantizers
-        # Transformer Engine asks for columnwise data, which wgrad reads, in forwards with gradients.
+        # Transformer Engine requests columnwise data, which wgrad reads, in forwards with gradients.
         return bool(module.training and module.fp8 and quantizers["scaling_fwd"][0].columnwise_usage)
 
 
 @dataclass
 class _Suspicion:
-    """Formats in which a module may have run in an iteration, and how many more steps the module is asked."""
+    """Formats that a module may have used in an iteration, and the number of further steps to arm it."""
 
     module: torch.nn.Module
     formats: Mapping[LayerOperand, Format]
@@ -238,7 +235,7 @@ class _Suspicion:
 
 
 class _State(NamedTuple):
-    """The state that decides the formats of a module's GEMMs, as left by its last forward."""
+    """The state after a module's last forward that determines the formats of its GEMMs."""
 
     fp8: bool
     quantizers: Any
@@ -247,7 +244,7 @@ class _State(NamedTuple):
 
 
 def _state_of(module: torch.nn.Module) -> _State | None:
-    """None before the first forward."""
+    """Return None before the first forward."""
     attributes = module.__dict__
     if attributes["activation_dtype"] is None:
         return None
@@ -260,7 +257,6 @@ def _trainable(module: torch.nn.Module) -> tuple[bool, ...]:
 
 
 def _is_in_state(attributes: Mapping[str, Any], state: _State | None) -> bool:
-    """Whether a module is still in a state."""
     return (
         state is not None
         and attributes["fp8"] is state.fp8

@@ -1,4 +1,4 @@
-"""What a thread runs of the modules whose GEMMs are seen: the forward that a GEMM belongs to, or its backward."""
+"""The current forward or backward of each thread."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ class Forward:
     """A forward of a module, with its backward.
 
     Attributes:
-        layers: the names of the module's layers; empty for a module that nobody listens to.
+        layers: the names of the module's layers; empty for an unobserved module.
         kind: the kind of the forward.
         recipe: its recipe.
-        is_heard: whether its GEMMs have events: those of an operation that several layers are fused in have none, since
-            nobody knows which layer a GEMM belongs to.
-        events: how many events there have been.
-        half: the layer of a LayerNormMLP whose GEMM ran last; -1 at the start of a forward, 2 at that of a backward.
-        wanted: (number of the layer, tensor) of the tensors that are looked at before their quantization.
-        high: (number of the layer, tensor) -> the tensor before its quantization, of the forward or backward that runs;
-            None where nobody wants any.
-        recomputed: the keys of what was computed once more, which a fused kernel has quantized.
-        kept: what listeners keep of the forward until its backward has run.
+        has_events: whether its GEMMs are reported. GEMMs of an operation that fuses several layers are not, since their
+            layer is unknown.
+        events: the number of events so far.
+        half: the layer of a LayerNormMLP with the last GEMM; -1 at the start of a forward, 2 at the start of a
+            backward.
+        wanted: (layer number, tensor) of the tensors that listeners need before quantization.
+        high: (layer number, tensor) -> the tensor before quantization, in the current forward or backward; None if
+            ``wanted`` is empty.
+        recomputed: the keys of tensors that were recomputed, since a fused kernel has quantized them.
+        kept: storage of listeners until the backward has run.
         handled: the id of the exception that was being handled when the forward began.
     """
 
@@ -42,8 +43,8 @@ class Forward:
         "events",
         "half",
         "handled",
+        "has_events",
         "high",
-        "is_heard",
         "kept",
         "kind",
         "layers",
@@ -53,9 +54,9 @@ class Forward:
     )
 
     def __init__(
-        self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool, is_heard: bool = True
+        self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool, has_events: bool = True
     ) -> None:
-        self.is_heard = is_heard
+        self.has_events = has_events
         self.events = 0
         self.layers = layers
         self.kind = kind
@@ -70,19 +71,19 @@ class Forward:
         self._read: set[tuple[int, str]] = set()
 
     def wants(self, number: int, tensor: str) -> bool:
-        """Whether a tensor is looked at, and no GEMM has read it yet."""
+        """Return whether listeners need a tensor that no GEMM has read yet."""
         return (number, tensor) in self.wanted and (number, tensor) not in self._read
 
     def operand(self, number: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
-        """An operand of a GEMM of one of the layers."""
+        """Return an operand of a GEMM of one of the layers."""
         key = number, tensor
         first = key not in self._read
         self._read.add(key)
-        high = None if self.high is None else self.high.pop(key, None)  # nobody looks at it a second time
+        high = None if self.high is None else self.high.pop(key, None)
         return GemmOperand(tensor, given, columnwise, high, first, key in self.recomputed)
 
     def next_number_of(self, gemm: str) -> int:
-        """What :meth:`number_of` is going to give; nothing changes."""
+        """Return the next result of :meth:`number_of` without advancing."""
         half = self.half
         try:
             return self.number_of(gemm, None)
@@ -90,10 +91,10 @@ class Forward:
             self.half = half
 
     def number_of(self, gemm: str, expert: int | None) -> int:
-        """The number of the layer whose GEMM runs next.
+        """Return the number of the layer with the next GEMM.
 
-        LayerNormMLP has two: its forward, also a recomputed one, runs fc1 before fc2, and its backward fc2 before fc1,
-        each dgrad before the wgrad of the same half.
+        LayerNormMLP has two layers: its forward, also a recomputed one, runs fc1 before fc2, and its backward fc2
+        before fc1, each dgrad before the wgrad of the same half.
         """
         if expert is not None or not self._halves:
             return expert or 0
@@ -104,20 +105,20 @@ class Forward:
         return self.half
 
 
-def unheard() -> Forward:
-    """A forward of a module that nobody listens to."""
-    return Forward((), ForwardKind.UNTOUCHED, "", halves=False, is_heard=False)
+def unobserved() -> Forward:
+    """Return the state of a forward without events."""
+    return Forward((), ForwardKind.UNTOUCHED, "", halves=False, has_events=False)
 
 
 class _Here(threading.local):
-    """What runs in a thread.
+    """The state of a thread.
 
     Attributes:
-        entered: the forward of a module that is being run; None outside of them.
-        running: the forward or backward of an autograd Function that runs; None outside of them.
+        entered: the current forward of a module.
+        running: the current forward or backward of an autograd Function.
         inside: whether a GEMM runs, which may call another one.
-        kind: the kind of the forward of operations that is being run. They run in an autograd Function, where
-            training and evaluation look the same.
+        kind: the kind of the current forward of operations. They run in an autograd Function, where training and
+            evaluation look the same.
     """
 
     entered: Forward | None = None
@@ -127,12 +128,12 @@ class _Here(threading.local):
 
 
 class Running:
-    """What all threads run.
+    """The state of all threads.
 
     Attributes:
-        here: what the thread that asks runs.
-        numbers: those of the products that follow in the iteration.
-        has_ranges: whether ranges of torch.profiler are put around forwards, backwards and GEMMs.
+        here: the state of the current thread.
+        numbers: counts the products of the iteration.
+        has_ranges: whether forwards, backwards and GEMMs are in torch.profiler ranges.
     """
 
     def __init__(self) -> None:
@@ -141,25 +142,23 @@ class Running:
         self.has_ranges = False
 
     def begin_iteration(self) -> None:
-        """Count the products from 0 again."""
         self.numbers = itertools.count()
 
     def forget(self) -> None:
-        """Forget what the threads run."""
         self.here = _Here()
 
     def in_layer(self) -> bool:
-        """Whether this thread runs a layer's GEMMs: all products inside are those of the events."""
+        """Return whether this thread runs a layer's GEMMs: all products inside have events."""
         return self.here.inside or self.here.running is not None
 
     def call(self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a function as a part of a forward. Its products have events: no mode looks at it."""
+        """Call a function as a part of a forward. Its products have events, so dispatch modes skip it."""
         return self._call(forward, False, function, arguments, keywords)
 
     def call_backward(
         self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> Any:
-        """Call a function as a part of the backward of a forward, likewise."""
+        """Call a function as a part of the backward of a forward."""
         return self._call(forward, True, function, arguments, keywords)
 
     def _call(
@@ -186,7 +185,7 @@ class Running:
         return record_function(LayerRange(module_of(forward.layers), "", backward).name)
 
     def range_of_gemm(self, forward: Forward | None, gemm: str, *, grouped: bool) -> AbstractContextManager[Any]:
-        """The range around a GEMM of a layer; around those of all experts where one call runs them."""
+        """Return the range of a GEMM of a layer, or of the GEMMs of all experts that one call runs."""
         if forward is None or not forward.layers:
             return nullcontext()
         layer = module_of(forward.layers) if grouped else forward.layers[forward.next_number_of(gemm)]
@@ -194,14 +193,14 @@ class Running:
 
 
 class CurrentForward(threading.local):
-    """The forward of an armed module that was asked last in this thread.
+    """The last forward of an armed module in this thread.
 
     Attributes:
         kind: its kind.
         module: its module.
-        input_needs_gradient: whether its backward is going to run dgrad, judged by its input.
-        has_quantized_input: whether its input is quantized already.
-        dgrad: the quantizer of the dgrad that was built last, until it is paired with another one.
+        input_needs_gradient: whether its backward will run dgrad, according to its input.
+        has_quantized_input: whether its input is already quantized.
+        dgrad: the dgrad quantizer that was built last, until it is paired with another one.
     """
 
     kind: ForwardKind

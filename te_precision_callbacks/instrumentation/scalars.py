@@ -1,4 +1,4 @@
-"""Scalars between the code that measures them and the end of a step, where they are copied to the host."""
+"""Scalars from their measurement to the end of a step, where they are copied to the host."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from te_precision_callbacks.instrumentation.failures import ObservationFailures
 
 
 class ScalarBuffer:
-    """Scalars of users' features and of the session's own checks since the last step.
-
-    Args:
-        failures: receives values that are not scalars.
+    """Scalars of users' features and of the session's checks since the last step.
 
     Attributes:
-        entries: names and values, which may lie on a device.
+        entries: names and values, which may be on a device.
     """
 
     def __init__(self, failures: ObservationFailures) -> None:
@@ -40,36 +37,35 @@ class ScalarBuffer:
             self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it must be one number, not {what}"))
 
     def read(self) -> list[float]:
-        """The values as float64, with one copy from each device, after the work of the streams that made them."""
+        """Return the values as float64, with one copy from each device, after the work of their streams."""
         for stream, tensors in self._on_streams.items():
             follow(stream, tensors)
         return to_floats([value for _, value in self.entries])
 
     def drop_from_device(self) -> int:
-        """Drop the scalars that are not on the host, and return how many these were."""
+        """Drop the scalars that are not on the host, and return their number."""
         kept = [(name, value) for name, value in self.entries if is_on_host(value)]
         dropped, self.entries = len(self.entries) - len(kept), kept
         return dropped
 
     def clear(self) -> None:
-        """Begin anew, after a step."""
         self.entries, self._on_streams = [], {}
 
 
 def is_scalar(value: object) -> bool:
-    """Whether a value is a number, or a tensor with one element."""
+    """Return whether a value is a number, or a tensor with one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
 
 
 def is_on_host(value: object) -> bool:
-    """Whether reading a scalar waits for no device."""
+    """Return whether reading a scalar waits for no device."""
     return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
 
 
 def to_floats(values: Sequence[Any]) -> list[float]:
-    """Numbers and one-element tensors as float64, with one copy from each device."""
+    """Convert numbers and one-element tensors to float64, with one copy from each device."""
     tensors = [(index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
     floats = [math.nan if isinstance(value, torch.Tensor) else float(value) for value in values]
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}

@@ -1,8 +1,8 @@
-"""Looks whether a forward multiplies with low-precision weights that were made from earlier weights.
+"""Detects forwards that multiply with low-precision weights made from earlier weights.
 
-A forward with ``is_first_microbatch=False`` takes the weights that an earlier forward has cached. Where a script never
-passes True again, they are those of the first step. Read from Transformer Engine 2.20.2: ``_fp8_workspaces`` of the
-modules, and ``rowwise_gemm_tensor`` of ``DebugQuantizedTensor``.
+A forward with ``is_first_microbatch=False`` uses the weights that an earlier forward has cached. If a script never
+passes True again, these are the weights of the first step. Read from Transformer Engine 2.20.2: ``_fp8_workspaces`` of
+the modules, and ``rowwise_gemm_tensor`` of ``DebugQuantizedTensor``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from te_precision_callbacks.statistics.names import STALE
 from te_precision_callbacks.statistics.series import log_name
 
 _ROUNDING = {"FP8": 2.0**-3, "MXFP8": 2.0**-3, "NVFP4": 2.0**-1}
-"""By the first word of the format: twice the largest error of rounding, as a share of the element."""
+"""First word of the format -> twice the largest rounding error, relative to the element."""
 
 _SMALL = {"FP8": 2.0**-16, "MXFP8": 2.0**-10, "NVFP4": 2.0**-4}
-"""The same of elements that are small beside their tensor's largest, as a share of that."""
+"""The same for small elements, relative to the largest element of the tensor."""
 
 
 def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """For each weight that the running forward takes from the cache: its name in logs, and its :data:`STALE`.
+    """Yield, for each weight that the running forward reads from the cache, its name in logs and its :data:`STALE`.
 
     Args:
         module: the module.
@@ -45,7 +45,7 @@ def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[t
 
 @torch.no_grad()
 def _share(weight: torch.Tensor, codes: Any) -> torch.Tensor | None:
-    """A number on the weight's device; None where the weight is not in low precision."""
+    """Return a number on the weight's device; None if the weight is not in low precision."""
     name = (name_of_format(codes) or "").partition(" ")[0]
     weight = getattr(weight, "_local_tensor", weight)
     if name not in _ROUNDING or name_of_format(weight) is not None:

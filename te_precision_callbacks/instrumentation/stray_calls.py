@@ -1,9 +1,9 @@
-"""Ignores, with a message, calls of nvidia-dlfw-inspect's own API that a script makes while a session runs.
+"""Ignores, with a warning, a script's own calls of nvidia-dlfw-inspect's API while a session runs.
 
-A script that was written for nvidia-dlfw-inspect initializes it, names the layers, sets a group and steps by itself.
-A session does all of that, and a second ``step()`` would silently skip every other iteration. Read from
-nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``. ``end_debug`` is obeyed: it ends the observation, after
-the gathered statistics have been handed over. The script may assign names until the session assigns its own.
+A script written for nvidia-dlfw-inspect initializes it, names the layers, sets a group and calls ``step``. A session
+does all of that, and a second ``step()`` would silently skip every other iteration. ``end_debug`` is obeyed: it ends
+the observation, after the collected statistics were delivered. The script may assign names until the session assigns
+its own. Read from nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INSTEAD = {
 """Function of ``nvdlfw_inspect.api`` -> what the session offers instead."""
 
 _OF_THE_MANAGER = ("initialize_training_step", "step")
-"""Functions that only call the debug manager. They are caught there, which covers functions that a script has kept."""
+"""Functions that only call the debug manager. They are replaced there, which covers references that a script holds."""
 
 _NAMING = "infer_and_assign_layer_names"
 
@@ -49,30 +49,28 @@ class StrayCalls:
         for name in _INSTEAD:
             if name != _NAMING:
                 setattr(manager if name in _OF_THE_MANAGER else debug_api, name, self._ignored(name))
-        manager.close = self._ending(before_end)
+
+        def close() -> None:
+            try:
+                before_end()
+            finally:
+                type(manager).close(manager)
+
+        manager.close = close
 
     def keep_names(self) -> None:
-        """Ignore names that the script assigns from now on: the layers have their names."""
+        """Ignore names that the script assigns from now on."""
         import nvdlfw_inspect.api as debug_api
 
         setattr(debug_api, _NAMING, self._ignored(_NAMING))
 
     def remove(self) -> None:
-        """Put the functions back; those of the manager end with the manager."""
+        """Restore the functions of the API; the manager's replacements end with the manager."""
         import nvdlfw_inspect.api as debug_api
 
         vars(self._manager).pop("close", None)
         for name, function in self._replaced.items():
             setattr(debug_api, name, function)
-
-    def _ending(self, before_end: Callable[[], None]) -> Callable[[], None]:
-        def close() -> None:
-            try:
-                before_end()
-            finally:
-                type(self._manager).close(self._manager)
-
-        return close
 
     def _ignored(self, name: str) -> Callable[..., None]:
         def ignored(*_: Any, **__: Any) -> None:

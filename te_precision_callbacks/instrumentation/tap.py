@@ -1,31 +1,29 @@
-"""Sees every GEMM where Transformer Engine's Python hands its operands to the extension.
+"""Reports every GEMM when Transformer Engine's Python calls the extension.
 
-Read from Transformer Engine 2.20.2. While installed, these are replaced, and nothing else:
+Read from Transformer Engine 2.20.2. While installed, the tap replaces:
 
 - ``general_gemm``, ``general_grouped_gemm`` and ``general_grouped_gemm_for_grouped_tensor``
-  (``pytorch/cpp_extensions/gemm.py``) under every name under which a Python module has imported them: Transformer
-  Engine's modules, ``te.ops``, and a user's own.
-- ``prepare_forward`` and ``end_forward`` of the modules, which each forward calls with the module, and ``forward`` and
-  ``backward`` of their autograd Functions. The layer of a forward is kept in the autograd context, since its backward
-  runs in another thread.
+  (``pytorch/cpp_extensions/gemm.py``) in every Python module that has imported them: Transformer Engine's modules,
+  ``te.ops``, and users' modules.
+- ``prepare_forward`` and ``end_forward`` of the modules, which each forward calls, and ``forward`` and ``backward`` of
+  their autograd Functions. The layer of a forward is stored in the autograd context, since its backward runs in another
+  thread.
 - ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) in the same way, and ``forward``
   and ``backward`` of ``FusedAttnFunc``.
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``unfused.py``).
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
-- ``te.Linear.forward``, which ``torch.compile`` takes into the graph as one operator (torch 2.15), with GEMMs that
-  Python never sees. It runs outside of the graph, as the forwards of all other modules do.
-- ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` that have
-  GEMMs.
+- ``te.Linear.forward``, which ``torch.compile`` puts into the graph as one operator (torch 2.15), with GEMMs that
+  Python never calls. It runs outside of the graph, as the forwards of all other modules do.
+- ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` with GEMMs.
 
-Without a listener nothing is installed, unless ranges of torch.profiler are put around layers and their GEMMs.
+Without listeners and torch.profiler ranges nothing is installed.
 
-With ``fuse_wgrad_accumulation=True`` the wgrad GEMM writes into the weight's ``main_grad``, and its result is the sum
-over all micro-batches so far. The product itself exists nowhere, and a difference of two sums is not exact. So if a
-feature is about to look at the product, the same GEMM runs once before, into a separate tensor of the type of
-``main_grad``, without any effect on training.
+With ``fuse_wgrad_accumulation=True`` the wgrad GEMM adds to the weight's ``main_grad``, so the product of a micro-batch
+exists nowhere, and a difference of two sums is not exact. If a feature needs the product, the same GEMM runs before,
+into a separate tensor of the type of ``main_grad``, without effect on training.
 
-If a GEMM takes grouped tensors, the number of rows of each expert is on the device. The host reads it only in steps in
-which something looks at the GEMM.
+If a GEMM has grouped tensors, the number of rows of each expert is on the device. The host reads it only in steps with
+listeners.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ from te_precision_callbacks.instrumentation.handed import (
     of_one,
 )
 from te_precision_callbacks.instrumentation.operations_tap import OperationsTap
-from te_precision_callbacks.instrumentation.running import Forward, Running, unheard
+from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
 from te_precision_callbacks.instrumentation.unfused import UnfusedTensors
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.layers.gemm_events import (
@@ -77,17 +75,16 @@ logger = logging.getLogger(__name__)
 
 
 class GemmTap:
-    """Calls listeners behind each GEMM.
+    """Calls listeners after each GEMM.
 
     Args:
         classify: decides the kind of a forward.
         report: receives failures of listeners.
-        running: what threads run.
-        enter: called in each forward of a module of which there are events, behind its preparation, with the module and
-            the kind of the forward; returns the tensors that listeners want before their quantization, each as the
-            number of the layer and the tensor's name.
-        silent: called with layers, what has run, and whether it was the backward, behind a forward or backward of
-            training that has GEMMs and had no event, for example because a separate kernel runs them.
+        running: the state of threads.
+        enter: called in each forward of a module with events, after its preparation, with the module and the kind of
+            the forward; returns the tensors that listeners need before quantization, as layer number and tensor name.
+        silent: called with the layers, the operation, and whether it was the backward, after a training forward or
+            backward without events, for example because a separate kernel runs its GEMMs.
         attention: receives the events of attention.
 
     Attributes:
@@ -111,28 +108,28 @@ class GemmTap:
         self._silent = silent
         self._attention = AttentionTap(classify, report, self._running, attention)
         self._unfused = UnfusedTensors(self._running, report)
-        self.operations = OperationsTap(classify, self._running, self._tell_silent)
+        self.operations = OperationsTap(classify, self._running, self._report_silent)
         self._listeners: tuple[Listener, ...] = ()
         self._before: BeforeSum | None = None
         self._layers: Mapping[int, Sequence[str]] = {}
-        self._heard: Mapping[int, Any] = {}
+        self._observed: Mapping[int, Any] = {}
         self._callers = Callers()
         self._seams = Replaced(yields=True)
-        self._said_captured = False
+        self._warned_captured = False
 
     @property
     def installed(self) -> bool:
-        """Whether anything of Transformer Engine is replaced."""
+        """Return whether anything of Transformer Engine is replaced."""
         return bool(self._seams)
 
-    def hear(self, heard: Mapping[int, Any], attentions: Mapping[int, str] | None = None) -> None:
-        """Set of which modules there are events; the mapping may change from step to step.
+    def observe(self, modules: Mapping[int, Any], attentions: Mapping[int, str] | None = None) -> None:
+        """Set the modules with events; the mapping may change from step to step.
 
         Args:
-            heard: the ids of modules with GEMMs.
-            attentions: id of a module of attention -> its name.
+            modules: the ids of modules with GEMMs.
+            attentions: id of an attention module -> its name.
         """
-        self._heard = heard
+        self._observed = modules
         self._attention.names = attentions or {}
 
     def watch(
@@ -140,31 +137,31 @@ class GemmTap:
         layers: Mapping[int, Sequence[str]],
         operations: Iterable[NamedOperation],
     ) -> None:
-        """Set the modules whose GEMMs have a layer; there are events of those that :meth:`hear` names.
+        """Set the layers of modules; the modules of :meth:`observe` have events.
 
         Args:
             layers: id of a module -> the names of its layers.
-            operations: those of ``te.ops`` with GEMMs; there are events of all of them.
+            operations: operations of ``te.ops`` with GEMMs, which all have events.
         """
         self._layers = layers
         self.operations.watch(operations)
 
     def begin_iteration(self, *, all_operations: bool = True) -> None:
-        """Count the GEMMs from 0 again, and look whether operations have run in another recipe than before.
+        """Reset the count of GEMMs, and check whether operations have run in another recipe.
 
         Args:
-            all_operations: whether all are looked at, and not only those that have their turn.
+            all_operations: check all operations instead of the next few.
         """
         self._running.begin_iteration()
-        self.operations.look(at_all=all_operations)
+        self.operations.check_recipes(of_all=all_operations)
 
     def listen(self, *listeners: Listener, before: BeforeSum | None = None, ranges: bool = False) -> None:
-        """Have these called, and no others; without any, and without ranges, Transformer Engine is as it was.
+        """Set the listeners; without listeners and ranges, the tap is removed.
 
         Args:
-            *listeners: those that are called.
-            before: is called before a GEMM adds to its result.
-            ranges: whether ranges of torch.profiler are put around layers and their GEMMs.
+            *listeners: called after each GEMM.
+            before: called before a GEMM adds to its result.
+            ranges: put torch.profiler ranges around layers and their GEMMs.
         """
         self._listeners, self._before = listeners, before
         self._running.has_ranges = ranges
@@ -185,20 +182,20 @@ class GemmTap:
 
         self._running.forget()
         around_functions = {
-            "general_gemm": lambda found: self._around(_with_own_wgrad(found), GEMM, of_one),
-            "general_grouped_gemm": lambda found: self._around(found, GROUPED_GEMM, of_experts, grouped=True),
-            "general_grouped_gemm_for_grouped_tensor": lambda found: self._around(
-                found, GROUPED_TENSOR_GEMM, of_grouped_tensors, grouped=True
+            "general_gemm": lambda own: self._around(_with_own_wgrad(own), GEMM, of_one),
+            "general_grouped_gemm": lambda own: self._around(own, GROUPED_GEMM, of_experts, grouped=True),
+            "general_grouped_gemm_for_grouped_tensor": lambda own: self._around(
+                own, GROUPED_TENSOR_GEMM, of_grouped_tensors, grouped=True
             ),
         }
         wrapped: dict[int, Any] = {}
         around_attention = {"fused_attn_fwd": self._attention.around, "fused_attn_bwd": self._attention.around}
         arounds_of_all = {**around_functions, **around_attention}
         for module, name in self._callers.find({gemm: tuple(around_functions), fused_attn: tuple(around_attention)}):
-            found = getattr(module, name)
-            if id(found) not in wrapped:
-                wrapped[id(found)] = arounds_of_all[name](found)
-            self._seams.replace(module, name, wrapped[id(found)])
+            own = getattr(module, name)
+            if id(own) not in wrapped:
+                wrapped[id(own)] = arounds_of_all[name](own)
+            self._seams.replace(module, name, wrapped[id(own)])
         module_class = base.TransformerEngineBaseModule
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._seams.replace(module_class, name, around(getattr(module_class, name)))
@@ -228,7 +225,7 @@ class GemmTap:
             result = upstream(module, *arguments, **keywords)
             if id(module) in self._attention.names:
                 self._running.here.entered = self._attention.enter(module)
-            elif id(module) in self._heard:
+            elif id(module) in self._observed:
                 self._running.here.entered = self._entered(module)
             else:
                 self._running.here.entered = self._only_named(module)
@@ -237,12 +234,12 @@ class GemmTap:
         return prepare_forward
 
     def _only_named(self, module: Any) -> Forward:
-        """The forward of a module of which there are no events, but ranges."""
+        """Return the state of a forward with ranges and without events."""
         layers = self._layers.get(id(module)) if self._running.has_ranges else None
         if layers is None:
-            return unheard()
+            return unobserved()
         halves = "LayerNormMLP" in class_names(module)
-        return Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, is_heard=False)
+        return Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
 
     def _entered(self, module: Any) -> Forward:
         try:
@@ -255,12 +252,12 @@ class GemmTap:
         except ObservationError:
             raise
         except Exception as error:
-            self._report("looking at the forward of", str(getattr(module, "name", "a module")), error)
-            return unheard()
+            self._report("observing the forward of", str(getattr(module, "name", "a module")), error)
+            return unobserved()
         return entered
 
     def _sources(self, forward: Forward, find: Callable[[], dict[tuple[int, str], Any]]) -> dict[tuple[int, str], Any]:
-        """The tensors of a forward or backward before their quantization."""
+        """Return the tensors of a forward or backward before quantization."""
         try:
             return find()
         except Exception as error:
@@ -279,7 +276,7 @@ class GemmTap:
         return end_forward
 
     def _named(self, function: Callable[..., Any], known: Sequence[str]) -> Named | None:
-        """Name a function's arguments; None, which is reported, where it lacks a parameter."""
+        """Return a function that names arguments; None, which is reported, if a parameter is missing."""
         try:
             return by_name(function, known)
         except TypeError as error:
@@ -287,17 +284,17 @@ class GemmTap:
             return None
 
     def _around_forward(self, upstream: Callable[..., Any], sources: Sources) -> Callable[..., Any]:
-        """Around the forward of an autograd Function, which has tensors before their quantization."""
+        """Wrap the forward of an autograd Function, which has tensors before quantization."""
         named = self._named(upstream, sources.parameters)
 
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
-            entered = self._running.here.entered or unheard()
+            entered = self._running.here.entered or unobserved()
             entered.half = -1
             if ctx is not None:
                 ctx.te_precision_forward = entered
             before = entered.events
-            if named is None:  # its operands would be taken for the tensors before their quantization
+            if named is None:
                 entered.wanted, entered.high, entered.kind = (), None, ForwardKind.UNTOUCHED
             elif entered.high is not None:
                 entered.high = self._sources(entered, lambda: sources.find(named((ctx, *arguments))))
@@ -306,7 +303,7 @@ class GemmTap:
             finally:
                 entered.high = None if entered.high is None else {}
             if entered.events == before:
-                self._tell_silent(entered, upstream.__qualname__.partition(".")[0].lstrip("_"), False)
+                self._report_silent(entered, upstream.__qualname__.partition(".")[0].lstrip("_"), False)
             return result
 
         return forward
@@ -314,7 +311,7 @@ class GemmTap:
     def _around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
         def backward(ctx: Any, *arguments: Any) -> Any:
-            entered = getattr(ctx, "te_precision_forward", None) or unheard()
+            entered = getattr(ctx, "te_precision_forward", None) or unobserved()
             entered.half = 2
             if entered.high is None:
                 return self._running.call_backward(entered, upstream, ctx, *arguments)
@@ -347,27 +344,27 @@ class GemmTap:
 
         return put
 
-    def _tell_silent(self, forward: Forward, what: str, backward: bool) -> None:
+    def _report_silent(self, forward: Forward, what: str, backward: bool) -> None:
         """Report layers that have run without an event."""
         if self._silent is None or not forward.layers or forward.kind is not ForwardKind.OBSERVED:
             return
         try:
             self._silent(forward.layers, f"the GEMMs of {what}, which runs them in a separate kernel", backward)
         except Exception as error:
-            self._report("noting what is not seen of", forward.layers[0], error)
+            self._report("noting the unseen GEMMs of", forward.layers[0], error)
 
     # ------------------------------------------------------------------ the GEMMs
 
     def _around(
         self, upstream: Callable[..., Any], known: Sequence[str], gemms: Gemms, *, grouped: bool = False
     ) -> Callable[..., Any]:
-        """A function of GEMMs that reports them to the listeners.
+        """Wrap a function of GEMMs to report them to the listeners.
 
         Args:
             upstream: the function.
             known: its first parameters in Transformer Engine 2.20.
             gemms: its arguments and its result -> A, B and result of each GEMM.
-            grouped: whether each GEMM is that of an expert.
+            grouped: whether each GEMM belongs to an expert.
         """
         named = self._named(upstream, known)
         if named is None:
@@ -380,25 +377,25 @@ class GemmTap:
             if current.inside:
                 return upstream(*operands, **keywords)
             call = self._in_range(forward, upstream, named, grouped=grouped) if self._running.has_ranges else upstream
-            if (forward is not None and not forward.is_heard) or not self._listeners:
+            if (forward is not None and not forward.has_events) or not self._listeners:
                 return call(*operands, **keywords)
             arguments = {"layout": "TN", **named(operands), **keywords}
-            before = self._look_before(forward, arguments, grouped=grouped)
+            before = self._before_sums(forward, arguments, grouped=grouped)
             current.inside = True
             try:
                 result = call(*operands, **keywords)
             finally:
                 current.inside = False
             if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
-                self._say_captured(forward)
+                self._warn_captured(forward)
                 return result
             self._emit(forward, arguments, result, gemms, before, grouped=grouped)
             return result
 
         return tapped
 
-    def _look_before(self, forward: Forward | None, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
-        """What a listener wants of the sums that the GEMMs of a call add to: of each, or nothing at all."""
+    def _before_sums(self, forward: Forward | None, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
+        """Call ``before`` for the tensors that the GEMMs of a call add to; an empty result if there are none."""
         if self._before is None or forward is None or not forward.layers or not arguments.get("accumulate"):
             return ()
         try:
@@ -410,28 +407,28 @@ class GemmTap:
         except ObservationError:  # reported already, and to be raised
             raise
         except Exception as error:
-            self._report("looking at the sums of", forward.layers[0], error)
+            self._report("reading the sums of", forward.layers[0], error)
             return ()
 
     def _in_range(
         self, forward: Forward | None, upstream: Callable[..., Any], named: Named, *, grouped: bool
     ) -> Callable[..., Any]:
-        """A function of GEMMs, in a range of torch.profiler."""
+        """Wrap a function of GEMMs in a torch.profiler range."""
 
         def call(*operands: Any, **keywords: Any) -> Any:
             layout = {"layout": "TN", **named(operands), **keywords}["layout"]
             gemm = GEMM_OF_LAYOUT.get(layout, "")
             with self._running.range_of_gemm(forward, gemm, grouped=grouped):
-                if forward is not None and not forward.is_heard and not grouped:
+                if forward is not None and not forward.has_events and not grouped:
                     forward.number_of(gemm, None)
                 return upstream(*operands, **keywords)
 
         return call
 
-    def _say_captured(self, forward: Forward | None) -> None:
-        """Say that the rows of experts, which the device knows, were not read: that would end the capture."""
-        if not self._said_captured:
-            self._said_captured = True
+    def _warn_captured(self, forward: Forward | None) -> None:
+        """Warn that the rows of experts, which are on the device, were not read: that would end the capture."""
+        if not self._warned_captured:
+            self._warned_captured = True
             logger.warning(
                 "The GEMMs of %s and of other layers with grouped tensors are not observed in a CUDA graph: the number"
                 " of rows of each expert is unknown during the capture. Capture after the first step.",
@@ -448,7 +445,7 @@ class GemmTap:
         *,
         grouped: bool,
     ) -> None:
-        """Report the GEMMs of a call to the listeners: A, B and result of each."""
+        """Report the GEMMs of a call to the listeners."""
         try:
             layout = arguments["layout"]
             gemm = GEMM_OF_LAYOUT[layout]
@@ -481,11 +478,11 @@ class GemmTap:
             raise
         except Exception as error:
             of_layer = OUTSIDE if forward is None else forward.layers[0]
-            self._report("looking at the GEMMs of", of_layer, error)
+            self._report("observing the GEMMs of", of_layer, error)
 
 
 def _with_own_wgrad(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``general_gemm``, which in addition gives a quantizer that needs it the wgrad of a micro-batch alone."""
+    """Wrap ``general_gemm`` to compute the wgrad of a micro-batch alone for a quantizer that needs it."""
 
     @functools.wraps(upstream)
     def general_gemm(*operands: Any, **keywords: Any) -> Any:

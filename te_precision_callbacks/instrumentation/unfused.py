@@ -1,11 +1,11 @@
-"""The tensors that a fused kernel writes in low precision alone: computed once more, in high precision.
+"""Recomputes in high precision the tensors that a fused kernel writes only in low precision.
 
-A kernel that fuses a norm, an activation function or its derivative with quantization gives the operand of a GEMM, and
-never its values before quantization. Where a feature looks at such a tensor, the same function of Transformer Engine
-runs a second time without a quantizer. What training computes with is the result of the first call.
+A kernel that fuses a norm, an activation function or its derivative with quantization never writes the values before
+quantization. If a feature needs such a tensor, the same function of Transformer Engine runs a second time without a
+quantizer. Training uses the result of the first call.
 
 Read from Transformer Engine 2.20.2 (``pytorch/module``): the modules call ``apply_normalization``, and the functions
-that ``_act_func`` gives: the activation function, its derivative, and that fused with the gradient of the bias.
+returned by ``_act_func``: the activation function, its derivative, and the derivative fused with the bias gradient.
 """
 
 from __future__ import annotations
@@ -17,23 +17,18 @@ from typing import Any
 from te_precision_callbacks.instrumentation.running import Running
 
 _QUANTIZER_OF_NORM = 5
-"""The place of ``output_quantizer`` among the arguments of ``apply_normalization``."""
+"""The position of ``output_quantizer`` in the arguments of ``apply_normalization``."""
 
 
 class UnfusedTensors:
-    """Notes these tensors for the forward or backward that runs.
-
-    Args:
-        running: what threads run.
-        report: receives failures.
-    """
+    """Stores these tensors in the current forward or backward."""
 
     def __init__(self, running: Running, report: Callable[[str, str, Exception], None]) -> None:
         self._running = running
         self._report = report
 
     def around_norm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """``apply_normalization``, whose result is the activation of a module's first layer."""
+        """Wrap ``apply_normalization``, which returns the activation of a module's first layer."""
 
         @functools.wraps(upstream)
         def apply_normalization(*arguments: Any) -> Any:
@@ -49,7 +44,7 @@ class UnfusedTensors:
         return apply_normalization
 
     def around_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """``_act_func`` of LayerNormMLP, whose functions give the activation of fc2 and the gradient of fc1."""
+        """Wrap ``_act_func`` of LayerNormMLP: its functions return the activation of fc2 and the gradient of fc1."""
 
         @functools.wraps(upstream)
         def act_func(*arguments: Any, **keywords: Any) -> Any:
@@ -63,12 +58,12 @@ class UnfusedTensors:
         return act_func
 
     def _around(self, function: Any, unfused: Any, number: int, tensor: str) -> Callable[..., Any]:
-        """A function whose last argument is the quantizer of its result.
+        """Wrap a function with the quantizer of its result as last argument.
 
         Args:
             function: the function.
-            unfused: the function that gives its result in high precision without a quantizer.
-            number, tensor: the number of the layer, and which of its tensors the result is.
+            unfused: the function that returns its result in high precision without a quantizer.
+            number, tensor: the layer number and the name of the result.
         """
 
         def around(*arguments: Any, **keywords: Any) -> Any:
@@ -94,4 +89,4 @@ class UnfusedTensors:
                 forward.high[number, tensor] = compute()
                 forward.recomputed.add((number, tensor))
             except Exception as error:
-                self._report("computing once more", f"{forward.layers[number]} {tensor}", error)
+                self._report("recomputing", f"{forward.layers[number]} {tensor}", error)

@@ -1,11 +1,9 @@
-"""Looks at what an optimizer's step does to the weights of a model, in the steps in which statistics are due.
+"""Measures the effect of optimizer steps on weights, in collection steps. Nothing waits for the device.
 
-Some elements of each weight are looked at, the same before and after the step. Nothing waits for the device.
-
-- :data:`UNCHANGED`: the percent of elements of bfloat16 or float16 matrices, with a gradient, that the step leaves as
-  they are. An update below half a unit in the last place is lost there, unless the optimizer keeps a master weight or
-  what it has rounded off.
-- :data:`BELOW_EPS`: the percent of weights whose gradient is smaller than the ``eps`` that Adam adds to its root mean
+- :data:`UNCHANGED`: the percentage of sampled elements of bfloat16 or float16 matrices, with a gradient, that the step
+  leaves unchanged. An update below half a unit in the last place is lost, unless the optimizer keeps a master weight or
+  the rounding error.
+- :data:`BELOW_EPS`: the percentage of weights with a gradient smaller than the ``eps`` that Adam adds to its root mean
   square, so that the update is almost 0.
 """
 
@@ -19,30 +17,31 @@ import torch
 
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
+from te_precision_callbacks.instrumentation.weight_samples import local
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 
 LEAST_RATE = 0.01
-"""The share of the largest learning rate so far below which a step does not count: at the end of a decay all updates
+"""Steps with a learning rate below this share of the largest one are skipped: at the end of a decay all updates
 vanish."""
 
 _SAMPLE = 1024
-"""About so many elements of a weight are looked at."""
+"""The approximate number of sampled elements of a weight."""
 
 _ROUNDED = (torch.bfloat16, torch.float16)
 
 _KEEPERS = ("master", "kahan", "compensation")
-"""Parts of the names under which optimizers keep what a weight has lost in rounding."""
+"""Parts of the names of optimizer state that compensates for rounding."""
 
 
 class TrainedModel(Protocol):
-    """A model, as far as checks of its training read it."""
+    """The part of a model that checks of its training use."""
 
     @property
     def roots(self) -> list[torch.nn.Module]:
-        """The modules that were attached."""
+        """The attached modules."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
-        """The parameters, each once, with their names and the modules that have them."""
+        """Yield each parameter once, with its name and module."""
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer steps a parameter of the model."""
@@ -51,13 +50,8 @@ class TrainedModel(Protocol):
 class UpdateWatch:
     """Compares a sample of each weight before and after an optimizer's step.
 
-    Args:
-        model: the model whose weights are sampled.
-        scalars: receive the results.
-        failures: receives failures.
-
     Attributes:
-        adds_eps: whether an optimizer that has stepped the model adds ``eps`` as Adam does; None before the first step.
+        adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
     """
 
     def __init__(self, model: TrainedModel, scalars: ScalarBuffer, failures: ObservationFailures) -> None:
@@ -70,24 +64,18 @@ class UpdateWatch:
         self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def clear(self) -> None:
-        """Forget the samples."""
         self._before.clear()
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, *, is_due: bool) -> None:
-        """Look at the gradients, and keep the elements that are compared.
-
-        Args:
-            optimizer: the optimizer.
-            is_due: whether statistics are due in this step.
-        """
+        """Check the gradients and sample the weights, if ``is_due``."""
         self._before.clear()
         try:
             rate = max((float(group.get("lr") or 0.0) for group in optimizer.param_groups), default=0.0)
             largest = self._largest_rates[optimizer] = max(rate, self._largest_rates.get(optimizer, 0.0))
             if not is_due or rate < LEAST_RATE * largest or not self._model.is_trained_by(optimizer):
                 return
-            self._look_at_gradients(optimizer)
+            self._check_gradients(optimizer)
             weights = (weight for group in optimizer.param_groups for weight in group["params"])
             for weight, gradient in _usable(weights):
                 if weight.dtype in _ROUNDED and weight.dim() > 1 and not _keeps_more(optimizer, weight):
@@ -95,11 +83,11 @@ class UpdateWatch:
                     self._before.append((view, view.clone(), _some(gradient) != 0))
         except Exception as error:
             self._before.clear()
-            self._failures.report("looking at a step of", type(optimizer).__name__, error)
+            self._failures.report("checking a step of", type(optimizer).__name__, error)
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare what the step has left of the elements."""
+        """Compare the samples with the weights after the step."""
         before, self._before = self._before, []
         try:
             if optimizer not in self._known:
@@ -112,10 +100,10 @@ class UpdateWatch:
             same = torch.cat([now == then for now, then, _ in before])
             self._scalars.add(UNCHANGED, 100 * (same & asked).sum() / asked.sum().clamp(min=1))
         except Exception as error:
-            self._failures.report("looking at a step of", type(optimizer).__name__, error)
+            self._failures.report("checking a step of", type(optimizer).__name__, error)
 
-    def _look_at_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare gradients with ``eps``, where the optimizer is one of Adam's kind."""
+    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare gradients with ``eps``, for Adam and its variants."""
         found: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             if not _adds_eps(group):
@@ -131,35 +119,29 @@ class UpdateWatch:
 
 
 def _adds_eps(group: Mapping[str, Any]) -> bool:
-    """Whether the optimizer of a group of parameters adds ``eps`` as Adam does."""
+    """Return whether the optimizer of a parameter group adds ``eps`` as Adam does."""
     return "betas" in group and bool(group.get("eps"))
 
 
 def _usable(weights: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The weights that can be looked at, each with its gradient."""
+    """Yield each contiguous weight with its gradient."""
     for weight in weights:
         gradient = weight.grad
         if gradient is None or gradient.layout is not torch.strided:
             continue
-        own, of_own = _local(weight), _local(gradient)
+        own, of_own = local(weight), local(gradient)
         if own.numel() == of_own.numel() > 0 and own.is_contiguous() and of_own.is_contiguous():
             yield weight, gradient
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.detach()
-
-
 def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Some elements of a tensor, as a view."""
-    flat = _local(tensor).view(-1)
+    """Return sampled elements as a view."""
+    flat = local(tensor).view(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 
 def _keeps_more(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> bool:
-    """Whether an optimizer keeps what a weight loses in rounding, or rounds so that nothing is lost in the mean."""
+    """Return whether an optimizer compensates for rounding, or rounds stochastically."""
     state: Mapping[str, Any] = optimizer.state.get(weight, {})
     if any(part in name for name in state for part in _KEEPERS):
         return True

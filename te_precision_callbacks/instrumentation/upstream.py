@@ -1,8 +1,8 @@
-"""Starts nvidia-dlfw-inspect and Transformer Engine's debug state for a session, and restores them after it.
+"""Starts nvidia-dlfw-inspect and Transformer Engine's debug state for a session, and restores them afterwards.
 
 Read from nvidia-dlfw-inspect 0.2.2 and Transformer Engine 2.20.2. Upstream's own ``end_debug`` leaves behind log
-handlers, the set of one-time messages, the schedule of each module and (if a module was built in between) a state in
-which nothing is ever observed. Here a snapshot is taken before the first change, and restored whatever happened.
+handlers, the set of one-time messages, the schedule of each module and, if a module was built meanwhile, a state in
+which nothing is ever observed. A session therefore runs upstream on copies of its global state.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from te_precision_callbacks.base.errors import (
     SessionError,
     TransformerEngineUnavailableError,
 )
+from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.threads import within
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import Effect
@@ -44,13 +45,11 @@ from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL
 logger = logging.getLogger(__name__)
 
 SUPPORTED_TE = ("2.20", "2.21")
-"""The Transformer Engine versions that the seams were read from: at least the first, and below the second."""
-
+"""The supported Transformer Engine versions: at least the first, and below the second."""
 
 _PYTHON_LOGGERS = ("nvdlfw_inspect", "Default Statistics")
 _EVENTS = "nvidia-dlfw-inspect's log"
 _TIMESTAMP_VARIABLE = "NVDLFW_INSPECT_LOG_TIMESTAMP"
-_STATE_ATTRIBUTES = ("debug_enabled", "weight_tensor_tp_group_reduce", "layers_initialized")
 _MODULE_ATTRIBUTES = (
     "name",
     "next_iter_when_debug_should_be_run",
@@ -65,7 +64,7 @@ def import_transformer_engine() -> None:
     """Import Transformer Engine's PyTorch modules.
 
     Raises:
-        TransformerEngineUnavailableError: no Transformer Engine, or its compiled extension is missing or broken.
+        TransformerEngineUnavailableError: Transformer Engine or its compiled extension is missing or broken.
     """
     try:
         importlib.import_module("transformer_engine.pytorch")
@@ -76,16 +75,15 @@ def import_transformer_engine() -> None:
 
 
 @cache
-def _version_of_transformer_engine() -> str:
-    """Of the one that this process has imported, whatever is installed later."""
+def _imported_version() -> str:
     return importlib.metadata.version("transformer_engine")
 
 
 def warn_unless_supported() -> None:
-    """Warn if the seams were not read from the installed version of Transformer Engine."""
+    """Warn if the installed Transformer Engine is not a supported version."""
     from packaging.version import Version
 
-    installed = _version_of_transformer_engine()
+    installed = _imported_version()
     low, high = (Version(bound) for bound in SUPPORTED_TE)
     if not low <= Version(Version(installed).base_version) < high:
         logger.warning(
@@ -97,7 +95,7 @@ def warn_unless_supported() -> None:
 
 
 class Snapshot:
-    """Everything global that a session changes. Taken before the first change; :meth:`restore` puts it back."""
+    """The global state that a session changes, replaced by copies until :meth:`restore`."""
 
     def __init__(self) -> None:
         import nvdlfw_inspect.logging as inspect_logging
@@ -107,78 +105,54 @@ class Snapshot:
         from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        self._inspect_logger = inspect_logging.LOGGER
-        self._metric_loggers = list(MetricLogger.enabled_loggers)
-        self._messages = set(SingleMessageLogger.logged_messages)
-        self._call_details = APICacheIdentifier.__dict__.get("_call_details", _MISSING)
-        self._registry = {name: _copied(data) for name, data in Registry.data.items()}
-        self._configs = list(ConfigManager.configs)
-        self._python_loggers = {
-            name: (list(found.handlers), found.level, found.propagate)
-            for name in _PYTHON_LOGGERS
-            for found in [logging.getLogger(name)]
-        }
-        self._state = {name: copy.copy(getattr(TEDebugState, name)) for name in _STATE_ATTRIBUTES}
+        self._globals = Replaced()
+        self._globals.replace(Registry, "data", {name: _copied(entry) for name, entry in Registry.data.items()})
+        self._globals.replace(APICacheIdentifier, "_call_details", vars(APICacheIdentifier).get("_call_details"))
+        for owner, names in (
+            (inspect_logging, ("LOGGER",)),
+            (MetricLogger, ("enabled_loggers",)),
+            (SingleMessageLogger, ("logged_messages",)),
+            (ConfigManager, ("configs", "layer_name_to_config_cache")),
+            (TEDebugState, ("debug_enabled", "weight_tensor_tp_group_reduce", "layers_initialized")),
+        ):
+            for name in names:
+                self._globals.replace(owner, name, copy.copy(getattr(owner, name)))
+        loggers = map(logging.getLogger, _PYTHON_LOGGERS)
+        self._loggers = [(each, list(each.handlers), each.level, each.propagate) for each in loggers]
         self._timestamp = os.environ.get(_TIMESTAMP_VARIABLE)
         self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
 
     def detach_handlers(self) -> None:
-        """Detach handlers that an ended run of upstream's has left, until :meth:`restore`: they write its files."""
-        for name in self._python_loggers:
-            logging.getLogger(name).handlers.clear()
+        """Detach the log handlers of an earlier upstream run, which write into its files, until :meth:`restore`."""
+        for python_logger, *_ in self._loggers:
+            python_logger.handlers.clear()
 
     def remember_module(self, module: torch.nn.Module) -> None:
-        """Note a module's debug attributes, unless that was done before."""
-        if id(module) not in self._modules:
-            self._modules[id(module)] = (
-                module,
-                {name: module.__dict__.get(name, _MISSING) for name in _MODULE_ATTRIBUTES},
-            )
+        """Save a module's debug attributes the first time."""
+        attributes = {name: module.__dict__.get(name, _MISSING) for name in _MODULE_ATTRIBUTES}
+        self._modules.setdefault(id(module), (module, attributes))
 
     def restore_module_names(self) -> None:
-        """Give the modules back the names that they had, so they can be looked at again."""
         for module, attributes in self._modules.values():
             _set_attribute(module, "name", attributes["name"])
 
     def restore(self) -> None:
-        """Put everything back. Upstream's debug manager must have ended."""
-        import nvdlfw_inspect.logging as inspect_logging
-        from nvdlfw_inspect.config_manager import ConfigManager
-        from nvdlfw_inspect.logging import MetricLogger
-        from nvdlfw_inspect.registry import Registry
-        from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
+        """Restore everything. Upstream's debug manager must have ended."""
         for module, attributes in self._modules.values():
             for name, value in attributes.items():
                 _set_attribute(module, name, value)
             _drop_debug_workspaces(module)
         self._modules = {}
-        for name, value in self._state.items():
-            setattr(TEDebugState, name, value)
-        for name, (handlers, level, propagate) in self._python_loggers.items():
-            found = logging.getLogger(name)
-            for handler in [handler for handler in found.handlers if handler not in handlers]:
-                found.removeHandler(handler)
-                with contextlib.suppress(OSError):  # of a full disk, which was reported when it was written to
+        for python_logger, handlers, level, propagate in self._loggers:
+            for handler in [handler for handler in python_logger.handlers if handler not in handlers]:
+                python_logger.removeHandler(handler)
+                with contextlib.suppress(OSError):  # of a full disk, reported when it was written to
                     handler.close()
-            found.handlers[:] = handlers
-            if found.level != level:  # setting it goes through all loggers of the process
-                found.setLevel(level)
-            found.propagate = propagate
-        inspect_logging.LOGGER = self._inspect_logger
-        MetricLogger.enabled_loggers[:] = self._metric_loggers
-        SingleMessageLogger.logged_messages.clear()
-        SingleMessageLogger.logged_messages.update(self._messages)
-        if self._call_details is _MISSING:
-            if "_call_details" in APICacheIdentifier.__dict__:
-                del APICacheIdentifier._call_details
-        else:
-            APICacheIdentifier._call_details = self._call_details
-        Registry.data.clear()
-        Registry.data.update(self._registry)
-        ConfigManager.configs = self._configs
-        ConfigManager.layer_name_to_config_cache.clear()
+            python_logger.handlers[:] = handlers
+            if python_logger.level != level:  # setting it visits all loggers of the process
+                python_logger.setLevel(level)
+            python_logger.propagate = propagate
+        self._globals.put_back()
         if self._timestamp is None:
             os.environ.pop(_TIMESTAMP_VARIABLE, None)
         else:
@@ -186,7 +160,6 @@ class Snapshot:
 
 
 def _copied(namespace_data: Any) -> Any:
-    """A copy of a namespace's registry entry, with copied dictionaries and lists."""
     entry = copy.copy(namespace_data)
     entry.features = dict(entry.features)
     entry.feat_api_to_features = copy.deepcopy(entry.feat_api_to_features)
@@ -202,24 +175,19 @@ def _set_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
 
 
 def _drop_debug_workspaces(module: torch.nn.Module) -> None:
-    """Forget cached weights that were quantized under debugging: they keep the session's quantizers alive."""
+    """Drop cached weights quantized under debugging, which would keep the session's quantizers alive."""
     from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
 
     workspaces: dict[str, Any] = module.__dict__.get("_fp8_workspaces", {})
-    for name in [name for name, held in workspaces.items() if isinstance(held, DebugQuantizedTensor)]:
+    for name in [name for name, weight in workspaces.items() if isinstance(weight, DebugQuantizedTensor)]:
         del workspaces[name]
 
 
 class Inspector:
     """nvidia-dlfw-inspect while a session is live.
 
-    Args:
-        log_dir: the folder of its log of events.
-        options: the session's options.
-        failures: receives failures, also that nothing can be written to the folder.
-
     Attributes:
-        events: upstream's log of events.
+        events: upstream's event log.
     """
 
     def __init__(self, log_dir: Path, options: SessionOptions, failures: ObservationFailures) -> None:
@@ -233,16 +201,15 @@ class Inspector:
         self._last_iteration = 0
 
     def start(self, observation: Observation, scalars: ScalarBuffer, before_end: Callable[[], None]) -> None:
-        """Start upstream with every feature and no config yet.
+        """Start upstream with all features and without a config.
 
         Args:
-            observation: the observation of the run.
-            scalars: receive each scalar that a user's feature logs.
-            before_end: called before the script itself ends upstream.
+            observation: the engine and recorder of the run.
+            scalars: receives each scalar that a user's feature logs.
+            before_end: called before the script ends upstream.
 
         Raises:
-            SessionError: upstream is running already, started here or by the script; or with ``strict``, nothing can be
-                written to the folder.
+            SessionError: upstream is already running; or, with ``strict``, the log folder is not writable.
             FeatureLoadError: a feature could not be loaded.
         """
         import nvdlfw_inspect.api as debug_api
@@ -268,13 +235,13 @@ class Inspector:
         self._stray_calls = StrayCalls(manager, before_end)
         manager._tensor_reduction_group = self._options.process_group
         self._api.begin(observation, reduce=self._options.reduce)
-        # Modules that are built from now on must not conclude that debugging was started too late; modules that were
-        # built before take part as well, since the state is an attribute of the class.
+        # Otherwise a module built from now on would raise that debugging was started too late. Modules built before
+        # take part as well, since this is an attribute of the class.
         TEDebugState.debug_enabled = True
 
     def _make_folder(self) -> None:
-        """Make the log folder, where scripts may also put files. Where it cannot be made or written to, a
-        strict run does not start. Where the disk does not answer, what writes a file reports that it is lost."""
+        """Create the log folder. If that fails, a strict run does not start. A disk that does not respond is reported
+        when a file is written."""
         folder = self._log_dir / EVENTS_FOLDER if self._options.strict else self._log_dir
 
         def make() -> None:
@@ -293,33 +260,32 @@ class Inspector:
                 self._failures.lose_folder(self._log_dir, error)
 
     def _begin_events(self) -> None:
-        """Begin upstream's log of events, as ``initialize_logger`` does, but for the thread that writes it."""
+        """Start upstream's event log as ``initialize_logger`` does, but with a writer thread."""
         import nvdlfw_inspect.logging as inspect_logging
 
         inspect_logging.LOGGER = inspect_logging.FileLogger(_PYTHON_LOGGERS[0], str(self._log_dir))
         on_terminal = logging.StreamHandler()
         on_terminal.setLevel(logging.WARNING)
         on_terminal.setFormatter(logging.Formatter(f"NVDLFW INSPECT - {FORMAT}"))
-        found = logging.getLogger(_PYTHON_LOGGERS[0])
+        python_logger = logging.getLogger(_PYTHON_LOGGERS[0])
         for handler in (self.events, on_terminal):
             handler.handleError = self._report_log_failure  # type: ignore[method-assign]
-            found.addHandler(handler)
-        found.propagate = False
+            python_logger.addHandler(handler)
+        python_logger.propagate = False
 
     def _report_log_failure(self, record: logging.LogRecord) -> None:
-        """Report a line that could not be made or written to the terminal, instead of logging's own traceback."""
+        """Report a log line that failed, instead of logging's own traceback."""
         error = sys.exc_info()[1]
         if error is not None:
             self._failures.report("writing", _EVENTS, error)
 
     def report_events(self) -> None:
-        """Report that the log of events could not be written, once."""
+        """Report once that the event log could not be written."""
         failure = self.events.take_failure()
         if failure is not None:
             self._failures.report("writing", _EVENTS, failure)
 
     def _initialize(self, debug_api: Any, scalars: ScalarBuffer) -> None:
-        """Start upstream."""
         import transformer_engine.debug.features as te_features
         from nvdlfw_inspect.debug_manager import DebugManager
 
@@ -354,14 +320,13 @@ class Inspector:
 
     @property
     def registered(self) -> RegisteredFeatures:
-        """The registered features: namespace -> names."""
+        """Namespace -> names of its features."""
         from nvdlfw_inspect.registry import Registry
 
         return {namespace: tuple(data.features) for namespace, data in Registry.data.items()}
 
     @property
     def _api(self) -> Any:
-        """The namespace API."""
         import nvdlfw_inspect.api as debug_api
 
         from te_precision_callbacks.features import registration
@@ -370,7 +335,7 @@ class Inspector:
         return manager._namespace_apis[registration.NAMESPACE]
 
     def only_looks(self, name: str) -> bool:
-        """Whether a registered feature is one of this project's that look at tensors, as they do."""
+        """Return whether a registered feature is an observing feature of this project, with its ``inspect_tensor``."""
         from te_precision_callbacks.features.base import ScheduledFeature
 
         feature: Any = self._api.namespace_features.get(name)
@@ -378,8 +343,7 @@ class Inspector:
         return own and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
 
     def that_change_precision(self, features: NamespacedFeatures) -> tuple[str, ...]:
-        """The names of the features of a layer that can change what a GEMM gets, each with its steps if these are not
-        all."""
+        """Return the names of a layer's features that can change a GEMM's operands, with their steps if restricted."""
         from nvdlfw_inspect.registry import Registry
 
         return tuple(
@@ -396,10 +360,10 @@ class Inspector:
         """Replace the config.
 
         Args:
-            config: a plan with exact layer names, of this rank's layers.
+            config: a plan with exact layer names, for this rank's layers.
             source: the source of the config.
-            sections: the features of all sections, including sections that match no layer of this rank: all ranks must
-                know when a statistic is due on any rank.
+            sections: the features of all sections, including sections without a layer on this rank: all ranks need the
+                schedule of each statistic.
         """
         from nvdlfw_inspect.config_manager import ConfigManager
         from nvdlfw_inspect.registry import Registry
@@ -413,13 +377,13 @@ class Inspector:
         self.log(f"Reading config from {source}.")
 
     def log(self, message: str) -> None:
-        """Write a line into nvidia-dlfw-inspect's log of events."""
+        """Write a line to the event log."""
         from nvdlfw_inspect.logging import get_logger
 
         get_logger().log_message(message)
 
     def name_module(self, module: torch.nn.Module, name: str) -> None:
-        """Give a module its name, and the schedule of a module that has not run yet."""
+        """Set a module's name, and reset its schedule."""
         if self._snapshot is None or self._stray_calls is None:
             raise SessionError("The session is not running.")
         self._stray_calls.keep_names()
@@ -428,20 +392,19 @@ class Inspector:
         reset_schedule(module)
 
     def forget_names(self) -> None:
-        """Give all modules back their own names, to look at the model again."""
+        """Restore the modules' own names, to inspect the model again."""
         if self._snapshot is not None:
             self._snapshot.restore_module_names()
 
     @property
     def ended(self) -> bool:
-        """Whether the script has ended upstream by itself since the start, with ``debug_api.end_debug()``."""
+        """Return whether the script has called ``debug_api.end_debug()``."""
         import nvdlfw_inspect.api as debug_api
 
         return self._manager is not None and debug_api.DEBUG_MANAGER is not self._manager
 
     @property
     def iteration(self) -> int:
-        """The debug iteration."""
         if self._manager is not None:
             self._last_iteration = int(self._manager._trainer_iteration_count)
         return self._last_iteration
@@ -451,21 +414,21 @@ class Inspector:
         type(self._manager).initialize_training_step(self._manager, value)  # see stray_calls.py
 
     def step(self) -> None:
-        """Count the iteration, and let users' features log what they have gathered; with collectives, unless
+        """Advance the iteration, and let users' features log their statistics; with collectives, unless
         ``reduce=False``."""
         type(self._manager).step(self._manager)  # see stray_calls.py
 
     @property
     def runs(self) -> bool:
-        """Whether upstream was started, and has not ended."""
+        """Return whether upstream is running."""
         return self._manager is not None and not self.ended
 
     def log_local_buffers(self) -> None:
-        """Let users' features log what they have gathered on this rank, without a collective."""
+        """Let users' features log the statistics of this rank, without a collective."""
         self._api.log_local_buffers()
 
     def stop(self) -> None:
-        """End upstream and put everything back. Does nothing if upstream was not started."""
+        """End upstream and restore its state. Does nothing if it was not started."""
         if self._snapshot is None:
             return
         import nvdlfw_inspect.api as debug_api
@@ -479,7 +442,7 @@ class Inspector:
                 debug_api.end_debug()
         finally:
             debug_api.DEBUG_MANAGER = self._manager = None
-            # A start that failed has no manager to end, but may have reached the namespace's features.
+            # A failed start has no manager to end, but may have reached the namespace's features.
             vars(STATS_BUFFERS).pop("log_stats", None)
             self._snapshot.restore()
             self._snapshot = None
@@ -488,13 +451,13 @@ class Inspector:
 
 
 def _steps_of(options: Mapping[str, Any]) -> str:
-    """The steps in which a feature changes precision, in brackets; empty if these are all."""
+    """Return the steps of a feature that changes precision, in parentheses; empty for all steps."""
     effect = options.schema.effect() if isinstance(options, ReadOptions) else Effect()
     return f" ({effect.steps_in_words()})" if effect.schedules else ""
 
 
 def reset_schedule(module: torch.nn.Module) -> None:
-    """Make a module ask its features again in its next forward, at whatever iteration that is."""
+    """Make a module query its features in its next forward, in any iteration."""
     for name in _MODULE_ATTRIBUTES[1:]:
         _set_attribute(module, name, _NOT_RUN_YET.get(name, _MISSING))
 
@@ -503,8 +466,6 @@ def _logger_into(scalars: ScalarBuffer) -> Any:
     from nvdlfw_inspect.logging import BaseLogger
 
     class ScalarLogger(BaseLogger):  # type: ignore[misc]  # upstream is untyped
-        """Adds scalars to those of the session."""
-
         def log_scalar(self, name: str, value: Any, iteration: int, **_: Any) -> None:
             scalars.add(name, value)
 

@@ -1,8 +1,7 @@
-"""Which modules the session acts on: those that are armed, those at rest, and those that are left alone.
+"""The modules that the session acts on: armed, resting, or refused.
 
-A module is *armed* in the iterations in which a feature may act on it. In all other iterations, and if it has no
-feature, it *rests*: it runs Transformer Engine's own methods, and nothing of the session is called in its forward
-and backward.
+A module is *armed* in iterations with a feature that may act on it. In all other iterations, and without a feature,
+it *rests*: it runs Transformer Engine's own methods, without a call of the session.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ class WatchedModules:
     """Arms modules, and lets them rest.
 
     Args:
-        answer: what an armed module answers in each forward: whether it takes the debug path.
+        answer: the ``is_debug_iter`` of armed modules.
         classify: decides the kind of a forward.
-        audit: has the precision that ran.
+        audit: has the precision of earlier steps.
         failures: receives failures.
 
     Attributes:
         modules: id -> module.
         layers: id of a module -> the names of its layers.
         names: id of a module -> its name.
-        fused: the ids of modules that are observed on their fused path -> the steps in which features change their
-            precision, and they take the debug path.
+        fused: the ids of modules observed on their fused path -> the steps that change their precision,
+            which take the debug path.
         armed: id -> module.
-        resting: follows the modules at rest.
+        resting: tracks the resting modules.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class WatchedModules:
         self.names: dict[int, str] = {}
         self.fused: dict[int, tuple[Schedule, ...]] = {}
         self.armed: dict[int, torch.nn.Module] = {}
-        self.resting = RestingLayers(classify, audit, self.ask_again)
+        self.resting = RestingLayers(classify, audit, self.query_again)
         self._answer = answer
         self._failures = failures
         self._refused: set[int] = set()
@@ -64,7 +63,7 @@ class WatchedModules:
     def watch(
         self, modules: Sequence[NamedModule], refused: Iterable[int], fused: Mapping[int, tuple[Schedule, ...]]
     ) -> None:
-        """Set the modules, of which none is armed yet, after :meth:`release`; as :meth:`ForwardHooks.watch`."""
+        """Set the modules after :meth:`release`, without arming them; see :meth:`ForwardHooks.watch`."""
         self.modules = {id(named.module): named.module for named in modules}
         self.layers = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
         self.names = {id(named.module): named.name for named in modules}
@@ -75,17 +74,17 @@ class WatchedModules:
             self.leave_alone(self.modules[key])
 
     def is_on_fused_path(self, module: torch.nn.Module, iteration: int) -> bool:
-        """Whether a module is observed on its fused path in an iteration."""
+        """Return whether a module is observed on its fused path in an iteration."""
         changed = self.fused.get(id(module))
         return changed is not None and not any(schedule.at(iteration)[0] for schedule in changed)
 
     def next_change(self, module: torch.nn.Module, iteration: int) -> int | None:
-        """The next iteration in which a module on its fused path leaves it, since a feature changes its precision."""
+        """Return the next iteration that changes the precision of a module on its fused path."""
         upcoming = (schedule.at(iteration)[1] for schedule in self.fused[id(module)])
         return min((step for step in upcoming if step is not None), default=None)
 
     def release(self) -> None:
-        """Let all modules run as without a session, and watch none."""
+        """Let all modules run as without a session."""
         for module in self.modules.values():
             module.__dict__.pop("is_debug_iter", None)
         self.armed.clear()
@@ -93,19 +92,19 @@ class WatchedModules:
         self.modules = {}
 
     def arm_all(self) -> None:
-        """Arm every module that is not refused: all features are asked again in the next forward."""
+        """Arm every module that is not refused."""
         self._waiting.clear()
         for module in self.modules.values():
-            self.ask_again(module)
+            self.query_again(module)
 
     def begin(self, iteration: int, ran: Mapping[int, Collection[bool]], *, all_at_once: bool, excluded: bool) -> None:
-        """Arm the modules on which a feature may act in an iteration; the others rest.
+        """Arm the modules with a feature that may act in an iteration; the others rest.
 
         Args:
             iteration: the iteration.
-            ran: as of :meth:`RestingLayers.follow`.
-            all_at_once: whether all modules at rest are looked at, and not only those that have their turn.
-            excluded: as :attr:`AutocastRegions.excludes_more`.
+            ran: see :meth:`RestingLayers.follow`.
+            all_at_once: check all resting modules instead of the next few.
+            excluded: see :attr:`AutocastRegions.excludes_more`.
         """
         ended, was_armed = iteration - 1, frozenset(self.armed)
         new_at_rest = self.resting.take_new(was_armed)
@@ -120,10 +119,10 @@ class WatchedModules:
         try:
             self.resting.follow(ended, was_armed, new_at_rest, ran, all_at_once=all_at_once, excluded=excluded)
         except Exception as error:
-            self._failures.report("looking for changes of the precision of", f"iteration {ended}", error)
+            self._failures.report("checking the precision of", f"iteration {ended}", error)
 
-    def ask_again(self, module: torch.nn.Module) -> None:
-        """Arm a module that is not refused, whose features are then asked in its next forward."""
+    def query_again(self, module: torch.nn.Module) -> None:
+        """Arm a module that is not refused: its features are queried in its next forward."""
         if id(module) not in self._refused:
             reset_schedule(module)
             self._arm(module)
@@ -146,14 +145,14 @@ class WatchedModules:
 
 
 class _OfOneModule(functools.partial):  # type: ignore[type-arg]
-    """The ``is_debug_iter`` of a watched module, called as fast as a method. A copy of the module is not watched."""
+    """The ``is_debug_iter`` of a watched module, as fast as a method. A copy of the module is not watched."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[bool]:
         return functools.partial(_as_its_class, copy.deepcopy(self.args[0], memo))
 
 
 def _never(module: torch.nn.Module) -> _OfOneModule:
-    """The ``is_debug_iter`` of a module that is not to be asked: always False, without a call of Python."""
+    """The ``is_debug_iter`` of a resting module: always False, without a Python call."""
     return _OfOneModule(operator.is_, module, None)
 
 

@@ -1,14 +1,12 @@
-"""Names of layers in few words: those that differ in their numbers alone are one text.
+"""Short texts for many names of layers. Names that differ only in numbers become one text.
 
 folded(["layers.0.fc", "layers.1.fc", "layers.4.fc", "head"])     # ["layers.{0-1,4}.fc", "head"]
 folded(f"h.{i}.experts.gemm_{e}" for i in range(32) for e in range(8))   # ["h.{0-31}.experts.gemm_{0-7}"]
 
-A text stands for exactly its names, unless it has more than a few ranges of numbers.
+A text represents exactly its names, unless it has more than a few ranges of numbers.
 
 short = ShortNames(["model.encoder.layers.0.attention.qkv", "model.encoder.layers.1.attention.qkv"])
 short.of("model.encoder.layers.0.attention.qkv", 24)              # "…layers.0.attention.qkv"
-
-A short name leaves out what all names share, and keeps what tells it apart from the others.
 """
 
 from __future__ import annotations
@@ -16,30 +14,28 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?:0|[1-9]\d*)(?!\d)")
-"""A number in a name; those of fc1 and fc2 say which layer it is, and a leading zero would be lost."""
+"""A number in a name, except that of fc1 and fc2, which identifies a layer, and one with a leading zero."""
 
 _MOST_RANGES = 4
 
 _SEGMENT = re.compile(r"[^./]+[./]?|[./]")
-"""A part of a path, with the dot or slash behind it."""
+"""A part of a path, with the dot or slash after it."""
 
 _LEFT_OUT = "…"
-
-_LEAST_STEM, _MOST_SIBLINGS = 3, 200
 
 _Numbers = tuple[int, ...]
 
 
 def folded(names: Iterable[str], *, most: int | None = None, most_ranges: int | None = _MOST_RANGES) -> list[str]:
-    """The names in few texts, in the order in which they come first.
+    """Fold names into few texts, in the order of their first names.
 
     Args:
-        names: the names; each counts once.
-        most: the most texts; behind them one says how many are left.
-        most_ranges: the most ranges of numbers in one place; None for all.
+        names: the names; duplicates count once.
+        most: the maximum number of texts; one more text has the number of texts left.
+        most_ranges: the maximum number of ranges in one place; None for all.
     """
     alike: dict[str, dict[_Numbers, None]] = {}
     for name in names:
@@ -55,29 +51,29 @@ def folded(names: Iterable[str], *, most: int | None = None, most_ranges: int | 
 
 
 def in_sentence(*names: str, most: int | None = None) -> str:
-    """Names in few words, for a sentence: in quotes where they have no letter, as the layers of a Sequential."""
+    """Fold names for a sentence. Names without letters, such as the layers of a Sequential, get quotes."""
     texts = folded(names, most=most)
     return " and ".join(text if any(map(str.isalpha, text)) else repr(text) for text in texts)
 
 
 def form_of(name: str) -> str:
-    """A key that is equal for names that differ in their numbers alone."""
+    """A key that is equal for names that differ only in numbers."""
     return _parsed(name)[0]
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
-    """The numbers in a name, by which names that differ in their numbers alone are ordered."""
+    """The numbers in a name, to sort names that differ only in numbers."""
     return _parsed(name)[1]
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _parsed(name: str) -> tuple[str, _Numbers]:
-    """A name without its numbers, and the numbers. The names of a model are folded many times."""
+    """The name without its numbers, and the numbers. Cached, since the names of a model are folded many times."""
     return _NUMBER.sub("\0", name), tuple(map(int, _NUMBER.findall(name)))
 
 
 def _boxes(numbers: Sequence[_Numbers], width: int) -> list[list[list[int]]]:
-    """All numbers as few products of sets: for each of them the sets, one for each number of a name."""
+    """Express all numbers as few products of sets; each product has one set for each number of a name."""
     if not width:
         return [[]]
     sets = [sorted({each[place] for each in numbers}) for place in range(width)]
@@ -98,7 +94,7 @@ def _filled(form: str, sets: Iterable[Sequence[int]], most_ranges: int | None) -
 
 
 def _ranges(numbers: Sequence[int], most: int | None) -> str:
-    """``7``, ``{0-2,5}``, or of many ranges the first ones: ``{0,2,4,6 and 28 more}``."""
+    """``7``, ``{0-2,5}``, or for many ranges ``{0,2,4,6 and 28 more}``."""
     if len(numbers) == 1:
         return str(numbers[0])
     parts: list[list[int]] = []
@@ -113,102 +109,41 @@ def _ranges(numbers: Sequence[int], most: int | None) -> str:
 
 
 class ShortNames:
-    """Short texts for the names of a model's layers, or of a trainer's numbers.
+    """Short texts for names of layers or metrics.
 
-    A part of a name is left out first where no other name goes on differently at that place, then a part is cut to what
-    its neighbours do not have. Names that differ in their numbers alone are shortened at the same places.
+    Parts that all names have at the same place are left out first; a part before a number, and the last one, come last.
 
     Args:
-        names: all names that are to be told apart, also those that are not shown.
+        names: all names that must stay different.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._following: dict[str, set[str]] = {}
-        self._alike: dict[str, list[str]] = {}
-        self._known: set[str] = set()
         for name in dict.fromkeys(names):
-            self._known.add(name)
-            self._alike.setdefault(form_of(name), []).append(name)
             before = ""
             for segment in (*_SEGMENT.findall(name), ""):
                 self._following.setdefault(before, set()).add(segment)
                 before += segment
-        self._texts: dict[tuple[str, int], dict[str, str]] = {}
 
     def of(self, name: str, most: int) -> str:
-        """A name in at most so many characters; a name that fits is itself."""
-        if len(name) <= most:
-            return name
-        if name not in self._known:
-            return _without_middle(name, most)
-        key = (form_of(name), most)
-        if key not in self._texts:
-            alike = self._alike[key[0]]
-            self._texts[key] = dict(zip(alike, self._fitted(alike, most), strict=True))
-        return self._texts[key][name]
-
-    def _fitted(self, names: Sequence[str], most: int) -> list[str]:
-        """Names of one form, with as little left out as fits all of them."""
-        rows = [_SEGMENT.findall(name) for name in names]
-        befores = [["".join(row[:place]) for place in range(len(row))] for row in rows]
-        shortened: list[list[int]] = []
-        for places in self._order(rows, befores):
-            if max(map(_width, rows)) <= most:
+        """The name in at most ``most`` characters; a name that fits is unchanged."""
+        parts, before, shared = _SEGMENT.findall(name), "", list[int]()
+        for place, part in enumerate(parts):
+            if len(self._following.get(before, ())) == 1:
+                shared.append(place)
+            before += part
+        shared.sort(key=lambda place: place + 1 == len(parts) or bool(_NUMBER.match(parts[place + 1])))
+        text = name
+        for place in shared:
+            if len(text) <= most:
                 break
-            for row, before, place in ((*both, place) for both in zip(rows, befores, strict=True) for place in places):
-                siblings = self._following[before[place]]
-                row[place] = _LEFT_OUT if len(siblings) == 1 else _stem(row[place], siblings)
-            shortened.append(places)
-        for (place,) in reversed(shortened[1:]):  # the last cut may have made more room than was needed
-            longer = [
-                [*row[:place], _SEGMENT.findall(name)[place], *row[place + 1 :]]
-                for row, name in zip(rows, names, strict=True)
-            ]
-            if max(map(_width, longer)) <= most:
-                rows = longer
-        return [_without_middle(_joined(row), most) for row in rows]
-
-    def _order(self, rows: Sequence[Sequence[str]], befores: Sequence[Sequence[str]]) -> Iterator[list[int]]:
-        """The places of a name that are shortened together, those first that say the least."""
-        places = range(len(rows[0]))
-        shared = [all(len(self._following[before[place]]) == 1 for before in befores) for place in places]
-        numbered = [bool(_NUMBER.fullmatch(segment.rstrip("./"))) for segment in rows[0]]
-
-        def weight(place: int) -> tuple[bool, bool, bool]:
-            # "layers" in front of a number, and the last part, are what a reader looks for.
-            last = place + 1 == len(places)
-            return not shared[place], last, not last and numbered[place + 1]
-
-        ordered = sorted((place for place in places if shared[place] or not numbered[place]), key=weight)
-        begin = [place for at, place in enumerate(ordered) if place == at and not any(weight(place))]
-        yield begin  # at once, so that names of several forms begin alike
-        yield from ([place] for place in ordered[len(begin) :])
-
-
-def _stem(segment: str, siblings: Iterable[str]) -> str:
-    """A part of a name, cut to a begin or an end that none of its siblings has."""
-    text = segment.rstrip("./")
-    others = {sibling.rstrip("./") for sibling in siblings} - {text}
-    if len(others) > _MOST_SIBLINGS:
-        return segment
-    for size in range(_LEAST_STEM, len(text) - 1):
-        if not any(other.startswith(text[:size]) for other in others):
-            return text[:size] + _LEFT_OUT
-        if not any(other.endswith(text[-size:]) for other in others):
-            return f"{_LEFT_OUT}{text[-size:]}{segment[len(text) :]}"
-    return segment
-
-
-def _joined(segments: Iterable[str]) -> str:
-    return re.sub(f"{_LEFT_OUT}+", _LEFT_OUT, "".join(segments))
-
-
-def _width(segments: Iterable[str]) -> int:
-    return len(_joined(segments))
+            parts[place] = _LEFT_OUT
+            text = re.sub(f"{_LEFT_OUT}+", _LEFT_OUT, "".join(parts))
+        return _without_middle(text, most)
 
 
 def _without_middle(text: str, most: int) -> str:
-    """A text in at most so many characters: its begin and, above all, its end."""
+    """Cut the middle of a text that is too long. The end keeps more than the beginning."""
     if len(text) <= most:
         return text
     if most < 5:

@@ -51,7 +51,6 @@ class ForwardClassifier:
     Attributes:
         paused: set by a front door while it evaluates.
         was_paused: whether ``paused`` was set since ``was_paused`` was last set to False.
-        kept: whether the session has ended and left the features that change precision: every forward is an evaluation.
         eval_mode_counts: whether a module in eval mode counts as being evaluated. False if the front door says when it
             evaluates: a model may be trained in eval mode, or left in it by a validation that failed.
         abandoned: whether the loop that started the session has ended without stopping it, so forwards no longer belong
@@ -61,14 +60,12 @@ class ForwardClassifier:
     def __init__(self, *, precision_features_in_eval: bool) -> None:
         self._evaluation = ForwardKind.EVALUATION if precision_features_in_eval else ForwardKind.UNTOUCHED
         self._paused = self.was_paused = False
-        self.kept = False
         self.eval_mode_counts = True
         self.abandoned: Callable[[], bool] | None = None
 
     def begin(self, *, abandoned: Callable[[], bool]) -> None:
         """Begin a run."""
         self.abandoned = abandoned
-        self.kept = False
         self.was_paused = self._paused
 
     def end(self) -> None:
@@ -88,8 +85,6 @@ class ForwardClassifier:
         """The kind of the forward of ``module`` that is being entered."""
         if self.abandoned is not None and self.abandoned():
             return ForwardKind.UNTOUCHED
-        if self.kept:
-            return self._evaluation
         if self.paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
         if in_backward():

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_precision_callbacks.layers.scopes import FoundScope, Scope, found_scope, scope_of
-from te_precision_callbacks.layers.turns import Turns
 
 if TYPE_CHECKING:
     from te_precision_callbacks.base.vocabulary import LayerNames
@@ -368,28 +367,14 @@ class ModuleTree:
     def __init__(self, model: Model, *, parameters: bool = False) -> None:
         modules = list(dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules()))
         self._children = [(module, dict(module._modules)) for module in modules]
-        self._turns = Turns(self._children)
-        self._ids = frozenset(map(id, modules))
-        self._has_grown = False
         # Parameters by identity: tensors are compared element by element.
         self._parameters = [
             (module, tuple(map(id, module._parameters.values())), compiled_call(module))
             for module in (modules if parameters else ())
         ]
 
-    def note_registration(self, module: torch.nn.Module) -> None:
-        """Note that a module gets a child, for :meth:`seems_changed`."""
-        self._has_grown = self._has_grown or id(module) in self._ids
-
-    def seems_changed(self) -> bool:
-        """Whether a module was added or replaced since, as far as registrations were noted; any other change is seen
-        when the module's turn comes.
-        """
-        return self._has_grown or any(module._modules != before for module, before in self._turns.take())
-
     def changed(self) -> bool:
         """Whether a module was added, replaced, moved or removed since."""
-        self._has_grown = False
         return any(module._modules != before for module, before in self._children) or any(
             tuple(map(id, module._parameters.values())) != parameters or compiled_call(module) is not compiled
             for module, parameters, compiled in self._parameters

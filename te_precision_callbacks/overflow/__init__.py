@@ -1,4 +1,4 @@
-"""Activation overflow: finds where an activation or a gradient becomes inf or nan, and shows what led to it.
+"""Activation overflow: finds the first inf or nan in activations and gradients, and reports the frames before it.
 
 Usage::
 

@@ -1,4 +1,4 @@
-"""Reads the events in a look: the first overflow, and the frames of traced batches."""
+"""Evaluates the events since the last look: the first overflow, and the frames of traced batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ import torch
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.overflow import report as text
 from te_precision_callbacks.overflow.detector_options import DetectorOptions
-from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
 from te_precision_callbacks.overflow.interval import Event, ForwardCall, Gradient, History, Interval, Labelled, seen
@@ -22,7 +21,7 @@ from te_precision_callbacks.overflow.interval import Event, ForwardCall, Gradien
 logger = logging.getLogger(__name__)
 
 _LISTED = 5
-"""The maximum number of parameters that a message names."""
+"""The maximum number of parameters in a message."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,12 @@ class Find:
     """An overflow.
 
     Attributes:
-        path, class_name, role, batch, evaluation, rank: as in ActivationOverflowError.
-        sequence: the number of the event since the last look.
-        headline: which tensor is bad.
-        advice: what to do.
+        path, class_name, role, batch, evaluation, rank: see ActivationOverflowError.
+        sequence: the number of the event since the last common look.
+        headline: the bad tensor.
+        advice: the remedy.
         report: the whole report.
-        step: the training step, in words; empty if it is not known.
+        step: the training step as text, if known.
     """
 
     path: str
@@ -52,11 +51,11 @@ class Find:
 
 
 class Reader:
-    """Reads the events of an interval, and judges them.
+    """Checks the events of an interval.
 
     Attributes:
-        loss_scaled: as in :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
-        step: gives the training step that runs, in words; empty if it is not known.
+        loss_scaled: see :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
+        step: returns the current training step as text, if known.
     """
 
     def __init__(self, options: DetectorOptions) -> None:
@@ -76,14 +75,14 @@ class Reader:
         may_be_skipped: bool,
         before: int,
     ) -> Find | None:
-        """The first overflow; the other frames are kept for later reports, and traced.
+        """Return the first overflow; log traced frames, and keep frames for later reports.
 
         Args:
-            interval: holds the events and the numbers.
-            evaluation: whether the events are of an evaluation.
-            traces: whether ``trace_batches`` counts their batches.
+            interval: the events and their values.
+            evaluation: whether the events belong to an evaluation.
+            traces: whether ``trace_batches`` refers to their batches.
             may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
-            before: how many events there were since the last look of all ranks, before these.
+            before: the number of earlier events since the last common look of all ranks.
         """
         events = interval.events
         if not events:
@@ -93,7 +92,7 @@ class Reader:
         traced = self._traced if traces else frozenset[int]()
         if traced:
             self._trace(events, values, batch)
-        judge = functools.partial(
+        find = functools.partial(
             first_bad,
             events,
             values,
@@ -101,12 +100,12 @@ class Reader:
             excused=interval.excused,
             not_in=traced,
         )
-        bad = judge(loss_scaled=self.loss_scaled)
+        bad = find(loss_scaled=self.loss_scaled)
         scale = None
         if bad is not None and isinstance(events[bad[0]], Gradient) and may_be_skipped:
             scale = interval.loss_scale()
-            if scale is not None and not scale <= 1:  # the scaler makes the scale smaller, and skips the step
-                bad = judge(loss_scaled=True)
+            if scale is not None and not scale <= 1:  # the scaler reduces the scale, and skips the step
+                bad = find(loss_scaled=True)
         if bad is None:
             self._history.add(events, values)
             return None
@@ -116,7 +115,6 @@ class Reader:
         frames = frames[: len(frames) - after][-self._options.max_frames :]
         culprit = frames[-1]
         place = culprit.frame.place
-        weights = {} if place is None or self._options.parameters else self._weights_of(place.module, place.path)
         step = "" if evaluation else self.step()
         return Find(
             path="" if place is None else place.path,
@@ -127,28 +125,13 @@ class Reader:
             rank=own_rank(),
             sequence=before + index,
             headline=text.headline(culprit),
-            advice=text.advice(culprit, events[index], loss_scale=scale, weights=weights),
-            report=text.report(frames, abs_min=self._options.abs_min, step=step, weights=weights),
+            advice=text.advice(culprit, events[index], loss_scale=scale),
+            report=text.report(frames, abs_min=self._options.abs_min, step=step),
             step=step,
         )
 
-    def _weights_of(self, module: torch.nn.Module, path: str) -> Mapping[str, float]:
-        """The largest magnitudes of a module's own parameters; empty where they cannot be read.
-
-        The host waits for the device.
-        """
-        slots = Slots(abs_min=False)
-        try:
-            named = module.named_parameters(recurse=is_compiled(module))
-            measured = {name: slots.measure(parameter) for name, parameter in named}
-            values = slots.read()
-        except Exception as error:  # the overflow must be reported all the same
-            logger.warning("Activation overflow: the parameters of %s could not be read (%s).", path, text_of(error))
-            return {}
-        return {name: text.amax(slot, values) for name, slot in measured.items() if isinstance(slot, Slot)}
-
     def forget(self) -> None:
-        """Leave the frames so far out of later reports."""
+        """Drop the frames so far."""
         self._history = History(self._options.max_frames)
 
     def _trace(self, events: Sequence[Event], values: Values, batch: str) -> None:
@@ -172,17 +155,17 @@ def first_bad(
     not_in: Collection[int],
     loss_scaled: bool,
 ) -> tuple[int, int] | None:
-    """The number of the first bad event, and of the frame in it.
+    """Return the index of the first bad event, and of its bad frame.
 
-    A nan or +inf is bad, in any tensor. A -inf is bad if a module makes it from inputs without one. A mask that enters
-    with -inf is not bad, nor is -inf under a label: masks are made inside a forward.
+    A nan or +inf is bad in any tensor. A -inf is bad if a module produces it from inputs without -inf. A mask with -inf
+    as an input or under a label is not bad.
 
     Args:
         events: the events, in order.
-        values: the numbers of the events.
-        allow_neg_inf: patterns of the paths of modules that may make -inf.
-        excused: the slots that may hold -inf wherever they occur; extended here.
-        not_in: batches that are not judged.
+        values: the values of the events.
+        allow_neg_inf: patterns of the paths of modules that may produce -inf.
+        excused: the slots that may have -inf anywhere; extended here.
+        not_in: batches that are not checked.
         loss_scaled: whether gradients may be inf or nan, since a GradScaler handles them.
     """
     suspects = values.not_finite()
@@ -199,7 +182,7 @@ def first_bad(
             )
             path = event.place.path
             neg_inf_is_bad = not (entered or any(fnmatch.fnmatchcase(path, pattern) for pattern in allow_neg_inf))
-            if not neg_inf_is_bad:  # the modules around it pass its output on
+            if not neg_inf_is_bad:  # the modules around it return its output
                 excused.update(measured for _, measured in event.outputs)
         for number, frame in enumerate(event.frames()):
             if frame.measured not in suspects or not isinstance(frame.measured, Slot):
@@ -214,7 +197,7 @@ def first_bad(
 
 
 def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> list[str]:
-    """The parameters with an inf or nan, those of the module at ``path`` first: ``fc1.weight (nans)``.
+    """Return the parameters with inf or nan, such as ``fc1.weight (nans)``; the module at ``path`` comes first.
 
     The host waits for the device.
 
@@ -237,24 +220,11 @@ def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -
     return [f"{name} ({text.what(*values.extremes(slot))})" for slot, name in names.items() if slot in bad]
 
 
-def advice_on_weights(broken: Sequence[str], steps: int, optimizer: str) -> str:
-    """The advice if parameters are not finite themselves.
-
-    Args:
-        broken: the parameters, such as ``fc1.weight (nans)``.
-        steps: how many steps of the model's optimizers the detector has seen.
-        optimizer: the class of the optimizer that stepped last.
-    """
+def advice_on_weights(broken: Sequence[str]) -> str:
+    """Return the advice if parameters, such as ``fc1.weight (nans)``, are not finite."""
     more = f" and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
-    origin = (
-        f"The detector has seen {steps} {'steps' if steps > 1 else 'step'} of the model's optimizers, the last of"
-        f" {optimizer}: that step, or code that ran after it, has broken the weights. Check the optimizer's learning"
-        " rate, state and eps, and go back to an earlier checkpoint."
-        if steps
-        else "No optimizer has stepped since the detector was made: the weights were broken by the initialization, or"
-        " in the checkpoint that was loaded."
-    )
     return (
         f"The weights are already broken, so another precision does not help: {', '.join(broken[:_LISTED])}{more}."
-        f" {origin}"
+        " A step of an optimizer, code that ran after it, the initialization or a loaded checkpoint has broken them."
+        " Check the optimizer's learning rate, state and eps, and go back to an earlier checkpoint."
     )

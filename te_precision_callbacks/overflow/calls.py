@@ -1,4 +1,4 @@
-"""The hooks' work: they record the calls of modules and the gradients as events, and trigger looks."""
+"""Records the calls of modules and the gradients as events, and triggers looks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ _WITHOUT_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes,
 
 
 class ForwardCalls:
-    """Makes the events of a model.
+    """Receives the hooks of a model, and records events.
 
-    This class only notes events. When an outermost forward begins, and when an evaluation has ended, it calls
-    ``looking``, whose exceptions stop the run there.
+    When an outermost forward begins, and when an evaluation has ended, it calls ``looking``, which may stop the run.
 
     Args:
         roots: the models, each with the prefix of its paths.
-        options: the checked keywords of the detector.
+        options: the validated keywords of the detector.
         journal: receives the events.
         looking: checks the events.
 
@@ -49,20 +48,20 @@ class ForwardCalls:
         self._journal = journal
         self._looking = looking
         self._parameters = options.parameters
-        # The kinds of forwards are those of a session; here a module's eval mode does not decide them.
+        # Kinds of forwards as in a session, but independent of a module's eval mode.
         self._classify = ForwardClassifier(precision_features_in_eval=False)
         self._classify.eval_mode_counts = False
         self.hooks = ModelHooks(roots, self, notices=journal.notices)
 
     def enter(self, watched: WatchedModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Note that the forward of a module begins."""
+        """Record the start of a module's forward."""
         journal = self._journal
         if journal.closed:
             return
         try:
             current = journal.thread.current
             if current is None or (watched.is_root and current.frames and _calls_running(watched.module) == 1):
-                # Nothing runs around the model: an interrupt, which calls no hooks, has left the last call open.
+                # The model is the outermost call: an interrupt, which calls no hooks, has left the last call open.
                 current = self._begin(watched)
             self._take(current, watched, inputs, keywords)
         except STOPS:
@@ -71,7 +70,7 @@ class ForwardCalls:
             journal.fail(error)
 
     def leave(self, watched: WatchedModule, output: Any, *, failed: bool) -> None:
-        """Note that the forward of a module has ended."""
+        """Record the end of a module's forward."""
         journal = self._journal
         current = journal.thread.current
         if current is None:
@@ -87,9 +86,9 @@ class ForwardCalls:
 
     @outside_of_dynamo
     def parameter_gradient(self, watched: WatchedModule, name: str, parameter: torch.Tensor) -> None:
-        """The gradient of a parameter was accumulated."""
+        """Record the accumulated gradient of a parameter."""
         journal = self._journal
-        if journal.broken or parameter.grad is None or journal.is_over() or _is_recorded():
+        if journal.broken or parameter.grad is None or journal.closed or _is_recorded():
             return
         try:
             measured = journal.training.slots.measure(parameter.grad)
@@ -100,7 +99,7 @@ class ForwardCalls:
             self._note(event)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop watching: another detector has replaced this one."""
+        """Close the detector, which another one replaces."""
         self._looking.close(error)
 
     # ------------------------------------------------------------------ a forward
@@ -108,8 +107,8 @@ class ForwardCalls:
     def _begin(self, watched: WatchedModule) -> Pass:
         """Begin an outermost call."""
         journal, batches = self._journal, self._journal.batches
-        over = journal.is_over()
-        # First of all: a rank that fails below still takes part in the next common look.
+        over = journal.closed
+        # Before all else: a rank that fails below still takes part in the next common look.
         new = journal.thread.current = self._new_pass(watched, over=over)
         if over:
             return new
@@ -127,13 +126,13 @@ class ForwardCalls:
             return Pass(None, frames=False, gradients=False, evaluates=False)
         kind = self._classify(watched.module)
         if torch._C._current_graph_task_id() != NO_BACKWARD:
-            # Recomputed: the first forward made the frames. In a reentrant checkpoint only this forward has gradients.
+            # Recomputed: the first forward has the frames. In a reentrant checkpoint only this forward has gradients.
             gradients = kind is ForwardKind.OBSERVED
             return Pass(journal.training, frames=False, gradients=gradients, evaluates=False)
         if kind is ForwardKind.UNTOUCHED:
             journal.evaluation.clear()
             return Pass(journal.evaluation, frames=True, gradients=False, evaluates=True)
-        journal.due = journal.saw_forward = True
+        journal.due = True
         journal.batches.train()
         return Pass(journal.training, frames=True, gradients=True, evaluates=False)
 
@@ -147,7 +146,7 @@ class ForwardCalls:
         if interval is None or self._journal.broken:
             return
         gradients = current.gradients and torch.is_grad_enabled()
-        # The arguments themselves do not count as nesting.
+        # The arguments do not count as nesting.
         for role, tensor in _items({**dict(enumerate(inputs)), **keywords}, "input", -1):
             if tensor is None:
                 taken.append((role, _UNKNOWN))
@@ -189,9 +188,9 @@ class ForwardCalls:
 
     @outside_of_dynamo
     def _gradient(self, roles: GradientRoles, gradient: torch.Tensor | None) -> None:
-        """Note a gradient that has arrived."""
+        """Record a gradient."""
         journal = self._journal
-        if gradient is None or journal.broken or journal.is_over():
+        if gradient is None or journal.broken or journal.closed:
             return
         training = journal.training
         try:
@@ -211,7 +210,7 @@ class ForwardCalls:
 
 
 def _calls_running(module: torch.nn.Module) -> int:
-    """How many calls of a module are on the stack. A model may call itself: Lightning's training_step runs so."""
+    """Count the calls of a module on the stack. A model may call itself, as with Lightning's training_step."""
     count = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -221,17 +220,17 @@ def _calls_running(module: torch.nn.Module) -> int:
 
 
 def _is_recorded() -> bool:
-    """Whether the code is being recorded, for TorchScript or a CUDA graph: nobody will read the numbers then."""
+    """Return whether code is traced for TorchScript or captured in a CUDA graph."""
     if torch._C._get_tracing_state() is not None:
         return True
     return is_capturing()
 
 
 def tensors_in(value: Any, role: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Each tensor with its role: that of ``value``, and the index, key or field in brackets.
+    """Yield each tensor with its role: the role of ``value``, and the index, key or field in brackets.
 
-    Nesting is followed to a depth of 8; objects of other classes, such as key-value caches, are not searched. A
-    container that raises while it is searched gives None.
+    The maximum depth is 8; objects of other classes, such as key-value caches, are not searched. A container that
+    raises yields None.
     """
     if isinstance(value, torch.Tensor):
         yield role, value

@@ -1,4 +1,4 @@
-"""The detector, and a check of one tensor."""
+"""The overflow detector, and a check of one tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import torch
-from typing_extensions import Unpack
 
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.messages import Messages
@@ -17,9 +16,7 @@ from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow.calls import ForwardCalls
 from te_precision_callbacks.overflow.detector_options import (
     DetectorOptions,
-    NamesOfTransformers,
     OnFailure,
-    from_transformers,
 )
 from te_precision_callbacks.overflow.errors import (
     DetectionFailedError,
@@ -37,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 class DebugActivationOverflow:
-    """Stops a run where an activation or a gradient becomes inf or nan, and shows what led to it.
+    """Stops a run when an activation or a gradient becomes inf or nan, and reports the frames before it.
 
-    The detector works from its construction on. As a context manager it removes its hooks at the end::
+    The detector is active once constructed. As a context manager it removes its hooks at the end::
 
         with DebugActivationOverflow(model):
             for batch in loader:
@@ -48,8 +45,8 @@ class DebugActivationOverflow:
                 optimizer.step()          # raises ActivationOverflowError, before the weights are touched
                 optimizer.zero_grad()
 
-    The report shows the last frames up to the bad one. ``abs_max`` is the largest magnitude; ``>`` marks a tensor that
-    enters a module, ``<`` a tensor that leaves it; ``[0]`` is the batch::
+    The report has the last frames up to the bad one. ``abs_max`` is the largest magnitude; ``>`` marks an input of a
+    module, ``<`` an output; ``[0]`` is the batch::
 
         < [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: output has infs
 
@@ -59,32 +56,31 @@ class DebugActivationOverflow:
         abs_max= 1.80e+04 > [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: input[0]
         abs_max=      inf < [0] encoder.block.2.layer.1.DenseReluDense.wo: Linear: output
 
-    Nothing waits for the device in forward and backward. All tensors are checked once, before an optimizer of the model
+    Forward and backward do not wait for the device. All tensors are checked once, before an optimizer of the model
     steps or in :meth:`look`; without gradients, at the end of the outermost forward.
 
     Args:
-        model: the model; or several, as a list or as a mapping whose keys become prefixes of the paths. On any device
-            and in any wrapper.
+        model: the model; or several, as a list or as a mapping with prefixes of the paths as keys. On any device and in
+            any wrapper.
         max_frames: the maximum number of frames in a report.
-        parameters: whether the values of each module's parameters are shown and checked.
-        abs_min: whether a column with the smallest magnitude is shown; each tensor is read once more for it.
-        trace_batches: numbers of batches whose frames are all logged (as warnings), and not checked.
-        abort_after_batch: the number of a batch after which :class:`AbortAfterBatch` is raised.
+        parameters: report and check the values of each module's parameters.
+        abs_min: add a column with the smallest magnitude; each tensor is read once more for it.
+        trace_batches: numbers of batches; all of their frames are logged as warnings, and not checked.
+        abort_after_batch: raise :class:`AbortAfterBatch` after the batch with this number.
         allow_neg_inf: patterns (as in ``fnmatch``) of the paths of modules that produce -inf on purpose.
-        distributed: whether all ranks stop together, with the first culprit of any rank: one number is reduced in each
-            training look, in which all ranks must take part.
+        distributed: stop all ranks together, with the first culprit of any rank: each training look reduces one number,
+            so all ranks must take part.
         process_group: the ranks that stop together; None for all.
-        on_failure: what happens if detection itself fails: ``raise`` a :class:`DetectionFailedError` in the next look,
-            on all ranks, since an overflow may have been missed; ``warn`` logs it as an error, and training goes on
-            without detection.
-        **names_of_transformers: ``trace_batch_nums`` and ``abort_after_batch_num``, as
-            ``transformers.debug_utils.DebugUnderflowOverflow`` names ``trace_batches`` and ``abort_after_batch``.
+        on_failure: the reaction to a failure of detection itself: ``raise`` a :class:`DetectionFailedError` in the next
+            look on all ranks, since an overflow may have been missed; or ``warn`` and continue without detection.
+        trace_batch_nums, abort_after_batch_num: the names of ``trace_batches`` and ``abort_after_batch`` in
+            ``transformers.debug_utils.DebugUnderflowOverflow``.
 
-    After an :class:`ActivationOverflowError` the detector goes on watching, for a loop that catches the error. A second
+    After an :class:`ActivationOverflowError` the detector stays active, for a loop that catches the error. A second
     detector on a model replaces the first.
 
     Raises:
-        OverflowOptionError: a keyword is unknown, or its value is invalid.
+        OverflowOptionError: the value of a keyword is invalid.
         OverflowDetectorError: no model.
         ActivationOverflowError: while training, or in :meth:`look` or :meth:`close`: there was an inf or nan.
         DetectionFailedError: in the same places: detection itself has failed.
@@ -103,9 +99,9 @@ class DebugActivationOverflow:
         distributed: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
         on_failure: OnFailure = "raise",
-        **names_of_transformers: Unpack[NamesOfTransformers],
+        trace_batch_nums: Iterable[int] = (),
+        abort_after_batch_num: int | None = None,
     ) -> None:
-        trace_batches, abort_after_batch = from_transformers(names_of_transformers, trace_batches, abort_after_batch)
         roots = named_roots(model)
         if not roots:
             what = "a torch.nn.Module, or a list or mapping of them"
@@ -114,8 +110,8 @@ class DebugActivationOverflow:
             max_frames=max_frames,
             parameters=parameters,
             abs_min=abs_min,
-            trace_batches=trace_batches,
-            abort_after_batch=abort_after_batch,
+            trace_batches=trace_batches or trace_batch_nums,
+            abort_after_batch=abort_after_batch_num if abort_after_batch is None else abort_after_batch,
             allow_neg_inf=allow_neg_inf,
             distributed=distributed,
             process_group=process_group,
@@ -133,44 +129,39 @@ class DebugActivationOverflow:
 
     @property
     def batch_number(self) -> int:
-        """The number of the current or last training batch, counted from 0; before the first training batch, the number
-        of the forward without gradients."""
+        """The number of the current or last training batch, counted from 0; before the first one, of the forward
+        without gradients."""
         return self._journal.batches.number
 
     @property
     def reports(self) -> int:
-        """The number of overflows that the detector has reported."""
+        """The number of reported overflows."""
         return self._looking.reports
 
     @property
     def loss_scaled(self) -> bool:
-        """Whether something other than torch's GradScaler, which is recognized, scales the loss: gradients that are inf
-        or nan are then shown, and do not stop the run. May be set at any time."""
+        """True if something other than torch's GradScaler scales the loss: inf or nan in gradients then does not stop
+        the run. May be set at any time."""
         return self._looking.reader.loss_scaled
 
     @loss_scaled.setter
     def loss_scaled(self, value: bool) -> None:
         self._looking.reader.loss_scaled = value
 
-    def join_session(
-        self, *, messages: Messages | None = None, abandoned: Callable[[], bool], step: Callable[[], str] = str
-    ) -> None:
-        """Work as part of a session.
+    def join_session(self, *, messages: Messages | None = None, step: Callable[[], str] = str) -> None:
+        """Connect the detector with a session.
 
         Args:
-            messages: the session's messages to other ranks, which it opens and closes.
-            abandoned: whether the loop has ended without closing the detector, which then ignores forwards, backwards
-                and steps.
-            step: gives the training step that runs, in words, which reports name beside the batch.
+            messages: the session's messages to other ranks, opened and closed by the session.
+            step: returns the current training step as text, for reports.
         """
         self._looking.messages = messages
         self._looking.reader.step = step
-        self._journal.abandoned = abandoned
 
     def begin_batch(self) -> None:
-        """Mark the beginning of a batch, in a loop that calls submodules instead of the model itself.
+        """Mark the start of a batch, in a loop that calls submodules instead of the model itself.
 
-        From the first call on, only these calls count batches.
+        After the first call, only these calls count batches.
 
         Raises:
             AbortAfterBatch: the previous batch was ``abort_after_batch``.
@@ -182,8 +173,7 @@ class DebugActivationOverflow:
     def look(self) -> None:
         """Check the tensors since the last look; if ranks stop together, call this on all of them.
 
-        Not needed where an optimizer of the model steps: each step triggers a look first, even if a GradScaler then
-        skips the step.
+        Each step of an optimizer of the model triggers a look, even if a GradScaler then skips the step.
 
         Raises:
             ActivationOverflowError: there was an inf or nan.
@@ -196,7 +186,7 @@ class DebugActivationOverflow:
         """Check the tensors since the last look, on this rank alone, and remove all hooks. Closing twice does nothing.
 
         Args:
-            error: the exception that ended the run. Findings are then logged, and not raised over that exception.
+            error: the exception that ended the run. Findings are then logged instead of raised.
 
         Raises:
             ActivationOverflowError: without ``error``: there was an inf or nan.
@@ -215,13 +205,13 @@ class DebugActivationOverflow:
 
 @outside_of_dynamo
 def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
-    """Check a tensor for inf and nan between two operations inside a forward, and log a find as an error.
+    """Check a tensor for inf and nan inside a forward, and log a find as an error.
 
         forwarded_states = self.layer_norm(hidden_states)
         detect_overflow(forwarded_states, "after layer_norm")
 
-    If a :class:`DebugActivationOverflow` watches the running forward, its report gets a frame with the label. The host
-    waits for the tensor.
+    If a :class:`DebugActivationOverflow` watches the forward, its report gets a frame with the label. The host waits
+    for the tensor.
 
     Args:
         tensor: any shape, dtype and device.

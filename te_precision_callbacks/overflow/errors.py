@@ -11,9 +11,9 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
     Attributes:
         path: the module's path in the model, without wrapper parts; empty for the model itself.
         class_name: the module's class.
-        role: the tensor of the module: ``output``, ``input[0]``, ``grad_output[logits]``, ``grad of weight``, or the
-            label that was given to :func:`~te_precision_callbacks.debug_utils.detect_overflow`.
-        batch: the batch number, counted from 0 in the training, or in an evaluation: since the last training batch, or
+        role: the tensor of the module: ``output``, ``input[0]``, ``grad_output[logits]``, ``grad of weight``, or a
+            label of :func:`~te_precision_callbacks.debug_utils.detect_overflow`.
+        batch: the batch number, counted from 0 in the training; in an evaluation since the last training batch, or
             since the start.
         evaluation: whether the overflow happened in an evaluation: a forward without gradients.
         rank: the rank on which it happened.
@@ -45,10 +45,10 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
 class DetectionFailedError(PrecisionDebugError, RuntimeError):
     """Detection has failed, and an overflow may have been missed since.
 
-    On the rank where the failure happened, the exception is raised from the failure itself.
+    On the failing rank, the failure is the cause of this exception.
 
     Attributes:
-        rank: the rank on which detection failed.
+        rank: the rank of the failure.
         failure: the class and the text of the failure.
     """
 
@@ -63,7 +63,7 @@ class DetectionFailedError(PrecisionDebugError, RuntimeError):
 
 
 class OverflowDetectorError(PrecisionDebugError, ValueError):
-    """A detector cannot be made: there is no model."""
+    """A detector cannot be created without a model."""
 
 
 class OverflowOptionError(OptionError, ValueError):
@@ -85,9 +85,9 @@ class AbortAfterBatch(PrecisionDebugError, ValueError):
 
 
 STOPS = (ActivationOverflowError, DetectionFailedError, AbortAfterBatch)
-"""What a detector raises on purpose while a model trains."""
+"""The exceptions that a detector raises on purpose in a training."""
 
 
 def text_of(error: BaseException) -> str:
-    """The class and the text of an exception."""
+    """Return the class and the text of an exception."""
     return f"{type(error).__name__}: {error}"

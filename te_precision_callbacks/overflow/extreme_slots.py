@@ -1,12 +1,12 @@
-"""Slots in device memory that gather the extremes of tensors, and that the host reads all at once.
+"""Slots in device memory for the extremes of tensors, which the host reads all at once.
 
     slots = Slots(abs_min=False)
     first, second = slots.measure(hidden), slots.measure(labels)   # nothing waits for the device
     values = slots.read()                                           # one copy from each device
     values.extremes(first)                                          # (-3.1, 4.2)
 
-A slot has the dtype of its tensor, so one call reads the tensor and writes the slot: torch's ``aminmax``, or C++ on a
-CPU where that pays. Both keep inf and nan: a nan makes both extremes nan, even next to an inf.
+A slot has the dtype of its tensor, so one call reads the tensor and writes the slot: torch's ``aminmax``, or a C++
+kernel on a CPU. Both keep inf and nan: a nan makes both extremes nan, even next to an inf.
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ from te_precision_callbacks.base.numerics.layouts import has_scale
 from te_precision_callbacks.engine.kernels.extremes import write_extremes
 
 TWICE_IS_FASTER = 2**14
-"""Elements from which a CPU reads float32 faster twice, once for each extreme: torch's ``aminmax`` takes three times as
-long as ``amin``. In bfloat16 it does not."""
+"""Elements of a float32 tensor from which two passes are faster on a CPU: torch's ``aminmax`` takes three times as long
+as ``amin``. In bfloat16 it does not."""
 
 _FIRST_CHUNK = 256
 _LARGEST_CHUNK = 8192
 
-_FLOAT8_MAGNITUDES: dict[torch.dtype, int] = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
-"""Formats whose codes without the sign bit are in the order of the magnitudes, inf and nan last -> the mask."""
-
 
 class Unmeasured(NamedTuple):
-    """Replaces the numbers of a tensor that has none.
+    """Placeholder for a tensor without extremes.
 
     Attributes:
-        why: one word for the report.
+        why: the reason as one word for the report.
     """
 
     why: str
@@ -46,13 +43,13 @@ class Unmeasured(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The place of one tensor's extremes.
+    """The extremes of one tensor.
 
     Attributes:
         store: the store of the slot.
         index: the slot's row in the store.
-        low, high, least: one-element tensors: the smallest and the largest element, and the smallest magnitude. Their
-            content is undefined until written; ``least`` is written only if it was asked for.
+        low, high, least: one-element tensors: the smallest and the largest element, and the smallest magnitude, which
+            is only written with ``abs_min``.
     """
 
     store: _Store
@@ -68,7 +65,7 @@ _Place = tuple[torch.dtype, torch.device, torch.cuda.Stream | None]
 
 
 class _Store:
-    """The slots of one dtype on one device, in chunks that one stream makes and writes."""
+    """The slots of one dtype on one device, in chunks that one stream allocates and writes."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self.dtype = dtype
@@ -90,7 +87,7 @@ class _Store:
         return len(self.slots) - len(self.free)
 
     def content(self) -> torch.Tensor:
-        """The used rows as float64, for the current stream; float32 if the device has no float64."""
+        """Return the used rows as float64, for the current stream; float32 if the device has no float64."""
         follow(self._stream, self._chunks)
         rows = torch.cat(self._chunks)[: self.used] if len(self._chunks) > 1 else self._chunks[0][: self.used]
         return rows.to(torch.float32 if self.device.type == "mps" else torch.float64)
@@ -100,7 +97,7 @@ class _Store:
 
     def _grow(self) -> None:
         size = min(_LARGEST_CHUNK, max(_FIRST_CHUNK, len(self.slots)))
-        # Tensors that are made in inference mode cannot be written outside it.
+        # Tensors allocated in inference mode cannot be written outside it.
         with torch.inference_mode(False):
             chunk = torch.empty((size, 3), dtype=self.dtype, device=self.device)
             cells = iter(chunk.view(-1).unbind())
@@ -112,27 +109,23 @@ class _Store:
 
 
 class Values:
-    """The numbers that :meth:`Slots.read` brought to the host; they stay when the slots are used again."""
+    """The values that :meth:`Slots.read` copied to the host; they stay valid when the slots are reused."""
 
     def __init__(self, rows: Mapping[_Store, npt.NDArray[np.float64]]) -> None:
         self._rows = rows
 
     def not_finite(self) -> set[Measured]:
-        """The slots with an inf or nan as an extreme."""
-        found: set[Measured] = set()
-        for store, rows in self._rows.items():
-            bad = ~np.isfinite(rows[:, :2])
-            if bad.any():
-                found.update(store.slots[index] for index in np.flatnonzero(bad.any(1)))
-        return found
+        """Return the slots with an inf or nan as an extreme."""
+        bad = {store: ~np.isfinite(rows[:, :2]) for store, rows in self._rows.items()}
+        return {store.slots[index] for store, rows in bad.items() for index in np.flatnonzero(rows.any(1))}
 
     def extremes(self, slot: Slot) -> tuple[float, float]:
-        """The smallest and the largest element; both nan if there is a nan."""
+        """Return the smallest and the largest element; both nan if there is a nan."""
         row = self._rows[slot.store][slot.index]
         return float(row[0]), float(row[1])
 
     def least(self, slot: Slot) -> float:
-        """The smallest magnitude, if it was asked for."""
+        """Return the smallest magnitude, measured with ``abs_min``."""
         return float(self._rows[slot.store][slot.index][2])
 
 
@@ -140,7 +133,7 @@ class Slots:
     """The slots between two looks.
 
     Args:
-        abs_min: whether the smallest magnitude is measured too, in a second pass.
+        abs_min: measure the smallest magnitude too, in a second pass.
     """
 
     def __init__(self, *, abs_min: bool) -> None:
@@ -153,7 +146,7 @@ class Slots:
         return sum(store.used for store in self._stores.values())
 
     def measure(self, tensor: torch.Tensor) -> Measured:
-        """Read a tensor once, and write its extremes to a slot; accepts any tensor, and never raises."""
+        """Write the extremes of a tensor to a slot; accepts any tensor, and never raises."""
         try:
             values = _plain_values(tensor)
             if isinstance(values, Unmeasured):
@@ -173,13 +166,12 @@ class Slots:
             if self._abs_min:
                 slot.least.copy_((values if values.dtype is torch.bool else values.abs()).amin())
         except (RuntimeError, NotImplementedError, TypeError):
-            # A tensor class or a transform (vmap) without such an operation: its elements cannot be read. A slot that
-            # was taken stays unwritten and unused.
+            # A tensor class or a transform (vmap) without this operation. The slot stays unused.
             return Unmeasured("unknown")
         return slot
 
     def read(self) -> Values:
-        """Bring all slots to the host, in one copy from each device."""
+        """Copy all slots to the host, with one copy from each device."""
         by_device: dict[torch.device, list[_Store]] = {}
         for store in self._stores.values():
             if store.used:
@@ -188,7 +180,7 @@ class Slots:
         for stores in by_device.values():
             with torch.no_grad():
                 contents = [store.content() for store in stores]
-                # The only place where the host waits for the device.
+                # Only here does the host wait for the device.
                 host = to_host(contents[0] if len(contents) == 1 else torch.cat(contents))
             start = 0
             for store, content in zip(stores, contents, strict=True):
@@ -197,7 +189,7 @@ class Slots:
         return Values(rows)
 
     def reset(self) -> None:
-        """Begin anew; slots that were handed out are reused."""
+        """Free all slots for reuse."""
         for store in self._stores.values():
             store.reset()
 
@@ -212,7 +204,7 @@ class Slots:
 
 def to_host(rows: torch.Tensor) -> npt.NDArray[np.float64]:
     """Copy a matrix to the host, as float64."""
-    # On the CPU too, where numpy would otherwise see later changes.
+    # A copy on the CPU too, where numpy would otherwise see later changes.
     copied = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
     return copied.numpy().astype(np.float64, copy=False)
 
@@ -231,11 +223,11 @@ _DIRECT = frozenset(
         torch.int64,
     }
 )
-"""The dtypes that aminmax takes."""
+"""The dtypes that aminmax supports."""
 
 
 def _plain_values(tensor: torch.Tensor) -> torch.Tensor | Unmeasured:
-    """A tensor that aminmax reads well and that has the extremes of ``tensor``."""
+    """Return a contiguous tensor for aminmax with the extremes of ``tensor``."""
     tensor = tensor.detach()
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if plain and tensor.dtype in _DIRECT and tensor.is_contiguous() and tensor.numel():
@@ -250,16 +242,13 @@ def _plain_values(tensor: torch.Tensor) -> torch.Tensor | Unmeasured:
         return Unmeasured("empty")
     if tensor.dtype.is_complex:
         return tensor.abs()
-    if tensor.dtype in _FLOAT8_MAGNITUDES:
-        largest = (tensor.view(torch.uint8) & _FLOAT8_MAGNITUDES[tensor.dtype]).max()
-        return largest.view(tensor.dtype).to(torch.float32).reshape(1)
     if tensor.dtype not in _DIRECT:
         return tensor.to(torch.float32)
     return tensor if tensor.is_contiguous() else _dense(tensor)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in the order of memory, which aminmax reads ten times as fast on a CPU."""
+    """Return the elements in memory order, which aminmax reads ten times as fast on a CPU."""
     for dimension in range(tensor.dim()):
         if tensor.stride(dimension) == 0 and tensor.size(dimension) > 1:
             tensor = tensor.narrow(dimension, 0, 1)  # expanded: the same elements repeated

@@ -1,12 +1,11 @@
-"""torch's GradScaler, whose skipped steps reach no hook of an optimizer.
+"""Listens to torch's GradScaler, which skips steps without calling an optimizer hook.
 
 A scaler has no hooks, so ``scale``, ``unscale_`` and ``step`` of its class, and of subclasses that redefine them, are
-wrapped while somebody listens, and put back after the last one. Read from torch 2.6 and 2.13
-(``torch/amp/grad_scaler.py``, ``torch/distributed/fsdp/sharded_grad_scaler.py``): all scalers inherit ``step``, which
-skips the optimizer's step if ``unscale_`` has found an inf or nan, but always runs the step of an optimizer that skips
-by itself (fused ones).
+wrapped while there is a listener. Read from torch 2.6 and 2.13 (``torch/amp/grad_scaler.py``,
+``torch/distributed/fsdp/sharded_grad_scaler.py``): all scalers inherit ``step``, which skips the optimizer's step if
+``unscale_`` has found an inf or nan, but always runs the step of an optimizer that skips by itself (fused ones).
 
-The list of the listeners is here, and is all that overflow detection keeps at module level.
+The listeners are the only state of overflow detection at module level.
 """
 
 from __future__ import annotations
@@ -18,27 +17,28 @@ from typing import Any, Protocol
 
 from torch.amp.grad_scaler import GradScaler
 
+from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.overflow.journal import Journal
 
 
 class Listener(Protocol):
-    """A detector, as scalers and ``detect_overflow`` reach it; or who only wants to know of scalers."""
+    """A detector, or another listener to scalers."""
 
     @property
     def journal(self) -> Journal | None:
-        """Receives the notes of a detector; None if it is none."""
+        """The journal of a detector, else None."""
 
     def before_scaled_step(self, optimizer: Any) -> None:
         """Called before a scaler unscales an optimizer's gradients, or decides whether the optimizer steps."""
 
 
 _listeners: list[weakref.ref[Listener]] = []
-_wrapped: list[tuple[type, str, Any, Any]] = []
+_seams = Replaced(yields=True)
 
 
 def listen(listener: Listener) -> Callable[[], object]:
-    """Notify a detector of scalers, without keeping it alive, until the returned function is called."""
+    """Add a listener by weak reference; the returned function removes it."""
     if not _listeners:
         _wrap()
     place = weakref.ref(listener)
@@ -47,7 +47,7 @@ def listen(listener: Listener) -> Callable[[], object]:
 
 
 def journals() -> list[Journal]:
-    """The journals of all detectors of the process that are at work."""
+    """Return the journals of all active detectors of the process."""
     return [listener.journal for listener in _alive() if listener.journal is not None]
 
 
@@ -58,7 +58,7 @@ def _alive() -> list[Listener]:
 def _remove(place: weakref.ref[Listener]) -> None:
     _listeners.remove(place)
     if not _listeners:
-        _unwrap()
+        _seams.put_back()
 
 
 @outside_of_dynamo
@@ -71,7 +71,7 @@ def _note_loss_scale(scaler: Any) -> None:
 
 
 @outside_of_dynamo
-def _tell_of_step(scaler: Any, optimizer: Any) -> None:
+def _notify_of_step(scaler: Any, optimizer: Any) -> None:
     if scaler.is_enabled():
         for listener in _alive():
             listener.before_scaled_step(optimizer)
@@ -90,7 +90,7 @@ def _scale(own: Callable[..., Any]) -> Callable[..., Any]:
 def _step(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def step(scaler: Any, optimizer: Any, *args: Any, **keywords: Any) -> Any:
-        _tell_of_step(scaler, optimizer)
+        _notify_of_step(scaler, optimizer)
         return own(scaler, optimizer, *args, **keywords)
 
     return step
@@ -110,24 +110,11 @@ def _wrap() -> None:
         for name, wrapper in _WRAPPERS.items():
             own = vars(kind).get(name)
             if own is not None:
-                wrapped = wrapper(own)
-                _wrapped.append((kind, name, own, wrapped))
-                setattr(kind, name, wrapped)
-
-
-def _unwrap() -> None:
-    while _wrapped:
-        kind, name, own, wrapped = _wrapped.pop()
-        if vars(kind).get(name) is wrapped:  # otherwise other code has wrapped our wrapper, which does nothing now
-            setattr(kind, name, own)
+                _seams.replace(kind, name, wrapper(own))
 
 
 class ScaledOptimizers:
-    """Collects the optimizers that a scaler has stepped, from :meth:`begin` to :meth:`remove`.
-
-    Attributes:
-        journal: None: this is no detector.
-    """
+    """Collects the optimizers stepped by a scaler, from :meth:`begin` to :meth:`remove`."""
 
     def __init__(self) -> None:
         self.journal = None
@@ -136,22 +123,19 @@ class ScaledOptimizers:
         self._end: Callable[[], object] | None = None
 
     def begin(self) -> None:
-        """Listen, if that was not done yet."""
         if self._end is None:
             self._end = listen(self)
 
     def remove(self) -> None:
-        """Listen no longer."""
         if self._end is not None:
             self._end()
 
     def before_scaled_step(self, optimizer: Any) -> None:
-        """Note an optimizer that a scaler is about to step."""
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._new.append(weakref.ref(optimizer))
 
     def take(self) -> list[Any]:
-        """The optimizers that were stepped by a scaler for the first time since the last call."""
+        """Return the optimizers that a scaler has stepped for the first time since the last call."""
         new, self._new = self._new, []
         return [optimizer for place in new if (optimizer := place()) is not None]

@@ -1,4 +1,4 @@
-"""The watched modules of a model, the hooks of a detector on them, and their removal."""
+"""The watched modules of a model, and the hooks on them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 def watched_modules(
     roots: Sequence[tuple[str, torch.nn.Module]],
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each watched module once, with its path without wrapper parts, parents first.
+    """Yield each watched module once, with its path without wrapper parts, parents first.
 
-    Wrappers are replaced by the modules that they wrap. A compiled module is watched only from outside.
+    Wrappers are replaced by their modules. Modules inside a compiled module are not watched.
 
     Args:
         roots: the models, each with the prefix of its paths.
@@ -40,21 +40,21 @@ def watched_modules(
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module runs as compiled or scripted code, into which no hook reaches."""
+    """Return whether a module runs compiled or scripted code, without hooks inside."""
     if isinstance(module, torch.jit.ScriptModule) or compiled_call(module) is not None:
         return True
     return any(base.__name__ == "OptimizedModule" for base in type(module).__mro__)
 
 
 def class_name(module: torch.nn.Module) -> str:
-    """The name of a module's original class, under ``torch.compile``'s wrapper or ``fully_shard``'s subclass."""
+    """Return the name of a module's original class, without the classes of ``torch.compile`` and ``fully_shard``."""
     module = getattr(module, "_orig_mod", module)
     names = [base.__name__ for base in type(module).__mro__]
     return names[names.index("FSDPModule") + 1] if "FSDPModule" in names[:-1] else names[0]
 
 
 class WatchedModule:
-    """A module that is watched.
+    """A watched module.
 
     Attributes:
         path: the path in the model, without wrapper parts.
@@ -78,28 +78,12 @@ class WatchedModule:
         self.handles.clear()
 
 
-class HookReceiver(Protocol):
-    """The object that hooks call."""
-
-    def enter(self, watched: WatchedModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """A forward begins."""
-
-    def leave(self, watched: WatchedModule, output: Any, *, failed: bool) -> None:
-        """A forward has ended, with an output or an exception."""
-
-    def parameter_gradient(self, watched: WatchedModule, name: str, parameter: torch.Tensor) -> None:
-        """The gradient of a parameter was accumulated."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Another receiver has replaced this one."""
-
-
 class _OverflowHook:
-    """A hook of one module; a copy of the module is not watched."""
+    """A hook of one module; in a copy of the module it is a no-op."""
 
     __slots__ = ("_watched", "receiver")
 
-    def __init__(self, receiver: HookReceiver, watched: WatchedModule) -> None:
+    def __init__(self, receiver: Any, watched: WatchedModule) -> None:
         self.receiver = receiver
         self._watched = watched
 
@@ -121,24 +105,22 @@ class _Leave(_OverflowHook):
 
 
 def not_watched(*args: Any) -> None:
-    """Does nothing, in place of a hook in a copy of a watched module."""
+    """The hook in a copy of a watched module."""
 
 
 class ModelHooks:
-    """All hooks of a detector on a model.
+    """All hooks of a detector on a model. Another detector on a module of the models is closed.
 
     Args:
         roots: the models, each with the prefix of its paths. The calls of the first model count batches.
-        receiver: the object that the hooks call.
-        notices: the messages that have been logged once.
-
-    Another detector on a module of the models is closed.
+        receiver: receives the calls of the hooks: a :class:`~te_precision_callbacks.overflow.calls.ForwardCalls`.
+        notices: the messages that were logged.
     """
 
     def __init__(
         self,
         roots: Sequence[tuple[str, torch.nn.Module]],
-        receiver: HookReceiver,
+        receiver: Any,
         *,
         notices: Notices,
     ) -> None:
@@ -146,7 +128,7 @@ class ModelHooks:
         self._receiver = receiver
         self._watched: dict[int, WatchedModule] = {}
         self._parameters: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
-        # How many parameters each group had, and whether one of them is the model's.
+        # The number of parameters in each group, and whether the optimizer steps the model.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], bool]] = (
             weakref.WeakKeyDictionary()
         )
@@ -161,7 +143,7 @@ class ModelHooks:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Watch modules that were added to the model, and stop watching those that were removed."""
+        """Add hooks to new modules of the model, and remove them from removed modules."""
         if self._tree is not None and not self._tree.changed():
             return
         self._optimizers.clear()
@@ -177,14 +159,14 @@ class ModelHooks:
                 known.path, known.is_root = path, key == first
         self._watch_parameters()
         self._tree = ModuleTree([root for _, root in self._roots], parameters=True)
-        self._tell_of_compiled()
+        self._warn_of_compiled()
 
     def matches(self, pattern: str) -> bool:
-        """Whether a watched module has a path like a pattern."""
+        """Return whether the path of a watched module matches a pattern."""
         return any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._watched.values())
 
     def steps(self, optimizer: Any) -> bool:
-        """Whether an optimizer steps a parameter of the model; groups may be added to the optimizer."""
+        """Return whether an optimizer steps a parameter of the model; groups may be added to the optimizer."""
         if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper: it may compare and hash in any way
             return self._holds_parameter_of(optimizer)
         sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -194,7 +176,6 @@ class ModelHooks:
         return known[1]
 
     def remove(self) -> None:
-        """Take all hooks away."""
         for watched in self._watched.values():
             watched.remove()
         for _, handle in self._parameters.values():
@@ -229,8 +210,8 @@ class ModelHooks:
                 handle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
                 self._parameters[key] = parameter, handle
 
-    def _tell_of_compiled(self) -> None:
-        """Warn once of the modules that cannot be watched."""
+    def _warn_of_compiled(self) -> None:
+        """Warn once of modules that cannot be watched."""
         opaque = [watched for watched in self._watched.values() if is_compiled(watched.module)]
         if not opaque or not self._notices.first("compiled"):
             return
@@ -251,12 +232,12 @@ class ModelHooks:
 
 
 def _parameter_gradient(
-    receiver: weakref.ref[HookReceiver], watched: weakref.ref[WatchedModule], name: str, parameter: torch.Tensor
+    receiver: weakref.ref[Any], watched: weakref.ref[WatchedModule], name: str, parameter: torch.Tensor
 ) -> None:
-    """The hook of a parameter; its references are weak, since the cycle collector does not see parameters' hooks."""
-    found, module = receiver(), watched()
-    if found is not None and module is not None:
-        found.parameter_gradient(module, name, parameter)
+    """The hook of a parameter, with weak references: the cycle collector does not visit hooks of parameters."""
+    calls, module = receiver(), watched()
+    if calls is not None and module is not None:
+        calls.parameter_gradient(module, name, parameter)
 
 
 def _are(watched: Sequence[WatchedModule]) -> str:

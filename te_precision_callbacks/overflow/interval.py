@@ -1,4 +1,4 @@
-"""The events between two looks, and the slots that they refer to."""
+"""The events between two looks, with their slots."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ReportLine(NamedTuple):
     """A line of a report.
 
     Attributes:
-        sign: ``>`` for a tensor that enters a module's forward or backward, ``<`` for one that leaves, else ``=``.
+        sign: ``>`` for an input of a module's forward or backward, ``<`` for an output, else ``=``.
         place: the module; None for a label.
-        role: which tensor of the module.
-        measured: the numbers of the tensor.
+        role: the tensor of the module.
+        measured: the extremes of the tensor.
     """
 
     sign: str
@@ -38,7 +38,7 @@ Tensors = Sequence[tuple[str, Measured]]
 
 @dataclass(slots=True, eq=False)
 class ForwardCall:
-    """The forward of a module, emitted when it ends."""
+    """The forward of a module, recorded when it ends."""
 
     place: WatchedModule
     batch: int
@@ -57,7 +57,7 @@ class ForwardCall:
 
 @dataclass(slots=True, eq=False)
 class Gradient:
-    """A gradient, for each module that its tensor left or entered."""
+    """A gradient, with the modules that have its tensor as an input or output."""
 
     batch: int
     roles: Sequence[tuple[str, WatchedModule, str]]
@@ -70,7 +70,7 @@ class Gradient:
 
 @dataclass(slots=True, eq=False)
 class Labelled:
-    """A tensor that ``detect_overflow`` was given inside a forward."""
+    """A tensor given to ``detect_overflow`` inside a forward."""
 
     batch: int
     label: str
@@ -81,17 +81,17 @@ class Labelled:
 
 
 Event = ForwardCall | Gradient | Labelled
-"""An entry of an interval; it is expanded into the frames of a report only if there is one."""
+"""An entry of an interval, expanded into frames only for a report."""
 
 
 @dataclass(slots=True, eq=False)
 class GradientRoles:
-    """The modules that a tensor left and entered, which its gradient will enter and leave.
+    """The modules that have a tensor as an input or output.
 
     Attributes:
         batch: the batch of the forward.
-        takers: the modules that took the tensor, in the order of the forward.
-        makers: the modules that returned the tensor.
+        takers: the modules with the tensor as an input, in the order of the forward.
+        makers: the modules with the tensor as an output.
     """
 
     batch: int
@@ -99,18 +99,18 @@ class GradientRoles:
     makers: list[tuple[WatchedModule, str]] = field(default_factory=list)
 
     def frames(self) -> list[tuple[str, WatchedModule, str]]:
-        """Sign, module and role of each frame: inner modules end first, and begin last."""
+        """Return sign, module and role of each frame: inner modules end first, and begin last."""
         left = [("<", place, f"grad_{role}") for place, role in reversed(self.takers)]
         return left + [(">", place, f"grad_{role}") for place, role in reversed(self.makers)]
 
 
 Arrived = Callable[[GradientRoles, torch.Tensor | None], None]
-"""Called with a gradient; None if an autograd Function, such as DDP's for unused outputs, has given none."""
+"""Called with a gradient; None if an autograd Function, such as DDP's for unused outputs, returns None."""
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A tensor at one of its versions; a record keeps neither the tensor nor its graph alive."""
+    """A version of a tensor, by weak reference."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -122,12 +122,12 @@ class Interval:
     """The events since the last look.
 
     Args:
-        abs_min: whether the smallest magnitudes are measured too.
+        abs_min: measure the smallest magnitudes too.
 
     Attributes:
-        slots: the numbers of the interval's tensors.
-        events: the recorded events that were not looked at yet.
-        excused: the slots that may hold -inf.
+        slots: the extremes of the interval's tensors.
+        events: the recorded events.
+        excused: the slots that may have -inf.
     """
 
     def __init__(self, *, abs_min: bool) -> None:
@@ -139,7 +139,7 @@ class Interval:
         self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def record(self, tensor: torch.Tensor) -> Record:
-        """The record of a tensor: one for all modules that it passes, until the tensor is changed in place."""
+        """Return the record of a tensor, shared by all modules until the tensor is changed in place."""
         try:
             version = tensor._version
         except RuntimeError:  # made in inference mode, without a version counter
@@ -152,14 +152,14 @@ class Interval:
         return record
 
     def measure(self, tensor: torch.Tensor) -> Record:
-        """The record of a tensor, with its numbers."""
+        """Return the record of a tensor, with its extremes."""
         record = self.record(tensor)
         if record.measured is None:
             record.measured = self.slots.measure(tensor)
         return record
 
     def gradient_roles(self, tensor: torch.Tensor, record: Record, batch: int, arrived: Arrived) -> GradientRoles:
-        """The roles of a tensor's gradient, made in forward ``batch``; ``arrived`` is called with them."""
+        """Return the roles of a tensor's gradient; ``arrived`` is called with them."""
         if record.gradient is None:
             roles = record.gradient = GradientRoles(batch)
             if tensor.dtype.is_floating_point:
@@ -170,21 +170,18 @@ class Interval:
         return record.gradient
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
-        """Note that a scaler, which can skip the step, has multiplied a loss by ``scale``, one element on any device.
-
-        None if the scaler does not show the scale. The largest scale counts.
-        """
+        """Note that a scaler, which can skip the step, has multiplied a loss by ``scale``: one element on any device,
+        or None if unknown. The largest scale counts."""
         # Copied, since the scaler changes the scale in place.
         now = torch.tensor(math.inf) if scale is None else scale.detach().clone()
         known = self._loss_scale
         self._loss_scale = now if known is None else torch.maximum(known.to(now.device), now)
 
     def loss_scale(self) -> float | None:
-        """The largest scale of a loss; None if no loss was scaled. The host waits for the device."""
+        """Return the largest scale of a loss; None if no loss was scaled. The host waits for the device."""
         return None if self._loss_scale is None else self._loss_scale.item()
 
     def clear(self) -> None:
-        """Begin anew."""
         self.events = []
         self._loss_scale = None
         self.excused.clear()
@@ -196,13 +193,7 @@ class Interval:
 
 
 class Seen(NamedTuple):
-    """A frame with its numbers.
-
-    Attributes:
-        batch: the batch of the frame's event.
-        frame: the frame.
-        values: holds the numbers of the frame.
-    """
+    """A frame with its batch and its values."""
 
     batch: int
     frame: ReportLine
@@ -210,18 +201,14 @@ class Seen(NamedTuple):
 
 
 class History:
-    """The last frames that were looked at, for the report of a later one.
-
-    Args:
-        length: the number of frames to keep.
-    """
+    """The last ``length`` checked frames, for a later report."""
 
     def __init__(self, length: int) -> None:
         self._length = length
         self._parts: deque[tuple[list[Event], Values]] = deque()
 
     def add(self, events: Sequence[Event], values: Values) -> None:
-        """Append events; each has at least one frame."""
+        """Append events, which have at least one frame each."""
         self._parts.append((list(events[-self._length :]), values))
         while sum(len(part) for part, _ in self._parts) - len(self._parts[0][0]) >= self._length:
             self._parts.popleft()
@@ -232,7 +219,6 @@ class History:
 
 
 def seen(events: Sequence[Event], values: Values) -> Iterator[Seen]:
-    """The frames of events."""
     for event in events:
         for frame in event.frames():
             yield Seen(event.batch, frame, values)

@@ -1,10 +1,9 @@
-"""The state between hooks and looks: the events, the current batch, and whether detection works."""
+"""The state between hooks and looks: the events, the current batch, and failures of detection."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """An outermost call of a watched module, and all calls inside.
+    """An outermost call of a watched module, with all nested calls.
 
     Attributes:
-        interval: the interval in which the call is noted; None: not at all.
-        frames: whether the call makes frames; a recomputed forward does not.
+        interval: the interval of its events; None if it has none.
+        frames: whether the call has frames; a recomputed forward has none.
         gradients: whether its tensors' gradients are watched.
-        evaluates: whether it is a forward without gradients, which is looked at when it ends.
+        evaluates: whether it is a forward without gradients, which is checked when it ends.
         batch: the batch number of its frames.
-        open: the calls that have begun and not ended, each with its inputs.
+        open: the calls that have not ended, each with its inputs.
     """
 
     interval: Interval | None
@@ -41,7 +40,7 @@ class Pass:
     open: list[tuple[WatchedModule, list[tuple[str, Measured | None]]]] = field(default_factory=list)
 
     def close(self, place: WatchedModule) -> list[tuple[str, Measured | None]] | None:
-        """The inputs of the call of a module that ends; None if no call of the module has begun."""
+        """Return the inputs of a module's call that ends; None if no call of the module is open."""
         if all(opened is not place for opened, _ in reversed(self.open)):
             return None
         while True:  # a later call may never have ended
@@ -51,17 +50,17 @@ class Pass:
 
 
 class Batches:
-    """The numbers of the batches of a training, and of the evaluations between them.
+    """Counts the batches of a training, and of the evaluations between them.
 
     Outermost forwards count batches, or the loop does. Forwards without gradients are an evaluation. Before the first
-    training batch they have the numbers of batches, since a run may have no training.
+    training batch they count as batches, since a run may have no training.
 
     Args:
-        last: the number of the batch after which the run ends; None if no batch ends it.
+        last: the number of the batch after which the run ends, if any.
 
     Attributes:
         trains: whether there was a training batch.
-        looked: whether everything so far was looked at: the next forward of any module then begins a batch.
+        looked: whether all events were checked: the next forward of any module then begins a batch.
     """
 
     def __init__(self, last: int | None) -> None:
@@ -73,7 +72,7 @@ class Batches:
 
     @property
     def number(self) -> int:
-        """The number of the current or last training batch; before the first, of the forward without gradients."""
+        """The number of the current or last training batch; before the first one, of the forward without gradients."""
         return max(self._number, 0)
 
     @property
@@ -83,24 +82,24 @@ class Batches:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last batch of the run has begun."""
+        """Return whether the last batch of the run has begun."""
         return self._last is not None and self._number >= self._last
 
     def give(self) -> None:
-        """Let the loop mark the beginning of batches from now on."""
+        """Let the loop count batches from now on."""
         self._given = True
         self.train()
 
     def train(self) -> None:
-        """Count anew from the first training batch on."""
+        """Restart the count at the first training batch."""
         if not self.trains:
             self.trains, self._number = True, -1
 
     def begins(self, *, is_root: bool, evaluation: bool) -> bool:
-        """Whether the outermost forward that begins now begins the next batch; an evaluation is counted here.
+        """Return whether an outermost forward begins the next batch; count evaluations.
 
         Args:
-            is_root: whether the forward is the model's, not that of a module inside.
+            is_root: whether the model itself is called, not a module inside.
             evaluation: whether the forward has no gradients.
         """
         if evaluation and self.trains:
@@ -110,32 +109,29 @@ class Batches:
         return begins and not self._given
 
     def next(self) -> None:
-        """Begin the next batch."""
         self._number += 1
         self._evaluation = -1
 
 
 class _Thread(threading.local):
-    """The running call of each thread: on a GPU, a thread of autograd runs recomputed forwards and gradients."""
+    """The current call of each thread: on a GPU, a thread of autograd runs recomputed forwards and gradients."""
 
     current: Pass | None = None
 
 
 class Journal:
-    """The notes of hooks between two looks.
+    """The events between two looks.
 
     Attributes:
         training: the events of training.
-        evaluation: the events of the running forward without gradients.
+        evaluation: the events of the current forward without gradients.
         batches: counts batches.
-        thread: its ``current`` is the outermost call that runs in this thread.
-        due: whether training has done something, noted or not, that was not looked at yet.
-        saw_forward: whether training has ever called the model's hooks.
-        abandoned: whether the loop has ended without closing the detector; None: never.
-        closed: whether detection is over.
-        broken: whether nothing is noted after a failure: until the look that raises the failure, or for good.
+        thread: its ``current`` is the current outermost call of this thread.
+        due: whether training has run since the last look.
+        closed: whether detection has ended.
+        broken: whether recording is off after a failure: until the look that raises the failure, or for good.
         failure: the failure that the next look raises.
-        notices: the messages that have been logged once.
+        notices: the messages that were logged.
     """
 
     def __init__(self, options: DetectorOptions) -> None:
@@ -143,21 +139,16 @@ class Journal:
         self.evaluation = Interval(abs_min=options.abs_min)
         self.batches = Batches(options.abort_after_batch)
         self.thread = _Thread()
-        self.due = self.saw_forward = False
-        self.abandoned: Callable[[], bool] | None = None
+        self.due = False
         self.closed = self.broken = False
         self.failure: Exception | None = None
         self.notices = Notices()
         self._raises = options.on_failure == "raise"
 
-    def is_over(self) -> bool:
-        """Whether detection is over: it is closed, or its loop has ended."""
-        return self.closed or (self.abandoned is not None and self.abandoned())
-
     def label(self, tensor: torch.Tensor, label: str) -> None:
-        """Add a frame with a label, if a forward is running."""
+        """Add a frame with a label to the current forward, if any."""
         current = self.thread.current
-        if current is None or current.interval is None or not current.frames or self.broken or self.is_over():
+        if current is None or current.interval is None or not current.frames or self.broken or self.closed:
             return
         try:
             measured = current.interval.slots.measure(tensor)
@@ -167,7 +158,7 @@ class Journal:
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
         """Note that a GradScaler has scaled a loss."""
-        if self.broken or self.is_over() or is_capturing():
+        if self.broken or self.closed or is_capturing():
             return
         try:
             self.training.note_loss_scale(scale)
@@ -175,9 +166,9 @@ class Journal:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Handle a failure of detection: note nothing until the next look, which raises the failure; or log it.
+        """Stop recording until the next look, which raises the failure; or log the failure.
 
-        A GPU that is lost is no failure of detection: the next operation of training raises it.
+        A lost GPU is not a failure of detection: the next operation of training raises it.
         """
         if self.broken:
             return
@@ -194,7 +185,7 @@ class Journal:
             )
 
     def clear(self) -> None:
-        """Forget all events, and begin anew."""
+        """Drop all events."""
         self.thread.current = None
         self.due = False
         if self.failure is not None:

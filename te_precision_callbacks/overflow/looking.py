@@ -1,4 +1,4 @@
-"""Checks the events that hooks have recorded, agrees with other ranks, and stops the run."""
+"""Checks the recorded events, agrees with other ranks, and stops the run."""
 
 from __future__ import annotations
 
@@ -25,30 +25,27 @@ from te_precision_callbacks.overflow.journal import Journal
 logger = logging.getLogger(__name__)
 
 MOST_SLOTS = 65_536
-"""The number of slots after which a rank looks at its frames alone, before the next forward.
+"""The number of slots after which a rank checks its frames alone, before the next forward.
 
-If ranks stop together, an overflow that is found there waits for the next common look.
+If ranks stop together, an overflow found there waits for the next common look.
 """
 
 
 class Looking:
-    """Decides whether a run stops: the only part that waits for the device and for other ranks, and that raises.
+    """Stops a run: the only part that waits for the device and for other ranks, and that raises.
 
     Args:
         roots: the models, each with the prefix of its paths.
-        options: the checked keywords of the detector.
-        journal: the notes of the hooks.
+        options: the validated keywords of the detector.
+        journal: the recorded events.
 
     Attributes:
-        reader: reads events.
+        reader: checks events.
         handles: removes the hooks at the end.
-        reports: how many overflows were reported.
-        has_looked: whether there was ever a look.
-        dropped: how many events this rank has looked at alone, to make room, since the last common look.
+        reports: the number of reported overflows.
+        has_looked: whether there was a look so far.
         messages: the messages to the ranks that stop together; opened in the first common look, unless a session has
             set them.
-        steps: how many steps the model's optimizers have made.
-        stepped_by: the class of the optimizer that stepped last.
     """
 
     def __init__(
@@ -58,26 +55,22 @@ class Looking:
         self.handles = contextlib.ExitStack()
         self.reports = 0
         self.has_looked = False
-        self.dropped = 0
-        self.steps = 0
-        self.stepped_by = ""
         self._roots = roots
         self._options = options
         self._journal = journal
         self._pending: Find | None = None
+        self._dropped = 0  # events that this rank has checked alone since the last common look
         self.messages: Messages | None = None
         self._owns_messages = False
 
-    # ------------------------------------------------------------------ when
-
     def look(self, *, may_be_skipped: bool = True) -> None:
-        """Look at the events of training since the last look; if ranks stop together, call this on all of them.
+        """Check the training events since the last look; if ranks stop together, call this on all of them.
 
         Args:
             may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
         """
         journal = self._journal
-        if journal.is_over() or is_capturing():  # what was noted before waits for the first look after the capture
+        if journal.closed or is_capturing():  # earlier events wait for the first look after the capture
             return
         self.has_looked = True
         together = self._together()
@@ -85,7 +78,7 @@ class Looking:
             return
         messages = self._open_messages() if together else None
         try:
-            journal.thread.current = None  # no call is running, even if an interrupt has left one open
+            journal.thread.current = None  # an interrupt may have left a call open
             journal.due = False
             found = self._look_at_training(may_be_skipped=may_be_skipped)
             if messages is not None:
@@ -94,25 +87,25 @@ class Looking:
             if messages is not None:
                 messages.leave(error)
             raise
-        self._stop_if(found, together=together)
+        self._stop_if(found)
         if journal.batches.is_over:
             self._abort()
 
     def _open_messages(self) -> Messages:
-        """The messages to the ranks that stop together, which meet in their first common look."""
+        """Return the messages to the ranks that stop together, which connect in their first common look."""
         if self.messages is None:
             self._owns_messages = True
             self.messages = Messages(self._options.process_group, "overflow")
             try:
                 self.messages.open("to look for activation overflow")
             except RanksLostError as error:
-                self._say_apart(error)
+                self._warn_apart(error)
         return self.messages
 
     def _agreed(
         self, own: Find | DetectionFailedError | None, messages: Messages
     ) -> Find | DetectionFailedError | None:
-        """The find whose event came first on any rank, or else a failure of any rank."""
+        """Return the earliest find of all ranks, or else a failure of any rank."""
         if not messages.is_open:
             return own
         why = "to look for activation overflow together. Perhaps a rank has not trained in this step"
@@ -120,14 +113,14 @@ class Looking:
             sent = (own.failure, own.rank) if isinstance(own, DetectionFailedError) else own
             found = messages.pooled([] if sent is None else [sent], "overflow", why, Find | tuple[str, int])
         except RanksLostError as error:
-            self._say_apart(error)
+            self._warn_apart(error)
             return own
         finds = [entry for entry in found if isinstance(entry, Find)]
         if finds:
             return min(finds, key=lambda find: find.sequence)
         return next((DetectionFailedError(each[0], rank=each[1]) for each in found if isinstance(each, tuple)), None)
 
-    def _say_apart(self, error: RanksLostError) -> None:
+    def _warn_apart(self, error: RanksLostError) -> None:
         logger.warning(
             "Activation overflow: this rank looks alone from now on. %s. A rank that finds one stops alone, and the"
             " others wait for it until the timeout of their process group.",
@@ -135,7 +128,7 @@ class Looking:
         )
 
     def before_forward(self, *, is_root: bool, evaluation: bool) -> None:
-        """Make room for an outermost forward that begins, and count it as :meth:`Batches.begins` does."""
+        """Free slots before an outermost forward, and count the batch; see :meth:`Batches.begins`."""
         training = self._journal.training
         if training.slots.used >= MOST_SLOTS and not is_capturing():
             self._make_room()
@@ -149,7 +142,7 @@ class Looking:
         self._journal.batches.next()
 
     def look_at_evaluation(self) -> None:
-        """Look at a forward without gradients that has ended."""
+        """Check a forward without gradients that has ended."""
         batches = self._journal.batches
         if self._journal.closed:
             return
@@ -162,7 +155,7 @@ class Looking:
             self._abort()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Look at the last events, on this rank alone, and remove all hooks: :meth:`DebugActivationOverflow.close`."""
+        """Check the last events on this rank, and remove all hooks; see :meth:`DebugActivationOverflow.close`."""
         journal = self._journal
         if journal.closed:
             return
@@ -180,15 +173,13 @@ class Looking:
         elif found is not None:
             logger.error("Activation overflow detection has failed (%s).", found.failure, exc_info=failure)
 
-    # ------------------------------------------------------------------ at what
-
     def _together(self) -> bool:
         return self._options.distributed and is_distributed(self._options.process_group)
 
     def _look_at_training(self, *, may_be_skipped: bool = True) -> Find | DetectionFailedError | None:
-        """The first overflow since the last look, or else a failure."""
+        """Return the first overflow since the last look, or else a failure."""
         find = self._look_at(self._journal.training, may_be_skipped=may_be_skipped)
-        find, self._pending, self.dropped = self._pending or find, None, 0
+        find, self._pending, self._dropped = self._pending or find, None, 0
         self._journal.batches.looked = True
         return find or self._failed()
 
@@ -197,16 +188,16 @@ class Looking:
         return None if failure is None else DetectionFailedError(text_of(failure), rank=own_rank())
 
     def _make_room(self) -> None:
-        """Empty the slots if there was no look. A rank that stops together with others keeps a find for their look."""
+        """Free the slots. A rank that stops together with others keeps a find for their next look."""
         events = len(self._journal.training.events)
         find = self._look_at(self._journal.training)
         if not self._together():
             self._stop_if(find or self._failed())
         self._pending = self._pending or find
-        self.dropped += events
+        self._dropped += events
 
     def _look_at(self, interval: Interval, *, may_be_skipped: bool = True) -> Find | None:
-        """The first overflow in an interval, which then begins anew; None if reading fails."""
+        """Return the first overflow in an interval, and clear it; None if reading fails."""
         journal = self._journal
         evaluation = interval is journal.evaluation
         try:
@@ -215,7 +206,7 @@ class Looking:
                 evaluation=evaluation,
                 traces=not (evaluation and journal.batches.trains),
                 may_be_skipped=may_be_skipped,
-                before=self.dropped,
+                before=self._dropped,
             )
         except Exception as error:
             journal.fail(error)
@@ -223,15 +214,8 @@ class Looking:
         finally:
             interval.clear()
 
-    # ------------------------------------------------------------------ what follows
-
-    def _stop_if(self, find: Find | DetectionFailedError | None, *, together: bool = False) -> None:
-        """Raise a find or a failure.
-
-        Args:
-            find: nothing, an overflow, or a failure.
-            together: whether all ranks are here with the same find.
-        """
+    def _stop_if(self, find: Find | DetectionFailedError | None) -> None:
+        """Raise a find or a failure, if any."""
         if find is None:
             return
         if isinstance(find, DetectionFailedError):
@@ -239,7 +223,7 @@ class Looking:
             self._begin_anew()
             raise find from cause
         self.reports += 1
-        advice = self._advice_on_weights(find, together=together) or find.advice
+        advice = self._advice_on_weights(find) or find.advice
         self._begin_anew()
         if find.rank == own_rank():
             logger.error("%s", find.report)
@@ -256,27 +240,19 @@ class Looking:
             report=find.report,
         )
 
-    def _advice_on_weights(self, find: Find, *, together: bool) -> str | None:
-        """The advice if parameters of this rank, or of any, are inf or nan themselves; None if all are finite."""
+    def _advice_on_weights(self, find: Find) -> str | None:
+        """Return the advice if parameters of this rank are inf or nan."""
         try:
             broken = broken_parameters(self._roots, find.path)
-        except Exception as error:  # the overflow must be reported all the same
+        except Exception as error:  # the overflow must still be reported
             logger.warning("Activation overflow: the parameters could not be checked (%s).", text_of(error))
-            broken = []
-        if together and self.messages is not None and self.messages.is_open:
-            try:
-                broken = self.messages.pooled(
-                    broken, "broken parameters", "to name the parameters that are not finite", str
-                )
-            except RanksLostError as error:
-                self._say_apart(error)
-        return advice_on_weights(broken, self.steps, self.stepped_by) if broken else None
+            return None
+        return advice_on_weights(broken) if broken else None
 
     def _abort(self) -> None:
         self.close()
         raise AbortAfterBatch(self._journal.batches.number)
 
     def _begin_anew(self) -> None:
-        """Forget all events."""
         self._journal.clear()
         self.reader.forget()

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from te_precision_callbacks.overflow.extreme_slots import Slot, Values
 from te_precision_callbacks.overflow.interval import Event, ForwardCall, Gradient, Seen
 
-_LARGE = 2.0**8
-"""The magnitude from which on a weight that is larger than what enters its module is the reason for an overflow."""
-
 
 def headline(culprit: Seen) -> str:
-    """Names the bad tensor and the kind of number: the first line of the report and of the exception."""
+    """Format the bad tensor with its kind of value: the first line of the report and of the exception."""
     frame = culprit.frame
     kind = what(*culprit.values.extremes(frame.measured)) if isinstance(frame.measured, Slot) else ""
     return f"{_where(culprit)} has {kind}"
 
 
-def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Mapping[str, float]) -> str:
-    """The advice about an overflow.
+def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
+    """Return the advice about an overflow.
 
     Args:
         culprit: the bad frame.
         event: the event of the frame.
-        loss_scale: the number by which a GradScaler has multiplied the loss; None if none has.
-        weights: the largest magnitude of each parameter of the module.
+        loss_scale: the factor of a GradScaler, if the loss was scaled.
     """
     frame = culprit.frame
     if isinstance(event, Gradient):
@@ -45,42 +41,29 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Ma
     if isinstance(frame.measured, Slot) and culprit.values.extremes(frame.measured)[1] < math.inf:
         path = "" if frame.place is None else frame.place.path
         return f"There is only -inf: if the module makes -inf on purpose, allow it with allow_neg_inf=[{path!r}]."
-    if isinstance(event, ForwardCall) and weights:
-        entered = max((amax(slot, culprit.values) for _, slot in event.inputs if isinstance(slot, Slot)), default=0.0)
-        name, largest = max(weights.items(), key=lambda item: item[1])
-        if max(entered, _LARGE) < largest < math.inf:
-            return (
-                f"The parameter {name} of the module has an abs_max of {largest:.2e}, and what enters only one of"
-                f" {entered:.2e}: the weight is too large. Check its initialization, the loaded checkpoint, and the"
-                " optimizer's last steps."
-            )
     return (
         "Go up from the last frame to where abs_max began to grow, and run that part in a higher precision, or make its"
         " values smaller. detect_overflow() can check tensors inside a forward."
     )
 
 
-def report(frames: Sequence[Seen], *, abs_min: bool, step: str, weights: Mapping[str, float]) -> str:
-    """The report whose last frame is the culprit.
+def report(frames: Sequence[Seen], *, abs_min: bool, step: str) -> str:
+    """Return the report.
 
     Args:
-        frames: the frames.
-        abs_min: whether a column with the smallest magnitudes is shown.
-        step: the training step of the batch, in words; empty if it is not known.
-        weights: as for :func:`advice`.
+        frames: the frames; the last one is the culprit.
+        abs_min: add a column with the smallest magnitudes.
+        step: the training step of the batch as text, if known.
     """
     culprit = frames[-1]
     lines = [headline(culprit)]
     lines += [f"batch {culprit.batch} is in {step}"] if step else []
-    if weights:
-        amaxes = ", ".join(f"{name} abs_max={largest:.2e}" for name, largest in weights.items())
-        lines.append(f"parameters of the module: {amaxes}")
     lines += ["", "", f"last {len(frames)} frames:"]
     return "\n".join([*lines, *(line(frame, abs_min=abs_min) for frame in frames)])
 
 
 def line(seen: Seen, *, abs_min: bool) -> str:
-    """The line of a frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
+    """Format a frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
     frame, values = seen.frame, seen.values
     columns = []
     if abs_min:
@@ -98,11 +81,10 @@ def _where(seen: Seen) -> str:
 
 
 def amax(slot: Slot, values: Values) -> float:
-    """The largest magnitude; nan if there is one."""
+    """Return the largest magnitude, or nan."""
     low, high = values.extremes(slot)
     return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
 
 
 def what(low: float, high: float) -> str:
-    """``nans`` or ``infs``."""
     return "nans" if math.isnan(low) or math.isnan(high) else "infs"

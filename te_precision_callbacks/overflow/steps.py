@@ -1,4 +1,4 @@
-"""Looks before each step of the model's optimizers, even if a GradScaler skips the step."""
+"""Triggers a look before each step of the model's optimizers, even if a GradScaler skips the step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ from te_precision_callbacks.overflow.looking import Looking
 logger = logging.getLogger(__name__)
 
 _FOREIGN_STEPS = 10
-"""The number of steps of other optimizers after which to warn, if no optimizer of the model has stepped."""
+"""Steps of other optimizers after which to warn, if no optimizer of the model has stepped."""
 
 
 class Steps:
-    """Is notified of the steps of all optimizers of the process, and of scalers.
+    """Listens to the steps of all optimizers of the process, and to scalers.
 
     Args:
-        hooks: know which optimizers are the model's.
-        journal: the notes of the hooks.
+        hooks: find out whether an optimizer steps the model.
+        journal: the recorded events.
         looking: checks the events.
-
-    Attributes:
-        journal: as above.
     """
 
     def __init__(self, hooks: ModelHooks, journal: Journal, looking: Looking) -> None:
@@ -45,31 +42,27 @@ class Steps:
         self._scaler_hook = listen(self)
 
     def remove(self) -> None:
-        """Stop being notified."""
         self._step_hook.remove()
         self._scaler_hook()
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Look before an optimizer of the model steps; returns changed arguments for ``step`` if it gets a closure.
+        """Look before an optimizer of the model steps; return new arguments for ``step`` if it gets a closure.
 
         Args:
             optimizer: any optimizer.
-            args: the optimizer again, and the positional arguments of ``step``.
+            args: the optimizer and the positional arguments of ``step``.
             keywords: the keyword arguments of ``step``.
         """
-        if self.journal.is_over():
+        if self.journal.closed:
             return None
         if not self._is_ours(optimizer):
             self._count_foreign_step()
             return None
-        self._warn_of_unseen_forward()
-        # The looks before a scaler's step come first; an optimizer that is given a scaler skips the step itself.
+        # The looks before a scaler's step come first; an optimizer that gets a scaler skips the step itself.
         scales = any(isinstance(value, GradScaler) for value in (*args[1:], *keywords.values()))
-        looking = self._looking
-        looking.look(may_be_skipped=scales)
-        looking.steps, looking.stepped_by = looking.steps + 1, type(optimizer).__name__
+        self._looking.look(may_be_skipped=scales)
         # Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._looking_after(args[1]), *args[2:]), keywords
@@ -79,8 +72,7 @@ class Steps:
 
     def before_scaled_step(self, optimizer: Any) -> None:
         """Look before a GradScaler decides whether an optimizer of the model steps."""
-        if not self.journal.is_over() and self._is_ours(optimizer):
-            self._warn_of_unseen_forward()
+        if not self.journal.closed and self._is_ours(optimizer):
             self._looking.look()
 
     def _is_ours(self, optimizer: Any) -> bool:
@@ -91,8 +83,6 @@ class Steps:
             return True  # other ranks may wait for this one in their look
 
     def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, followed by a look."""
-
         def run_and_look() -> Any:
             loss = closure()
             self._looking.look(may_be_skipped=False)
@@ -114,25 +104,13 @@ class Steps:
                 _FOREIGN_STEPS,
             )
 
-    def _warn_of_unseen_forward(self) -> None:
-        """Warn once that gradients came from a forward that called no hook."""
-        journal = self.journal
-        if journal.saw_forward or self._looking.dropped or not journal.training.events:
-            return
-        if journal.notices.first("unseen forward"):
-            logger.warning(
-                "Activation overflow: the model was trained without a call of its hooks, so its forward is not watched:"
-                " the model was compiled before the detector was made, or is called by model.forward(). Make the"
-                " detector before the first compiled call, or call torch._dynamo.reset() after making it."
-            )
-
 
 def _before_step_of(steps: weakref.ref[Steps]) -> Any:
-    """The hook of all optimizers of the process; it does not keep the detector, and so not the model, alive."""
+    """Return the hook of all optimizers of the process, which does not keep the detector and the model alive."""
 
     @outside_of_dynamo
     def before_step(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> Any:
-        found = steps()
-        return None if found is None else found.before_step(optimizer, args, keywords)
+        alive = steps()
+        return None if alive is None else alive.before_step(optimizer, args, keywords)
 
     return before_step

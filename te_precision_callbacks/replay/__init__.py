@@ -1,11 +1,11 @@
-"""Replays records of GEMMs on the CPU: was it the format, the quantizer or the kernel?
+"""Replays records of GEMMs on the CPU, to find faults of the quantizer or the kernel.
 
     replayed = replay_file("fc1.fprop_gemm.safetensors")
-    replayed.faults                          # what is wrong, the kernel first
+    replayed.faults                          # the faults, the kernel first
     replayed.lanes                           # each way to compute the result, with its distance to the next
-    replay_folder("logs/tensor_dumps")       # all records, in the order in which they ran
+    replay_folder("logs/tensor_dumps")       # all records, in execution order
 
-A record is made by DumpTensors with ``gemms``. Nothing here needs Transformer Engine or a GPU.
+DumpTensors writes records with ``gemms``. The replay needs neither Transformer Engine nor a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``te-precision replay``: whether the format, the quantizer or the kernel made the error of a GEMM.
+"""``te-precision replay``: attributes the error of a recorded GEMM to the format, the quantizer or the kernel.
 
 Usage::
 
@@ -6,13 +6,12 @@ Usage::
     te-precision replay fc1.fprop_gemm.safetensors --repro repro.py
     te-precision replay logs/tensor_dumps --json
 
-The exit code is 0 if nothing is wrong, 1 with a fault, 2 for wrong use; 3 if nothing could be judged, or if a record
-cannot be read and nothing is wrong in the rest. ``--json`` prints one JSON object.
+The exit code is 0 without a fault, 1 with a fault, 2 for wrong use; 3 if nothing could be checked, or if a record
+cannot be read and the others have no fault. ``--json`` prints one JSON object.
 """
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from te_precision_callbacks.replay.folder import ReplayedFolder
-    from te_precision_callbacks.replay.verdict import Replayed
 
-FOUND, NOT_JUDGED = 1, 3
+FOUND, NOT_CHECKED = 1, 3
 """Exit codes."""
 
 _INDENT, _MOST_ROWS, _MOST_FILES = 2, 5, 20
@@ -44,14 +42,14 @@ def replay_command(
         Path | None,
         typer.Option(
             metavar="FILE.py",
-            help="Write a script for a bug report, and the record beside it. It shows the fault with torch alone, and"
-            " runs the GEMM with Transformer Engine where that is installed. Of a folder: of the first record with a"
-            " fault. No file is overwritten.",
+            help="Write a script for a bug report, with a copy of the record. It shows the fault with torch alone, and"
+            " runs the GEMM with Transformer Engine if installed. For a folder: of the first record with a fault. No"
+            " file is overwritten.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say whether the format, the quantizer or the kernel made the error of recorded GEMMs."""
+    """Attribute the error of recorded GEMMs to the format, the quantizer or the kernel."""
     from te_precision_callbacks.replay.folder import ReplayedFolder, replay_file, replay_folder
     from te_precision_callbacks.replay.repro import check_script
 
@@ -68,11 +66,11 @@ def replay_command(
     if first is not None:
         raise typer.Exit(FOUND)
     if found.unread or not any(each.gain is not None for each in found.records.values()):
-        raise typer.Exit(NOT_JUDGED)
+        raise typer.Exit(NOT_CHECKED)
 
 
 def _written(found: ReplayedFolder, repro: Path) -> str:
-    """Write the script of the first GEMM with a fault, or else of the first one, and say so."""
+    """Write the script of the first GEMM with a fault, or else of the first GEMM; return a message."""
     from te_precision_callbacks.replay.repro import write_repro
 
     shown = found.first_bad or next(iter(found.records.items()), None)
@@ -100,29 +98,18 @@ def _show(found: ReplayedFolder) -> None:
     terminal.show_text(first.verdict)
     for fault in first.faults[1:]:
         terminal.show_text(f"{fault.cause}: {fault.text}", _INDENT)
-    for text in first.not_judged if first.faults else ():
-        terminal.show_text(f"Not judged: {text}", _INDENT)
+    for text in first.not_checked if first.faults else ():
+        terminal.show_text(f"Not checked: {text}", _INDENT)
     lanes = terminal.table("lane", "differs from the next by", "of the norm")
     for lane in first.lanes:
-        error = "" if not lane.difference else "not known" if lane.error is None else f"{100 * lane.error:.3g} %"
+        error = "" if not lane.difference else "unknown" if lane.error is None else f"{100 * lane.error:.3g} %"
         lanes.add_row(lane.name, lane.difference, error)
     terminal.show(lanes)
-    if any(fault.cause == "kernel" for fault in first.faults):
-        terminal.show(_worst(first))
     others = [path for path in bad if path != chosen[0]]
     for path in others[:_MOST_FILES]:
         terminal.show_text(bad[path].verdict)
     if others[_MOST_FILES:]:
         terminal.show_text(f"and {len(others) - _MOST_FILES} more, which --json has.")
-
-
-def _worst(found: Replayed) -> Any:
-    table = terminal.table("worst rows", "of the tolerance", "worst columns", "of the tolerance ")
-    rows, columns = (_largest(ratios) for ratios in (found.rows, found.columns))
-    for row, column in itertools.zip_longest(rows, columns):
-        cells = (("", "") if each is None else (str(each[0]), f"{each[1]:.3g}") for each in (row, column))
-        table.add_row(*itertools.chain(*cells))
-    return table
 
 
 def _largest(ratios: torch.Tensor) -> list[tuple[int, float]]:
@@ -148,7 +135,7 @@ def _as_json(found: ReplayedFolder) -> dict[str, Any]:
                 "device": each.gemm.device,
                 "verdict": each.verdict,
                 "faults": each.faults,
-                "not_judged": each.not_judged,
+                "not_checked": each.not_checked,
                 "gain": each.gain,
                 "lanes": each.lanes,
                 "worst_rows": _largest(each.rows),

@@ -1,100 +1,40 @@
-"""Says where a result of a GEMM is wrong, and of which known kind the damage is.
-
-damage_in_words(codes, result, bad, bad_rows, bad_columns)     # "rows 3 and 17 are swapped"
-"""
+"""Describes the place of wrong elements in the result of a GEMM."""
 
 from __future__ import annotations
 
 import torch
 
-_MOST_COMPARED = 32
 _MOST_NAMED = 4
-_ALIKE = 0.05
-"""How far, relative to its norm, a row may be from the one that it is taken for: rounding is far less."""
 
 
-def damage_in_words(
-    codes: torch.Tensor,
-    result: torch.Tensor,
-    bad: torch.Tensor,
-    bad_rows: torch.Tensor,
-    bad_columns: torch.Tensor,
-) -> str:
-    """The damage of a result.
+def describe_damage(bad: torch.Tensor, bad_rows: torch.Tensor, bad_columns: torch.Tensor) -> str:
+    """Describe the wrong elements: ``rows 16 to 47, columns 32 to 63: 1,024 elements are wrong``.
 
     Args:
-        codes, result: the product of the codes, and what the kernel has made of it: float64, [n, m].
-        bad: which elements are beyond their tolerance.
-        bad_rows, bad_columns: which rows and columns are, as wholes.
+        bad: [n, m]: the elements beyond their tolerance.
+        bad_rows, bad_columns: the rows and columns beyond their tolerance.
     """
-    rows = (bad.any(1) | bad_rows).nonzero().flatten()
-    columns = (bad.any(0) | bad_columns).nonzero().flatten()
+    rows = (bad.any(1) | bad_rows).nonzero().flatten().tolist()
+    columns = (bad.any(0) | bad_columns).nonzero().flatten().tolist()
     number = int(bad.sum())
     if not number:
-        if len(rows) or len(columns):
-            places = _named("row", rows, bad.shape[0]), _named("column", columns, bad.shape[1])
-            return f"{', '.join(places)}: off by more than rounding"
-        return "the whole result is off by more than rounding"
-    for what, where, one, other in (("rows", rows, codes, result), ("columns", columns, codes.t(), result.t())):
-        swapped = _swapped(one, other, where)
-        if swapped:
-            return f"{what} {swapped}"
-    height, width = int(rows[-1] - rows[0]) + 1, int(columns[-1] - columns[0]) + 1
-    tile = slice(int(rows[0]), int(rows[0]) + height), slice(int(columns[0]), int(columns[0]) + width)
-    share = number / (height * width)
-    whole = height * width == bad.numel()
-    spans = (_span(what, part) for what, part in zip(("row", "column"), tile, strict=True))
-    place = "the whole result" if whole else ", ".join(spans)
-    if share > 0.5:
-        kind = _kind_of(codes[tile], result[tile], bad[tile])
-        return f"{place}: {kind}"
-    if len(rows) <= _MOST_NAMED:
-        return f"{_named('row', rows, bad.shape[0])}: {number} elements are wrong"
-    if len(columns) <= _MOST_NAMED:
-        return f"{_named('column', columns, bad.shape[1])}: {number} elements are wrong"
-    return f"{number} of {bad.numel()} elements ({100 * number / bad.numel():.2g} %) are wrong, scattered over {place}"
+        places = [_place("row", rows), _place("column", columns)] if rows or columns else ["the whole result"]
+        return f"{', '.join(filter(None, places))}: off by more than rounding"
+    if len(rows) == bad.shape[0] and len(columns) == bad.shape[1]:
+        place = "the whole result"
+    elif min(len(rows), len(columns)) <= _MOST_NAMED:
+        place = _place("row", rows) if len(rows) <= len(columns) else _place("column", columns)
+    else:
+        place = f"{_place('row', rows)}, {_place('column', columns)}"
+    verb = "element is" if number == 1 else "elements are"
+    return f"{place}: {number:,} {verb} wrong ({100 * number / bad.numel():.2g} % of the result)"
 
 
-def _span(what: str, part: slice) -> str:
-    one = part.stop - part.start == 1
-    return f"{what} {part.start}" if one else f"{what}s {part.start} to {part.stop - 1}"
-
-
-def _kind_of(codes: torch.Tensor, result: torch.Tensor, bad: torch.Tensor) -> str:
-    if not result[bad].abs().any():
-        return "all zeros"
-    if not result[bad].isfinite().all():
-        return "inf or nan"
-    if codes.shape[0] == codes.shape[1] and _is_alike(codes.t(), result):
-        return "transposed"
-    return f"{int(bad.sum())} elements are wrong"
-
-
-def _named(what: str, where: torch.Tensor, of: int) -> str:
-    if not len(where):
-        return f"no {what}"
-    if len(where) == of:
-        return f"all {what}s"
-    listed = ", ".join(map(str, where[:_MOST_NAMED].tolist()))
-    more = f" and {len(where) - _MOST_NAMED} more" if len(where) > _MOST_NAMED else ""
-    return f"{what}{'s' if len(where) > 1 else ''} {listed}{more}"
-
-
-def _swapped(codes: torch.Tensor, result: torch.Tensor, where: torch.Tensor) -> str:
-    """Rows that hold what belongs into other rows; empty if there are none."""
-    if not 2 <= len(where) <= _MOST_COMPARED:
+def _place(name: str, indices: list[int]) -> str:
+    if not indices:
         return ""
-    pairs = [
-        (one, other)
-        for one in where.tolist()
-        for other in where.tolist()
-        if one < other and _is_alike(codes[one], result[other]) and _is_alike(codes[other], result[one])
-    ]
-    if not pairs or 2 * len(pairs) < len(where):
-        return ""
-    return ", ".join(f"{one} and {other}" for one, other in pairs[:_MOST_NAMED]) + " are swapped"
-
-
-def _is_alike(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    norm = float(expected.norm())
-    return norm > 0 and float((expected - found).norm()) <= _ALIKE * norm
+    plural = "" if len(indices) == 1 else "s"
+    if len(indices) <= _MOST_NAMED:
+        return f"{name}{plural} {', '.join(map(str, indices))}"
+    is_span = indices[-1] - indices[0] + 1 == len(indices)
+    return f"{name}s {indices[0]} to {indices[-1]}" if is_span else f"{len(indices)} {name}s"

@@ -1,4 +1,4 @@
-"""Replays the records of a folder, in the order in which their GEMMs ran.
+"""Replays the records of a folder in execution order.
 
 found = replay_folder("logs/tensor_dumps")
 found.first_bad                  # the first GEMM with a fault
@@ -25,7 +25,7 @@ class ReplayedFolder:
     """The records of a folder.
 
     Attributes:
-        records: path -> what was found, in the order of execution.
+        records: path -> result, in execution order.
         unread: path -> why it could not be read.
     """
 
@@ -34,7 +34,7 @@ class ReplayedFolder:
 
     @property
     def first_bad(self) -> tuple[Path, Replayed] | None:
-        """The first GEMM, in the order of execution, that has a fault."""
+        """The first GEMM with a fault, in execution order."""
         return next(((path, found) for path, found in self.records.items() if found.faults), None)
 
 
@@ -42,11 +42,8 @@ class ReplayedFolder:
 def replay(dump: Dump) -> Replayed:
     """Replay a record of a GEMM.
 
-    Args:
-        dump: the record.
-
     Raises:
-        DumpError: the dump is not such a record.
+        DumpError: the dump is not a record of a GEMM.
     """
     gemm = a_dump(dump).header.gemm
     if gemm is None:
@@ -68,10 +65,10 @@ def replay_file(path: str | os.PathLike[str]) -> Replayed:
 
 
 def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
-    """Replay all records in a folder and its folders in the order of their time; dumps of tensors are left out.
+    """Replay all records in a folder and its subfolders in the order of their time; skip dumps of tensors.
 
     Raises:
-        DumpError: there is no such folder, or it has no record.
+        DumpError: the folder does not exist, or has no record.
     """
     listed = list_dumps(folder)
     unread = {file.path: file.why for file in listed.foreign if file.path.suffix == ".safetensors"}

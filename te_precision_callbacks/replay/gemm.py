@@ -1,20 +1,18 @@
-"""Replays one record of a GEMM: its lanes, its faults, and where the result is wrong.
+"""Replays a record of a GEMM: its lanes, its faults, and the place of wrong elements.
 
-The lanes are ways to compute the product, each with one more step of what a device does:
+The lanes are ways to compute the product in float64:
 
-====================  ====================================================================== ====================
-lane                  computed in float64                                                     next differs by
-====================  ====================================================================== ====================
-original              from the operands before quantization                                   the format
-own quantizer         from the codes that the format's own quantizer makes of them            the quantizer
-codes                 from the recorded codes and scales                                      accumulation
-accumulator           from these, as the device's accumulator sums (sampled rows and columns) the kernel
-result                the recorded result, without bias and without what it was added to
-====================  ====================================================================== ====================
+========  ==================================================  ========================
+lane      computed                                            next differs by
+========  ==================================================  ========================
+original  from the operands before quantization               format and quantizer
+codes     from the recorded codes and scales                  accumulation and kernel
+result    recorded, without bias and the previous sum
+========  ==================================================  ========================
 
-The kernel is judged by the tolerances of :mod:`te_precision_callbacks.gemm_error.judging`, for each row and column with
-probes, and for each element by the same bound on the variance of what the accumulator and the rounding of the result
-lose. The quantizer is judged by all of its codes and scales (:mod:`te_precision_callbacks.gemm_error.codes`).
+The kernel is checked by the tolerances of :mod:`te_precision_callbacks.gemm_error.judging`, for each row and column
+with probes, and for each element by the same bound on the variance of the accumulator and the rounding of the result.
+All codes and scales of the quantizer are checked (:mod:`te_precision_callbacks.gemm_error.codes`).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import torch
 from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.dumps.contents import Dump
 from te_precision_callbacks.dumps.header import DumpedGemm
-from te_precision_callbacks.gemm_error.accumulators import accumulated, accumulator_of
+from te_precision_callbacks.gemm_error.accumulators import accumulator_of
 from te_precision_callbacks.gemm_error.codes import CodeCheck
 from te_precision_callbacks.gemm_error.factors import factor_of
 from te_precision_callbacks.gemm_error.judging import (
@@ -39,52 +37,44 @@ from te_precision_callbacks.gemm_error.judging import (
     seed_of,
     thin,
 )
-from te_precision_callbacks.replay.damage import damage_in_words
+from te_precision_callbacks.replay.damage import describe_damage
 from te_precision_callbacks.replay.operands import Recorded
 from te_precision_callbacks.replay.verdict import Fault, Lane, Replayed
 
 PROBES = 64
-"""The number of probes from each side."""
+"""The number of probes on each side."""
 
 MOST_DEVIATIONS = 8.0
-"""How many standard deviations of the bound an element may be off."""
-
-_SAMPLED = 64
-"""Rows and columns that the model of the accumulator computes."""
+"""The allowed error of an element, in standard deviations of the bound."""
 
 _MOST_BIAS = 6.0
-"""How many standard deviations the bias of stochastic rounding, and the share of zeros, may be off."""
+"""The allowed bias of stochastic rounding, and deviation of the share of zeros, in standard deviations."""
 
 _LEFT = 0.2
-"""A factor that leaves less of an error than this accounts for it."""
+"""A factor explains an error if it reduces the error to less than this share."""
 
 
 def replay_gemm(dump: Dump, gemm: DumpedGemm) -> Replayed:
-    """Replay a record of a GEMM.
-
-    Args:
-        dump: the record.
-        gemm: its description.
-    """
+    """Replay a record of a GEMM."""
     left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)
     judge = _Kernel(dump, gemm, left, right)
     faults = judge.faults()
-    not_judged = [] if judge.counts else [f"the kernel, since {judge.why_not}"]
+    not_checked = [] if judge.counts else [f"the kernel, since {judge.why_not}"]
     for operand in (left, right):
         checked = operand.checked()
         if checked is not None:
             faults += _faults_of_codes(operand.described.tensor, checked)
-            not_judged += [operand.left_out] if operand.left_out else []
+            not_checked += [operand.left_out] if operand.left_out else []
         elif isinstance(operand.data, Stored):
             lacks = "the tensor before quantization is" if operand.high is None else "its quantizer is"
-            not_judged.append(f"the quantizer of {operand.described.tensor}, since {lacks} not in the record")
+            not_checked.append(f"the quantizer of {operand.described.tensor}, since {lacks} not in the record")
     lanes = _lanes(judge, left, right)
     return Replayed(
         dump.header,
         gemm,
         lanes,
         tuple(faults),
-        tuple(not_judged),
+        tuple(not_checked),
         judge.gain,
         judge.found.rows,
         judge.found.columns,
@@ -92,7 +82,7 @@ def replay_gemm(dump: Dump, gemm: DumpedGemm) -> Replayed:
 
 
 class _Kernel:
-    """What the kernel has made of the recorded codes and scales."""
+    """The kernel's result, compared with the recorded codes and scales."""
 
     def __init__(self, dump: Dump, gemm: DumpedGemm, left: Recorded, right: Recorded) -> None:
         self.gemm = gemm
@@ -128,7 +118,7 @@ class _Kernel:
         return judged(run, expected, call)
 
     def _ratios(self, dtype: torch.dtype, added: torch.Tensor) -> torch.Tensor:
-        """The error of each element over its tolerance: float64, [n, m]."""
+        """Return the error of each element over its tolerance: float64, [n, m]."""
         if not self.counts:
             return torch.zeros_like(self.codes)
         gemm = self.gemm
@@ -143,11 +133,11 @@ class _Kernel:
         return torch.where(expected.isfinite() & ~(saturates & ~self.result.isfinite()), ratios, 0.0)
 
     def faults(self) -> list[Fault]:
-        """What is wrong with the result."""
+        """Return the faults of the result."""
         ratio = max(float(self.found.ratio), float(self.ratios.max()) if self.ratios.numel() else 0.0)
         if not self.counts or ratio <= 1:
             return []
-        text = damage_in_words(self.codes, self.alone, self.ratios > 1, self.found.rows > 1, self.found.columns > 1)
+        text = describe_damage(self.ratios > 1, self.found.rows > 1, self.found.columns > 1)
         gain = ""
         if self.gain is not None:
             off, left = (float((self.alone - factor * self.codes).norm()) for factor in (1.0, self.gain))
@@ -157,41 +147,24 @@ class _Kernel:
 
     @property
     def why_not(self) -> str:
-        """Why the kernel is not judged."""
+        """The reason why the kernel is not checked."""
         if self.codes.isfinite().all(1).any():
-            return "the product is lost in what it was added to"
+            return "the product is lost in the sum that it was added to"
         return "each row of the product has inf or nan"
-
-    def sampled(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows and columns that the model of the accumulator computes: the worst ones first."""
-        rows, columns = (
-            ratios.argsort(descending=True, stable=True)[:_SAMPLED] for ratios in (self.found.rows, self.found.columns)
-        )
-        return rows, columns
 
 
 def _lanes(kernel: _Kernel, left: Recorded, right: Recorded) -> tuple[Lane, ...]:
-    alpha = kernel.gemm.alpha
-
-    def multiplied(b: torch.Tensor | None, a: torch.Tensor | None) -> torch.Tensor | None:
-        return None if a is None or b is None else alpha * (b @ a.t())
-
-    original = multiplied(left.original(), right.original())
-    own = None if original is None else multiplied(left.requantized(), right.requantized())
-    rows, columns = kernel.sampled()
-    summed = alpha * accumulated(kernel.left[rows], kernel.right[columns], kernel.accumulator)
-    codes, alone = (whole[rows][:, columns] for whole in (kernel.codes, kernel.alone))
+    b, a = left.original(), right.original()
+    original = None if a is None or b is None else kernel.gemm.alpha * (b @ a.t())
     return (
-        Lane("original", "format", _distance(original, own)),
-        Lane("own quantizer", "quantizer", _distance(own, kernel.codes)),
-        Lane("codes", "accumulation", _distance(codes, summed)),
-        Lane("accumulator", "kernel", _distance(summed, alone)),
+        Lane("original", "format and quantizer", _distance(original, kernel.codes)),
+        Lane("codes", "accumulation and kernel", _distance(kernel.codes, kernel.alone)),
         Lane("result", "", None),
     )
 
 
 def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
-    """What is wrong with the codes and scales of an operand."""
+    """Return the faults of an operand's codes and scales."""
     codes, wrong, rounded, bias, zeros, expected_zeros, scales, wrong_scales = (each.item() for each in checked)
     found = []
     if wrong_scales:
@@ -209,10 +182,10 @@ def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
     return [Fault("quantizer", f"{tensor}: {'; '.join(found)}", tensor)] if found else []
 
 
-def _distance(one: torch.Tensor | None, following: torch.Tensor | None) -> float | None:
-    """The norm of the difference of two lanes over the norm of the first, in what is finite in both; None if one of
-    them is unknown, or nothing is finite."""
-    if one is None or following is None:
+def _distance(one: torch.Tensor | None, following: torch.Tensor) -> float | None:
+    """Return the norm of the difference of two lanes over the norm of the first, over elements finite in both; None if
+    a lane is unknown or has no finite element."""
+    if one is None:
         return None
     use = one.isfinite() & following.isfinite()
     if use.numel() and not use.any():

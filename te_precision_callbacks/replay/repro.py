@@ -1,4 +1,4 @@
-"""Writes a script that shows the fault of a recorded GEMM with torch, and runs it with Transformer Engine if installed.
+"""Writes a script that reproduces the fault of a recorded GEMM with torch, and with Transformer Engine if installed.
 
 write_repro(Path("repro.py"), record, replayed)     # repro.py and repro.safetensors
 """
@@ -15,22 +15,22 @@ from te_precision_callbacks.replay.verdict import Replayed
 _HEADING = '''"""{verdict}
 
 Recorded on {device} with {versions}.
-Run it beside {data}: python {script}
-It needs torch and safetensors, and no GPU. Where Transformer Engine can be imported, it runs the recorded GEMM with it.
-The exit code is 1 if the fault is there: now, or where the GEMM cannot run, in the record.
+Keep it in one folder with {data}, and run: python {script}
+It needs torch and safetensors, and no GPU. With Transformer Engine installed, it runs the recorded GEMM.
+The exit code is 1 if the fault is reproduced, or, if the GEMM cannot run, if it is in the record.
 """
 '''
 
 
 def check_script(script: Path, record: Path) -> None:
-    """Refuse the path of a script that is none, or that has a file already, before the work for it begins.
+    """Check the path of a script before the replay.
 
     Args:
         script: the path.
-        record: the record or folder that is replayed; a record may lie beside its script.
+        record: the record or folder of the replay; a record may be in the folder of its script.
 
     Raises:
-        DumpError: it is refused.
+        DumpError: the path is not a script, or exists.
     """
     if script.is_dir():
         raise DumpError(f"{script} is a folder. Name the script: {script / 'repro.py'}.")
@@ -42,15 +42,15 @@ def check_script(script: Path, record: Path) -> None:
 
 
 def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
-    """Write a script, and a copy of the record beside it.
+    """Write a script, and a copy of the record in the same folder.
 
     Args:
-        script: the script, as :func:`check_script` lets it pass.
+        script: the path, checked by :func:`check_script`.
         record: the file of the record.
-        replayed: what was found in it.
+        replayed: its result.
 
     Returns:
-        The script.
+        The path of the script.
 
     Raises:
         DumpError: a file cannot be written.

@@ -1,6 +1,6 @@
-"""The body of the script that ``te-precision replay --repro`` writes: it needs torch and safetensors alone.
+"""The body of the script of ``te-precision replay --repro``, which needs only torch and safetensors.
 
-Where Transformer Engine can be imported, it also runs the recorded GEMM. Read from Transformer Engine 2.20.2:
+With Transformer Engine installed, it also runs the recorded GEMM. Read from Transformer Engine 2.20.2:
 ``general_gemm`` (``pytorch/cpp_extensions/gemm.py``) and the arguments of the classes in ``pytorch/tensor/storage``.
 """
 
@@ -23,14 +23,14 @@ LOWEST_EXPONENT = {"E4M3": -6, "E5M2": -14, "E2M1": 0}
 
 
 def read(path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The description of the GEMM, and the tensors."""
+    """Return the description of the GEMM, and the tensors."""
     with safe_open(path, "pt") as file:
         gemm = json.loads(file.metadata()["te_precision_dump"])["gemm"]
         return gemm, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def codes_of(direction: Any, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The decoded codes, and the factor of each, as they lie in memory: float64, [rows, columns]."""
+    """Return the decoded codes and the factor of each, in memory order: float64, [rows, columns]."""
     data = tensors[direction["data"]]
     if direction["format"] == "E2M1":
         nibbles = torch.stack([data & 15, data >> 4], -1).reshape(*data.shape[:-1], -1).long()
@@ -53,7 +53,7 @@ def codes_of(direction: Any, tensors: dict[str, torch.Tensor]) -> tuple[torch.Te
 
 
 def operand(gemm: Any, side: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """An operand as its codes and scales say it: float64, [rows, k]."""
+    """Return a decoded operand: float64, [rows, k]."""
     described = gemm[side]
     if described["direction"] is None:
         values = tensors[f"{side}.values"].double()
@@ -65,7 +65,7 @@ def operand(gemm: Any, side: str, tensors: dict[str, torch.Tensor]) -> torch.Ten
 
 
 def quantized(described: Any, tensors: dict[str, torch.Tensor], device: torch.device) -> Any:
-    """Transformer Engine's tensor with the recorded codes and scales, in the direction that the GEMM reads."""
+    """Return Transformer Engine's tensor with the recorded codes and scales."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
@@ -111,7 +111,7 @@ def run_now(gemm: Any, tensors: dict[str, torch.Tensor]) -> tuple[str, torch.Ten
     """Run the recorded GEMM with Transformer Engine.
 
     Returns:
-        What has run it, or why nothing could; and its result, on the CPU.
+        The version and device, or the reason of a failure; and the result on the CPU, if any.
     """
     backend = None
     try:
@@ -153,7 +153,7 @@ def run_now(gemm: Any, tensors: dict[str, torch.Tensor]) -> tuple[str, torch.Ten
 
 
 def kernel(gemm: Any, tensors: dict[str, torch.Tensor], result: torch.Tensor, made_by: str) -> bool:
-    """Compare a result with the product of the recorded codes; whether it is wrong."""
+    """Compare a result with the product of the recorded codes; return whether it is wrong."""
     left, right = operand(gemm, "b", tensors), operand(gemm, "a", tensors)
     product = expected = gemm["alpha"] * (left @ right.t())
     size = (abs(gemm["alpha"]) * (left.square() @ right.square().t()).sqrt()).clamp(min=1e-300)
@@ -170,7 +170,7 @@ def kernel(gemm: Any, tensors: dict[str, torch.Tensor], result: torch.Tensor, ma
     gain = float((alone * product).sum() / product.square().sum().clamp(min=1e-300))
     off = abs(gain - 1) > BF16_ROUNDING
     if not wrong.any() and not off:
-        print(f"{made_by}: nothing is wrong")
+        print(f"{made_by}: no faults")
         return False
     rows, columns = int(wrong.any(1).sum()), int(wrong.any(0).sum())
     print(
@@ -184,7 +184,7 @@ def kernel(gemm: Any, tensors: dict[str, torch.Tensor], result: torch.Tensor, ma
 
 
 def quantizer(gemm: Any, side: str, tensors: dict[str, torch.Tensor]) -> bool:
-    """Compare the codes of an operand with the tensor before quantization; whether they are wrong."""
+    """Compare the codes of an operand with the tensor before quantization; return whether they are wrong."""
     described = gemm[side]
     direction, rounding = described["direction"], described["rounding"]
     high = tensors.get(f"{side}.high_precision")
@@ -215,11 +215,11 @@ def quantizer(gemm: Any, side: str, tensors: dict[str, torch.Tensor]) -> bool:
 
 
 def main() -> int:
-    """The exit code: 1 if a code is wrong, or the result of now; where nothing can run the GEMM, the recorded result. 2
+    """Return the exit code: 1 if a code or the new result is wrong, or the recorded one if the GEMM cannot run; 2
     without the record."""
     record = Path(__file__).with_suffix(".safetensors")
     if not record.is_file():
-        print(f"{record} is missing: the GEMM is recorded there. Put it beside this script.", file=sys.stderr)
+        print(f"{record} is missing: it has the recorded GEMM. Put it in the folder of this script.", file=sys.stderr)
         return 2
     gemm, tensors = read(record)
     print(f"{gemm['gemm']}, {gemm['n']} x {gemm['m']}, sums of {gemm['k']}; compared with float64:")

@@ -1,4 +1,4 @@
-"""The result of a replay: lanes, faults, and where a GEMM's result is wrong."""
+"""The result of a replay: lanes, faults, and wrong rows and columns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ class Lane:
     """A way to compute a result.
 
     Attributes:
-        name: as in the description of the module that has replayed it.
-        difference: by what the next lane differs: format, quantizer, accumulation or kernel; empty for
-            the last.
-        error: the norm of the difference to the next lane over the norm of the next; None where a lane cannot be
-            computed.
+        name: see :mod:`te_precision_callbacks.replay.gemm`.
+        difference: the cause of the difference to the next lane; empty for the last lane.
+        error: the norm of the difference to the next lane over the norm of this lane, if known.
     """
 
     name: str
@@ -31,12 +29,12 @@ class Lane:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is wrong with a GEMM.
+    """A fault of a GEMM.
 
     Attributes:
         cause: the kernel, or the quantizer.
-        text: what is wrong, with its place.
-        operand: the operand that the quantizer has made; empty for the kernel.
+        text: the fault with its place.
+        operand: the operand of the quantizer; empty for the kernel.
     """
 
     cause: Cause
@@ -46,14 +44,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the replay of a record has found.
+    """The result of the replay of a record.
 
     Attributes:
-        header, gemm: of the record.
+        header, gemm: the header of the record, and its GEMM.
         lanes: the ways to compute the product.
-        faults: what is wrong, the kernel first; none if nothing is.
-        not_judged: what cannot be judged, and why.
-        gain: <result, codes> / |codes|^2, which is 1; None where it is not known.
+        faults: the faults, the kernel first.
+        not_checked: parts that cannot be checked, and why.
+        gain: <result, codes> / |codes|^2, which should be 1, if known.
         rows, columns: the ratio to the tolerance of each row and column, [n] and [m]; above 1 is wrong.
     """
 
@@ -61,14 +59,14 @@ class Replayed:
     gemm: DumpedGemm
     lanes: tuple[Lane, ...]
     faults: tuple[Fault, ...]
-    not_judged: tuple[str, ...]
+    not_checked: tuple[str, ...]
     gain: float | None
     rows: torch.Tensor
     columns: torch.Tensor
 
     @property
     def name(self) -> str:
-        """What has run in words: ``fc1 fprop, step 3``."""
+        """Such as ``fc1 fprop, step 3``."""
         header = self.header
         rank = f", rank {header.rank}" if header.rank else ""
         micro_batch = f", micro-batch {header.micro_batch}" if header.micro_batch else ""
@@ -76,10 +74,10 @@ class Replayed:
 
     @property
     def verdict(self) -> str:
-        """The verdict in a line."""
+        """The result in a line."""
         if self.faults:
             return f"{self.name}: {self.faults[0].cause}: {self.faults[0].text}"
         lane = next((lane for lane in self.lanes if lane.name == "original" and lane.error is not None), None)
         of_format = "" if lane is None else f"; the format costs {100 * (lane.error or 0):.2f} %"
-        left = f" Not judged: {'; '.join(self.not_judged)}." if self.not_judged else ""
-        return f"{self.name}: nothing is wrong with the kernel and the quantizers{of_format}.{left}"
+        left = f" Not checked: {'; '.join(self.not_checked)}." if self.not_checked else ""
+        return f"{self.name}: no faults of the kernel and the quantizers{of_format}.{left}"

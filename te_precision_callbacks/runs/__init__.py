@@ -1,10 +1,10 @@
-"""The record store: a run as files that other tools read too, and its reader.
+"""The record store: files of a run that other tools can read, and their reader.
 
     from te_precision_callbacks.runs import open_run
     run = open_run("logs")                  # RecordedRun: tables of Arrow, and typed access
     run.grid("underflows%", "activation")   # layers x iterations
 
-A session writes a run by itself. :class:`RunWriter` writes one without a session; its module shows how.
+Sessions record their runs. :class:`RunWriter` records a run without a session.
 """
 
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError, UnknownSubjectError

@@ -1,5 +1,4 @@
-"""Facts about a recorded run that several views show: whether anything was recorded, how much ran in which precision,
-what was not measured, which of its numbers is the loss, and what ended it."""
+"""Facts about a recorded run that several views show: its contents, precision shares, loss, and end."""
 
 from __future__ import annotations
 
@@ -17,17 +16,15 @@ from te_precision_callbacks.runs.tables import at_the_end
 _MOST_NAMED = 4
 
 _OF_EVERY_RUN = {"segment_started", "segment_ended"}
-"""Kinds of events that say nothing of what happened."""
 
 
 def has_numbers(run: RecordedRun) -> bool:
-    """Whether a run has any number, of a layer or of the trainer, or a coverage."""
+    """Return whether a run has any values, scalars or coverage."""
     return bool(len(run.series) or len(run.scalars) or len(run.gemms))
 
 
 def why_nothing_to_show(run: RecordedRun) -> str:
-    """What is said of a run of which nothing was recorded; empty if there is a number, a coverage, an event or an error
-    that ended it."""
+    """Return why there is nothing to show; empty if there are values, coverage, events, or an error at the end."""
     has_failed = any(segment.status == "failed" for segment in run.segments)
     if has_numbers(run) or has_failed or set(run.events["kind"].to_pylist()) - _OF_EVERY_RUN:
         return ""
@@ -39,7 +36,7 @@ def why_nothing_to_show(run: RecordedRun) -> str:
 
 
 def no_step_in_words(run: RecordedRun) -> list[str]:
-    """That a run has no step, as a line; none if it has one, or a part of it cannot be read."""
+    """Return a line for a run without steps; nothing if it has steps, or unreadable parts."""
     if has_numbers(run) or len(run.steps) or run.unread:
         return []
     yet = " yet" if run.segments and run.segments[-1].status == "running" else ""
@@ -47,9 +44,9 @@ def no_step_in_words(run: RecordedRun) -> list[str]:
 
 
 def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
-    """Precision, and whether of the backward -> the multiply-adds of a step at the end of the run.
+    """Map precision, and whether the product is of the backward, to the multiply-adds per step at the end of the run.
 
-    The precision is empty where it is not known. Empty where the run has no coverage.
+    The precision is empty where unknown; the result is empty without coverage.
     """
     found: dict[tuple[str, bool], int] = defaultdict(int)
     for row in at_the_end(run.gemms).select(["precision", "backward", "macs"]).to_pylist():
@@ -59,7 +56,7 @@ def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
 
 
 def precision_shares(run: RecordedRun) -> dict[str, float]:
-    """Precision -> its share of the multiply-adds that ran, from 0 to 1; the largest first."""
+    """Map precision to its share of the multiply-adds, from 0 to 1, largest first."""
     macs: dict[str, int] = defaultdict(int)
     for (precision, _), count in multiply_adds(run).items():
         if precision:
@@ -69,7 +66,7 @@ def precision_shares(run: RecordedRun) -> dict[str, float]:
 
 
 def not_measured_in_words(run: RecordedRun) -> list[str]:
-    """What LogGemmError has not measured in the last start of a run, a line for each reason."""
+    """Return what LogGemmError did not measure in the last segment, a line per reason."""
     found = run.segments[-1].facts.get("not_measured") if run.segments else None
     lines = []
     for why, names in found.items() if isinstance(found, dict) else ():
@@ -80,29 +77,26 @@ def not_measured_in_words(run: RecordedRun) -> list[str]:
 
 
 _OF_TRAINING = frozenset({"loss", "train", "training", "total", "step", "batch", "lm"})
-"""The words of a name that can only be that of the training's loss."""
 
 
 def words_of(name: str) -> set[str]:
-    """The words of the name of a number of the trainer, in small letters."""
     return set(re.split(r"[/._\s-]", name.lower()))
 
 
 def is_loss(name: str) -> bool:
-    """Whether a number of the trainer is a loss by its name: ``loss``, ``train/loss``; not ``loss_scale``."""
+    """Return whether a scalar's name is a loss, such as ``train/loss``; ``loss_scale`` is not."""
     words = words_of(name)
     return "loss" in words and "scale" not in words
 
 
 def is_loss_of_training(name: str) -> bool:
-    """Whether a number of the trainer can only be the loss of the training by its name. A part of the loss, such as
-    ``aux_loss``, may be nan where it has no value, the mean of an epoch until the epoch ends, and ``best_loss`` is inf
-    at first."""
+    """Return whether a scalar's name can only be the training loss. Other losses may be nan or inf in a healthy run: a
+    part such as ``aux_loss``, the mean of an epoch before the epoch ends, ``best_loss`` at the start."""
     return is_loss(name) and words_of(name) <= _OF_TRAINING
 
 
 def loss_first(names: Iterable[str]) -> list[str]:
-    """The trainer's numbers: the likeliest loss of the training first, then other losses, then all others by name."""
+    """Sort names of scalars: the likeliest training loss first, then other losses, then all others."""
     return sorted(names, key=lambda name: (not is_loss(name), name != "loss", "train" not in name, name))
 
 
@@ -110,13 +104,13 @@ def loss_first(names: Iterable[str]) -> list[str]:
 
 
 def status_in_words(run: RecordedRun) -> str:
-    """The status of the last start of a run; ``ended early`` where Ctrl-C, SIGTERM or ``sys.exit()`` ended it."""
+    """Return the status of the last segment; ``ended early`` after Ctrl-C, SIGTERM or ``sys.exit()``."""
     status: str = run.segments[-1].status if run.segments else "unknown"
     return "ended early" if status == "failed" and ended_by(_error_at_the_end(run)[0]) else status
 
 
 def outcome_in_words(run: RecordedRun) -> list[str]:
-    """What ended the last start of a run before its last step; empty if nothing did."""
+    """Return what ended the last segment early; empty if nothing did."""
     status = run.segments[-1].status if run.segments else "unknown"
     if status == "stopped without an end":
         return ["The run stopped without an end: its process is gone, and has not closed the records."]
@@ -131,8 +125,7 @@ def outcome_in_words(run: RecordedRun) -> list[str]:
 
 
 def _error_at_the_end(run: RecordedRun) -> tuple[str, int]:
-    """The first line about the error that ended the last start of a run, and the last step; an empty text if none is
-    recorded."""
+    """Return the first line of the error that ended the last segment, if any, and the last step."""
     events = run.events.filter(pc.equal(run.events["segment"], run.segments[-1].number))
     for row in events.filter(pc.equal(events["kind"], "segment_ended")).to_pylist():
         if row["severity"] == "error":
@@ -141,11 +134,7 @@ def _error_at_the_end(run: RecordedRun) -> tuple[str, int]:
 
 
 def ended_by(error: str) -> str:
-    """What ended a run that did not fail, such as ``Ctrl-C`` or ``SIGTERM``; empty for a failure.
-
-    Args:
-        error: the first line about the exception that ended it: its class and text.
-    """
+    """Return what ended a run without a failure, such as ``Ctrl-C``, from the first line of its error."""
     name, _, text = error.partition(":")
     if name == "SystemExit" and text.strip() not in ("", "0", "None"):
         return ""
@@ -162,7 +151,7 @@ _FROM_OUTSIDE = {
 
 
 def broken_in_short(message: str) -> str:
-    """A message about a broken contract in one line: what is broken, without the products that do it."""
+    """Shorten a message about a broken contract to one line, without the products."""
     heading, *lines = message.splitlines() or [""]
     clauses = [line[2:] for line in itertools.takewhile(lambda line: line.startswith("- "), lines)]
     return " ".join([heading, *clauses])

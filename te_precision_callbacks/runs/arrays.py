@@ -1,7 +1,7 @@
-"""Arrow arrays of Python's values and numpy's, without pandas.
+"""Arrow arrays from Python and numpy values, without pandas.
 
-``pyarrow.array`` imports pandas where it is installed (pyarrow 26, ``array.pxi: _is_array_like``). In a training that
-takes a second from the thread that runs the model, since both need the interpreter.
+``pyarrow.array`` imports pandas where it is installed (pyarrow 26, ``array.pxi: _is_array_like``), which blocks the
+training thread for a second through the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ _NUMBERS = {
 
 
 def arrow_array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """As ``pyarrow.array(values, kind)``, of the types that the tables of a run have.
-
-    Args:
-        values: numbers, booleans, texts or lists of them; None for null. Times are microseconds since 1970.
-        kind: their type.
-    """
+    """Convert like ``pyarrow.array(values, kind)``, for types of run tables; times are microseconds since 1970."""
     valid = None
     if not isinstance(values, np.ndarray):
         present = [value is not None for value in values]

@@ -1,4 +1,4 @@
-"""Writes and reads tables of a run: Parquet files, and Arrow streams that may end anywhere."""
+"""Reading and writing of tables: Parquet files, and Arrow streams that may be truncated."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from te_precision_callbacks.runs.input_files import MOST_ITERATION, open_regular
 from te_precision_callbacks.runs.run_files import CLOSED, OPEN, replace_whole
 
 UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, OverflowError)
-"""What pyarrow raises for a damaged or foreign file: of Arrow's exceptions some derive from the built-in ones."""
+"""Exceptions of pyarrow for damaged or foreign files."""
 
 _ROW_GROUP = 1 << 17
-"""The rows that a reader of one series has to read at least."""
+"""Rows per row group: the least that a reader of one series has to read."""
 
 _NEVER_NULL = {"iteration", "series", "value", "bin", "name", "gemm_id"}
 _TIMES = {"iteration", "logging_step", "since", "until", "wall_time"}
 
 
 def write_table(table: pa.Table, path: Path) -> int:
-    """Write a Parquet file, whole or not at all, and return its size.
+    """Write a Parquet file atomically, and return its size.
 
     Raises:
         OSError: it cannot be written.
@@ -46,12 +46,11 @@ def write_table(table: pa.Table, path: Path) -> int:
 
 
 def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
-    """Read columns of a Parquet file, or of an Arrow stream to its last whole batch.
+    """Read columns of a Parquet file, or of an Arrow stream up to its last whole batch.
 
     Args:
-        path: the file. A stream that was closed meanwhile is read from its Parquet file.
-        columns: the columns.
-        schema: has their types.
+        path: the file; for a stream that was closed since, its Parquet file is read.
+        schema: the types of the columns.
         series: only the rows of these series; None for all.
 
     Raises:
@@ -79,7 +78,7 @@ def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: li
 
 
 def _groups_with(file: pq.ParquetFile, series: list[int]) -> list[int]:
-    """The row groups that may have one of some series, by which closed files are sorted."""
+    """Return the row groups that can contain any of the series, by which closed files are sorted."""
     place, series = file.schema_arrow.get_field_index("series"), sorted(series)
     found = []
     for number in range(file.num_row_groups):
@@ -106,7 +105,7 @@ def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:
 
 
 def _require_sound(table: pa.Table) -> None:
-    """Raise ValueError for values that no writer has written."""
+    """Raise ValueError for values that no writer produces."""
     for field in table.schema:
         values = table[field.name]
         if field.name in _NEVER_NULL and values.null_count:

@@ -1,4 +1,4 @@
-"""The exceptions of the record store."""
+"""Exceptions of the record store."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ class RunError(PrecisionDebugError, ValueError):
     """A recorded run cannot be read."""
 
 
-class NotARunError(RunError):
-    """There is no recorded run at a path."""
+class NotARunError(RunError): ...
 
 
 class UnknownSubjectError(RunError):
-    """A run has nothing of a layer, tensor, statistic, GEMM, scope or rank that is asked for."""
+    """A run has no values for the requested layer, tensor, statistic, GEMM, scope or rank."""
 
 
 class SeveralRunsError(RunError):
-    """A folder holds several runs, and none of them was chosen.
-
-    Attributes:
-        runs: their names, the oldest first.
-    """
+    """A folder holds several ``runs``, and the caller chose none."""
 
     def __init__(self, message: str, runs: Sequence[str]) -> None:
         super().__init__(message)
@@ -32,12 +27,10 @@ class SeveralRunsError(RunError):
 
 
 _MOST_NAMES = 8
-"""As many names as this are listed whole."""
 
 
 def it_has(name: str, known: Iterable[str]) -> str:
-    """What follows the message that there is nothing of a name: all names where they are few, else those like
-    it, else some; a sentence."""
+    """Return a sentence with known names for an error about an unknown one: all if few, else similar ones."""
     from difflib import get_close_matches
 
     names = list(known)

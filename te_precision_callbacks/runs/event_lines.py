@@ -1,4 +1,4 @@
-"""The events of a run, from the lines of events.jsonl."""
+"""Parsing of events.jsonl."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from te_precision_callbacks.runs.input_files import MOST_ITERATION, parse_json
 from te_precision_callbacks.runs.tables import EVENTS
 
 _AT_ONCE = 1 << 14
-"""The events that are Python's objects at once."""
 
 _FIRST, _LAST = datetime(1970, 1, 1, tzinfo=timezone.utc), datetime(2100, 1, 1, tzinfo=timezone.utc)
 
 
 def event_row(line: bytes) -> dict[str, Any] | None:
-    """A row of :data:`~te_precision_callbacks.runs.tables.EVENTS` of a line; None if it is damaged."""
+    """Parse a line to a row of :data:`~te_precision_callbacks.runs.tables.EVENTS`; None if it is damaged."""
     try:
         read = parse_json(line)
         row = {column.name: _value(column, read.get(column.name)) for column in EVENTS}
@@ -49,7 +48,7 @@ def _value(column: pa.Field, value: Any) -> Any:
 
 
 def events_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
-    """Events as a table, by iteration and time."""
+    """Build the table of events, sorted by iteration and time."""
     left, tables = iter(rows), [EVENTS.empty_table()]
     while some := list(itertools.islice(left, _AT_ONCE)):
         tables.append(pa.Table.from_pylist(some, EVENTS))

@@ -1,4 +1,4 @@
-"""The series of a run that is read: numbers for their subjects, and what their values span."""
+"""The series of a run, with counts, ranges and worst values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from te_precision_callbacks.runs.tables import SERIES, STEP0, VALUES, VECTORS
 from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 
 REDUCED = -1
-"""Stands for the rank of a number that is reduced over ranks."""
+"""The rank of values that are reduced over ranks."""
 
 VALUE_COLUMNS = ["segment", "iteration", "series", "value", "flags"]
 VECTOR_COLUMNS = ["segment", "iteration", "series", "bin", "count"]
@@ -25,7 +25,7 @@ NO_VECTORS = pa.Table.from_batches([], pa.schema([VECTORS.field(name) for name i
 
 
 class Subject(NamedTuple):
-    """What a series says something about, by the columns of its table."""
+    """The subject of a series."""
 
     scope: str
     layer: str
@@ -37,28 +37,26 @@ class Subject(NamedTuple):
 
 _OF_SERIES = np.dtype(
     [
-        *(("count", "i8"), ("first", "i8"), ("last", "i8"), ("low", "f8"), ("high", "f8")),
+        *(("count", "i8"), ("first", "i8"), ("last", "i8")),
         *(("sign", "f8"), ("delayed", "?"), ("bad", "f8"), ("worst", "f8"), ("worst_at", "i8")),
     ],
     align=True,
 )
-"""What the values of a series span; ``worst_at`` is -1 where none counts as the worst."""
+"""Summary of a series; ``worst_at`` is -1 without a worst value."""
 
 
 class SeriesIndex:
-    """Numbers series from 0, and notes what their values span."""
+    """Numbers series from 0, and summarizes their values."""
 
     def __init__(self) -> None:
         self._numbers: dict[Subject, int] = {}
         self._of = np.empty(0, _OF_SERIES)
 
     def number(self, subject: Subject) -> int:
-        """The number of a series."""
         return self._numbers.setdefault(subject, len(self._numbers))
 
     @property
     def subjects(self) -> Iterable[Subject]:
-        """What the series are about, by their numbers."""
         return self._numbers
 
     def note(
@@ -68,12 +66,7 @@ class SeriesIndex:
         values: npt.NDArray[np.float64] | None = None,
         flags: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """Note rows.
-
-        Args:
-            series, iterations: [rows].
-            values, flags: [rows]; None for histograms.
-        """
+        """Add rows of values, or of histograms without ``values`` and ``flags``."""
         if not len(series):
             return
         self._grow()
@@ -89,11 +82,6 @@ class SeriesIndex:
         of["first"][found] = np.minimum(of["first"][found], np.minimum.reduceat(iterations, starts))
         of["last"][found] = np.maximum(of["last"][found], np.maximum.reduceat(iterations, starts))
         if values is not None and flags is not None:
-            finite = np.isfinite(values)
-            lows = np.minimum.reduceat(np.where(finite, values, np.inf), starts)
-            highs = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
-            of["low"][found] = np.minimum(of["low"][found], lows)
-            of["high"][found] = np.maximum(of["high"][found], highs)
             self._note_worst(series, iterations, values, flags, starts)
 
     def _note_worst(
@@ -120,14 +108,14 @@ class SeriesIndex:
         new = itertools.islice(self._numbers, len(self._of), None)
         families = (family_of(subject.tensor, subject.statistic, subject.gemm or None) for subject in new)
         rows = [
-            (0, largest, -largest, np.inf, -np.inf, sign_of(one.worse), one.is_of_delayed_scaling, -np.inf, np.nan, -1)
+            (0, largest, -largest, sign_of(one.worse), one.is_of_delayed_scaling, -np.inf, np.nan, -1)
             for one in families
         ]
         if rows:
             self._of = np.append(self._of, np.array(rows, _OF_SERIES))
 
     def table(self) -> pa.Table:
-        """All series; low and high are null where no value is finite, the worst where none counts."""
+        """Build the table of all series, with null for missing ranges and worst values."""
         self._grow()
         subjects = list(self._numbers)
         of = self._of
@@ -139,8 +127,6 @@ class SeriesIndex:
             pa.array(of["count"]),
             pa.array(of["first"], mask=nothing),
             pa.array(of["last"], mask=nothing),
-            pa.array(of["low"], mask=of["low"] == np.inf),
-            pa.array(of["high"], mask=of["high"] == -np.inf),
             pa.array(of["worst"], mask=of["worst_at"] < 0),
             pa.array(of["worst_at"], mask=of["worst_at"] < 0),
         ]
@@ -152,7 +138,7 @@ def _columns(subjects: list[Subject]) -> list[list[str]]:
 
 
 def in_order(table: pa.Table) -> pa.Table:
-    """Rows sorted by series and iteration; equal ones stay in their order."""
+    """Sort rows by series and iteration; the sort is stable."""
     series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
     if not len(series):
         return table

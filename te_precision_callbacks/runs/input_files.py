@@ -1,4 +1,4 @@
-"""Reads text of a log folder that may be damaged, or not be a text at all."""
+"""Reading of text files that may be damaged or foreign."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import IO, Any
 
 MOST_ITERATION = 1 << 53
-"""Iterations are below: the script of a page counts no further."""
+"""Upper bound of iterations: JavaScript's integers are exact up to here."""
 
 _LONGEST_LINE = 1 << 24
-"""The bytes of a line of a log, or of events.jsonl."""
 
 _PIECE = 1 << 23
-"""The bytes that are read at once."""
 
 
 def open_regular(path: Path) -> IO[bytes]:
     """Open a file for reading.
 
     Raises:
-        OSError: it cannot be read, or is a folder, a pipe or a device, which may block or never end.
+        OSError: it cannot be read, or is a folder, a pipe or a device.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -33,22 +31,13 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, in which all text is :func:`writable`.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it has no JSON object.
-    """
+    """Read a JSON object, and make its texts :func:`writable`; raises OSError or ValueError."""
     with open_regular(path) as file:
         return parse_json(file.read())
 
 
 def parse_json(text: bytes | str) -> dict[str, Any]:
-    """Return the object in a JSON text, in which all text is :func:`writable`.
-
-    Raises:
-        ValueError: it is not one.
-    """
+    """Parse a JSON object, and make its texts :func:`writable`; raises ValueError."""
     try:
         found = writable(json.loads(text))
     except RecursionError:
@@ -70,10 +59,10 @@ def writable(value: Any) -> Any:
 
 
 def pieces_of(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yield whole lines of a file, many at once, and the number of bytes read for them.
+    """Yield chunks of whole lines, and the number of bytes read for each.
 
-    An incomplete last line, of a process that was killed while it wrote, is left out. A line that is too long becomes
-    NUL and its end, which is not a line of any file.
+    An incomplete last line is left out. A line that is too long is replaced by NUL and its end, which is not a valid
+    line of any file.
     """
     rest = b""
     while piece := file.read(_PIECE):

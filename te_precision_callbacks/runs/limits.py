@@ -1,4 +1,4 @@
-"""Whether a run is recorded, and how much of it."""
+"""The option ``records=``."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.byte_sizes import size_in_bytes
 
 DEFAULT_LIMIT = 16 << 30
-"""The bytes that a rank records of a run: some 10^9 values."""
+"""The default limit in bytes: about 10^9 values per rank."""
 
 LEAST_LIMIT = 1 << 20
-"""The smallest limit: the parts of a run are thinned one by one, and those of a smaller limit would be too small."""
+"""The smallest limit in bytes, since files are thinned one by one."""
 
 Records = bool | int | str
-"""``"on"`` or True, ``"off"`` or False, or a size such as ``"64GiB"``, or a number of bytes."""
 
 
 def record_limit(records: object) -> int:
-    """The most bytes that a rank records of a run; 0 where it is not recorded.
-
-    Args:
-        records: a :data:`Records`.
-
-    Raises:
-        OptionError: it is none, or below :data:`LEAST_LIMIT`.
-    """
+    """Return the most bytes that a rank records, or 0 without records; raises OptionError for invalid values."""
     if isinstance(records, bool):
         return DEFAULT_LIMIT if records else 0
     word = records.strip().lower() if isinstance(records, str) else ""

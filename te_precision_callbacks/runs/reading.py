@@ -1,10 +1,10 @@
-"""Reads recorded runs: this package's own, and those of plain nvidia-dlfw-inspect.
+"""Reading of recorded runs, and of logs of plain nvidia-dlfw-inspect.
 
     run = open_run("logs")                              # a log folder with one run
     run = open_run("logs", run="20261122-130144-507-9f3c21")
     list_runs("logs")                                   # ("20261122-130144-507-9f3c21", ...)
 
-A run may be read while it is written, and after its process was killed: an open file counts to its last whole batch.
+A run can be read while it is written, and after its process was killed: open files count up to their last whole batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import functools
 import itertools
 import os
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError
 from te_precision_callbacks.runs.event_lines import event_row, events_table
@@ -56,19 +54,17 @@ from te_precision_callbacks.runs.run_files import (
     segments_of,
 )
 from te_precision_callbacks.runs.tables import FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
-from te_precision_callbacks.runs.trace_files import traces_without_run
 
 _MOST_ATTEMPTS = 5
-"""How often a run is read whose files are replaced meanwhile."""
+"""Attempts to read a run while its files are being replaced."""
 
 _MOST_BELOW = 8
-"""The log folders, or other runs, that a message names."""
 
 StrPath = str | os.PathLike[str]
 
 
 def list_runs(path: StrPath) -> tuple[str, ...]:
-    """The names of the runs that a log folder has recorded, the oldest first; empty if it has none."""
+    """Return the names of the runs in a log folder, oldest first."""
     folder = _records_of(Path(path))
     if not folder.is_dir():
         return ()
@@ -79,16 +75,16 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     """Read a recorded run.
 
     Args:
-        path: a log folder, its folder ``precision_records``, the folder of a run or of one of its segments; or what
-            plain nvidia-dlfw-inspect has written: its log folder, or a statistics log.
-        run: the run that is meant, one of :func:`list_runs`, or the beginning of its name; needed where there are
-            several. ``"latest"`` is the one that was started or resumed last. Logs of plain nvidia-dlfw-inspect have no
+        path: a log folder, its folder ``precision_records``, or the folder of a run or segment; or a log folder or a
+            statistics log of plain nvidia-dlfw-inspect.
+        run: one of :func:`list_runs`, or the beginning of its name; required if there are several. ``"latest"`` is the
+            run that was started or resumed last. Logs of plain nvidia-dlfw-inspect have no
             name.
 
     Raises:
-        NotARunError: there is no recorded run, or not the one that is meant.
-        SeveralRunsError: there are several runs, and none is chosen.
-        RunError: the files are of another version of this package.
+        NotARunError: there is no such run.
+        SeveralRunsError: there are several runs, and the caller chose none.
+        RunError: the files have another version, or were replaced while they were read.
     """
     folder = Path(path)
     if not folder.exists():
@@ -115,18 +111,7 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
 
 
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
-    """Read a run for a command.
-
-    Args:
-        path: as for :func:`open_run`.
-        run: likewise; None for the latest run of the folder.
-
-    Returns:
-        The run, and a line for the user on the choice that was made; empty where there was none to make.
-
-    Raises:
-        RunError: as from :func:`open_run`.
-    """
+    """Read a run for a command, by default the latest; also return a note on other runs in the folder, if any."""
     recorded = open_run(path, run=run or "latest")
     names = list_runs(path) if run is None else ()
     others = [name for name in reversed(names) if name != recorded.run_id]
@@ -148,16 +133,17 @@ def _check_name(folder: Path, given: Path, wanted: str | None) -> None:
         raise NotARunError(f"{given} is the run {folder.name!r}, not {wanted!r}. Give the log folder, or no name.")
 
 
-class _Moved(Exception):
-    """A file was replaced between its listing and its reading."""
-
-
 def _read_run(folder: Path, given: Path, folders: Callable[[], Mapping[int, Path]]) -> RecordedRun:
-    """Read a run, whose files may be replaced meanwhile."""
     for _ in range(_MOST_ATTEMPTS):
-        with contextlib.suppress(_Moved):
+        try:
             return _Reader(folder, given, folders()).run()
-    return _Reader(folder, given, folders(), patient=False).run()
+        except FileNotFoundError as error:  # a file was replaced between its listing and its reading
+            vanished = error
+    raise _replaced(folder, vanished) from vanished
+
+
+def _replaced(folder: Path, error: FileNotFoundError) -> RunError:
+    return RunError(f"{folder}: a file was replaced while it was read ({error}). Read the run again.")
 
 
 def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
@@ -178,8 +164,7 @@ def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
 
 
 def _last_start(run: Path) -> str:
-    """When the last segment of a run has begun, comparable as text: a run that was resumed is later than one whose
-    start came between."""
+    """Return when the last segment began, as sortable text: resuming a run makes it the latest."""
     day, clock, milliseconds, *_ = *run.name.split("-"), "", "", ""
     of_name = f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}.{milliseconds}"
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -188,43 +173,18 @@ def _last_start(run: Path) -> str:
     return of_name
 
 
-def _below(path: Path) -> str:
-    """The folders in a folder that are log folders, as a sentence; empty if there are none."""
-    with contextlib.suppress(OSError):
-        found = sorted(
-            each.name for each in path.iterdir() if any((each / name).is_dir() for name in (FOLDER, STATISTICS_FOLDER))
-        )
-        more = len(found) - _MOST_BELOW
-        listed = ", ".join(found[:_MOST_BELOW]) + (f" and {more:,} more" if more > 0 else "")
-        return f" Log folders in it, of which to give one: {listed}." if found else ""
-    return ""
-
-
 def _what_it_is(path: Path) -> str:
     if path.is_dir():
-        if traces := traces_without_run(path):
-            more = f", and {many(len(traces) - 1, 'other')}" if traces[1:] else ""
-            return (
-                f"no recorded run is in this folder, but a trace of profile=: {traces[-1]}{more}. A session with"
-                ' records="off", or one that was killed before it had recorded anything, leaves it alone. Read it with'
-                f" te-precision speed --trace {shlex.quote(str(traces[-1]))}"
-            )
         return (
             f"no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
-            f" nvidia-dlfw-inspect has nvdlfw_inspect_statistics_logs/.{_below(path)}"
+            f" nvidia-dlfw-inspect has {STATISTICS_FOLDER}/."
         )
     return "this file is no recorded run. Give the log folder."
 
 
 @dataclass
 class _Rows:
-    """Where rows of a table lie.
-
-    Attributes:
-        file: the file.
-        segment: the number of the segment.
-        numbers: series of the files of this rank and segment -> series of the run.
-    """
+    """A file of a table, with its segment, and its series by their numbers in the run."""
 
     file: DataFile
     segment: int
@@ -233,25 +193,20 @@ class _Rows:
 
 @dataclass
 class _Reader:
-    """Reads a run.
-
-    If several segments have an iteration, the last one counts: a segment replaces all earlier ones from its first step.
-
+    """Reads a run. Each segment replaces earlier ones from its first step on.
     Args:
         folder: the folder of the run.
         given: the path that the user gave.
         folders: the segments.
-        patient: whether a file that was replaced while it was read raises :class:`_Moved`.
 
     Attributes:
-        spans: segment -> the first and last iteration that it has recorded so far.
-        ends: segment -> the first iteration that does not count any more, or was not there when the run was opened.
+        spans: segment -> the first and last recorded iteration.
+        ends: segment -> the end of its valid iterations: a later segment begins, or the run was opened.
     """
 
     folder: Path
     given: Path
     folders: Mapping[int, Path]
-    patient: bool = True
     said: Notes = field(default_factory=Notes)
     index: SeriesIndex = field(default_factory=SeriesIndex)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -359,7 +314,7 @@ class _Reader:
         return [table for table in tables if table is not None]
 
     def _files(self, folder: Path, name: str) -> list[DataFile]:
-        """The files of a table in a rank's folder; a note names missing ones."""
+        """Return the files of a table in a rank's folder, and note missing ones."""
         files = [file for file in data_files(folder)[0] if file.table == name]
         missing = gaps(((file.first, file.last) for file in files), 1)
         if missing:
@@ -367,13 +322,11 @@ class _Reader:
         return files
 
     def _load(self, path: Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table | None:
-        """Columns of a file; None, and a note, if it cannot be read."""
+        """Read columns of a file; note and return None if it is damaged."""
         try:
             return read_table(path, columns, schema)
-        except FileNotFoundError as error:
-            if self.patient:
-                raise _Moved from error
-            self.said.add(f"{path} has vanished while it was read.", unread=True)
+        except FileNotFoundError:
+            raise
         except UNREADABLE as error:
             self._note_lost(path, error)
         return None
@@ -383,7 +336,7 @@ class _Reader:
         self.said.add(f"{path} cannot be read, and its rows are missing: {lines[0]}", unread=True)
 
     def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
-        """The rows of all segments that count, by iteration; those of a lower rank come first."""
+        """Join the valid rows of all segments, by iteration; lower ranks come first."""
         kept = [self._that_count(number, table) for number, table in tables]
         joined = pa.concat_tables([schema.empty_table(), *kept]).unify_dictionaries().combine_chunks()
         return joined.take(pc.sort_indices(joined, sort_keys=[("iteration", "ascending")]))
@@ -392,7 +345,7 @@ class _Reader:
         return table.filter(pc.less(table["iteration"], pa.scalar(self.ends[segment], pa.int64())))
 
     def _rows(self, folders: Iterable[tuple[int, Path]], name: str, schema: pa.Schema) -> list[_Rows]:
-        """The files of a large table, whose series are noted in the index."""
+        """List the files of a large table, and add their series to the index."""
         found = []
         columns = [column for column in schema.names if column != "segment"]
         for segment, folder in folders:
@@ -440,22 +393,17 @@ class _Reader:
             of_rank[number] = self.index.number(Subject._make([*(name or "" for name in names), rank]))
 
     def _read(self, rows: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
-        """The rows of some series, or of all."""
         chosen = None if wanted is None else set(wanted)
-        for _ in range(_MOST_ATTEMPTS):
-            try:
-                tables = [self._read_rows(each, columns, nothing, chosen) for each in rows]
-            except FileNotFoundError as error:  # it was replaced meanwhile
-                vanished = error
-                rows = _as_they_are_now(rows)
-            else:
-                return in_order(pa.concat_tables([nothing, *filter(None, tables)]).combine_chunks())
-        raise RunError(f"{self.folder} cannot be read any more: {vanished}") from vanished
+        try:
+            tables = [self._read_rows(each, columns, nothing, chosen) for each in rows]
+        except FileNotFoundError as error:
+            raise _replaced(self.folder, error) from error
+        return in_order(pa.concat_tables([nothing, *filter(None, tables)]).combine_chunks())
 
     def _read_rows(
         self, rows: _Rows, columns: list[str], nothing: pa.Table, chosen: set[int] | None
     ) -> pa.Table | None:
-        """The rows of a file; None if it has none of the chosen series."""
+        """Read the rows of a file; None without rows of the chosen series."""
         numbers = {own: run for own, run in rows.numbers.items() if chosen is None or run in chosen}
         if not numbers:
             return None
@@ -491,7 +439,7 @@ class _Reader:
         return {name: pa.concat_tables(tables).combine_chunks() for name, tables in found.items()}
 
     def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:
-        """A table of facts, with its spans ended where a later segment begins."""
+        """Read a table of facts; spans end where a later segment begins."""
         path, schema = folder / f"{name}{CLOSED}", FACTS[name]
         table = self._load(path, schema.names, schema) if path.exists() else None
         if table is None:
@@ -524,26 +472,12 @@ class _Reader:
             self.said.add(f"{path}: {bad} of {count} lines cannot be read.", unread=True)
 
 
-def _as_they_are_now(rows: Iterable[_Rows]) -> list[_Rows]:
-    """Rows in the files by which those that were listed earlier have been replaced."""
-    found: dict[Path, _Rows] = {}
-    listed: dict[Path, list[DataFile]] = {}
-    for each in rows:
-        old, folder = each.file, each.file.path.parent
-        if folder not in listed:
-            listed[folder] = data_files(folder)[0]
-        for file in listed[folder]:
-            if file.table == old.table and file.first <= old.first and old.last <= file.last:
-                found.setdefault(file.path, _Rows(file, each.segment, each.numbers))
-    return list(found.values())
-
-
 def _whole(value: object, otherwise: int) -> int:
     return value if isinstance(value, int) and 0 <= value < MOST_ITERATION else otherwise
 
 
 def _translated(series: npt.NDArray[np.int32], numbers: Mapping[int, int]) -> npt.NDArray[np.int32]:
-    """Series of a file as series of the run; -1 for those that are not in ``numbers``."""
+    """Map series of a file to series of the run; -1 for series not in ``numbers``."""
     own = np.array([*numbers, np.iinfo(np.int64).max], np.int64)
     of_run = np.array([*numbers.values(), -1], np.int32)
     order = np.argsort(own)
@@ -554,17 +488,13 @@ def _translated(series: npt.NDArray[np.int32], numbers: Mapping[int, int]) -> np
 
 
 def _first_of_each(table: pa.Table, column: str) -> pa.Table:
-    """The first row of each value of a column by which the rows are sorted."""
     values = table[column].to_numpy()
     return table.filter(pa.array(np.r_[True, values[1:] != values[:-1]][: len(values)]))
 
 
 def _renumber(tables: dict[str, pa.Table], layers: dict[tuple[str, str], int], gemms: int) -> int:
-    """Let the layers and products of a folder have numbers that are theirs alone in the run: the same layer in several
-    segments has one number, and a product one for each segment.
-
-    Returns:
-        How many products there are.
+    """Renumber layers and products of a folder within the run: a layer keeps its number in all segments, a product does
+    not. Return the number of products.
     """
     for name in ("layers", "gemms"):
         table = tables[name]

@@ -33,16 +33,15 @@ Status = Literal["running", "ended", "failed", "stopped without an end", "unknow
 
 @dataclass(frozen=True)
 class Segment:
-    """A process start of a run; a resumed run has several.
+    """A process of a run; a resumed run has several.
 
     Attributes:
         number: from 0.
-        status: ``running`` while its process lives; ``ended``, ``failed`` if an error has ended it, or ``stopped
-            without an end``. ``unknown`` for logs, which do not have it.
-        started_at, ended_at: times in ISO 8601, UTC; empty if unknown.
+        status: ``running``, ``ended``, ``failed`` after an error, or ``stopped without an end``; ``unknown`` for logs.
+        started_at, ended_at: ISO 8601, UTC; empty if unknown.
         first_iteration: the first debug iteration.
         world: the number of ranks.
-        facts: everything that run.json says: versions, environment, config_text, config_hash, recipes, front_door, gpu,
+        facts: the content of run.json: versions, environment, config_text, config_hash, recipes, front_door, gpu,
             capability, te_backend, mesh, ...
     """
 
@@ -56,14 +55,13 @@ class Segment:
 
 
 class Thinned(NamedTuple):
-    """Iterations of which a rank has kept only some steps, since the limit of ``records=`` was reached.
+    """Iterations with steps that a rank has thinned, because the limit of ``records=`` was reached.
 
     Attributes:
-        rank: the rank whose files they are; those of rank 0 also have what is reduced over ranks.
-        table: ``values`` or ``vectors``, the histograms.
+        rank: the rank; the files of rank 0 also have the reduced values.
+        table: ``values``, or ``vectors`` for histograms.
         first, last: the first and the last iteration.
-        every: the interval between steps that are left, in steps that had numbers. Of ``values`` the lowest and the
-            highest value of each series are left too, with the flag
+        every: the remaining share: one in this many steps. Extremes of each series remain too, flagged
             :data:`~te_precision_callbacks.runs.tables.EXTREME`.
     """
 
@@ -78,11 +76,10 @@ _OF_SPEED = re.compile(
     r"(?:^|[/_])(?:runtime|(?:samples|steps|tokens)_per_second(?:_per_gpu)?|total_flos|epoch|num_input_tokens_seen"
     r"|(?:model_preparation|jit_compilation)_time)$"
 )
-"""What the Hugging Face Trainer logs beside its metrics, with any prefix."""
 
 
 def thinning_notes(thinned: Sequence[Thinned]) -> list[str]:
-    """Notes for the user: a line for each table of the first rank, and the number of other ranks."""
+    """Return notes on thinned iterations: a line for each table of the first rank, and the number of other ranks."""
     notes = []
     ranks = sorted({each.rank for each in thinned})
     for table, kind in (("values", "statistics"), ("vectors", "histograms")):
@@ -102,13 +99,13 @@ def thinning_notes(thinned: Sequence[Thinned]) -> list[str]:
 
 
 class Grid(NamedTuple):
-    """A statistic of a tensor in all layers and steps.
+    """A statistic of a tensor, by layer and iteration.
 
     Attributes:
         layers: in the order of execution.
         iterations: [iterations], int64, ascending.
-        values: [layers, iterations], float64; nan where there is no number.
-        present: [layers, iterations], bool: whether there is a number, which may be nan itself.
+        values: [layers, iterations], float64; nan where there is no value.
+        present: [layers, iterations], bool: whether there is a value, which may be nan.
     """
 
     layers: list[str]
@@ -118,11 +115,7 @@ class Grid(NamedTuple):
 
 
 def by_place(rows: Iterable[tuple[str, float | None]]) -> list[str]:
-    """Layers by the lowest of their places, those without any last; empty names are left out.
-
-    Args:
-        rows: layers, each with a place or None; a layer may be there several times.
-    """
+    """Sort layers by their lowest place; layers without a place come last, empty names are dropped."""
     places: dict[str, float] = {}
     for layer, place in rows:
         places[layer] = min(places.get(layer, math.inf), math.inf if place is None else place)
@@ -130,36 +123,24 @@ def by_place(rows: Iterable[tuple[str, float | None]]) -> list[str]:
 
 
 class Curve(NamedTuple):
-    """The numbers of something over time.
-
-    Attributes:
-        iterations: [n], ascending.
-        values: [n].
-    """
+    """Values over time."""
 
     iterations: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
 
     def equals(self, other: Curve) -> bool:
-        """Return whether the other curve has the same numbers in the same iterations."""
         same = np.array_equal(self.iterations, other.iterations)
         return same and np.array_equal(self.values, other.values, equal_nan=True)
 
 
 @dataclass
 class Notes:
-    """What is to be said of a run, each text once; more where a part turns out to be damaged when it is read.
-
-    Attributes:
-        notes: all, in order.
-        unread: those that tell what cannot be read.
-    """
+    """Notes about a run, without duplicates; ``unread`` are those about unreadable parts."""
 
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
     def add(self, text: str, *, unread: bool = False) -> None:
-        """Note something; ``unread`` if it tells that something cannot be read."""
         if text not in self.notes:
             self.notes.append(text)
             if unread:
@@ -168,26 +149,23 @@ class Notes:
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """A run that was recorded, or is being recorded, as its files have it now.
+    """A recorded run, as its files are now.
 
-    It has many attributes because each table of a run is one.
-
-    If several segments have an iteration, the last one counts.
+    Each segment replaces earlier ones from its first step on.
 
     Attributes:
-        path: the folder or file that it was read from.
-        source: who has written it.
+        source: the program that recorded it.
         run_id: the run.
         segments: its process starts, in order.
-        layers, gemms, operands, states, plan: facts, of all ranks and segments: tables of
-            :mod:`te_precision_callbacks.runs.tables`, empty where the source has none.
+        layers, gemms, operands, states, plan: facts of all ranks and segments: tables of
+            :mod:`te_precision_callbacks.runs.tables`, possibly empty.
         series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` counts from 0 and is the row's number.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
-        said: what :attr:`notes` and :attr:`unread` give.
-        thinned: the stretches of which not all steps are left.
-        read_values: gives the columns ``segment, iteration, series, value, flags`` of some series, or of all, sorted by
-            series and iteration.
-        read_vectors: gives ``segment, iteration, series, bin, count`` likewise.
+        said: the content of :attr:`notes` and :attr:`unread`.
+        thinned: iterations whose steps were thinned.
+        read_values: reads ``segment, iteration, series, value, flags`` of some series, or of all, sorted by series and
+            iteration.
+        read_vectors: reads ``segment, iteration, series, bin, count`` in the same order.
     """
 
     path: Path
@@ -210,26 +188,23 @@ class RecordedRun:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is missing, damaged or thinned, in words, for whoever looks at the run; complete once all has been read
-        that is looked at."""
+        """Notes on missing, damaged or thinned parts; complete after all data of interest were read."""
         return tuple(self.said.notes)
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Those of :attr:`notes` that tell what cannot be read. What is judged of such a run is judged of the rest
-        alone."""
+        """The :attr:`notes` about unreadable parts."""
         return tuple(self.said.unread)
 
     @property
     def lacks_in_words(self) -> str:
-        """What the kind of the files does not have, as a sentence; empty for a run with records."""
+        """A sentence about contents that this kind of run cannot have; empty for a run with records."""
         if self.source == "te-precision-callbacks":
             return ""
         return f"A log of {self.source}: layers, coverage and the trainer's numbers are not in it."
 
     def has_all_of(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """[iterations]: whether the statistics of a step are all there; of a step of a thinned stretch that is not one
-        of those that are left, there are only the extremes of some series."""
+        """Return whether the statistics of each iteration are complete, and not only extremes of a thinned step."""
         found = np.ones(len(iterations), bool)
         steps = self.steps["iteration"].to_numpy()
         for each in self.thinned:
@@ -242,23 +217,21 @@ class RecordedRun:
         return found
 
     def values(self, series: Iterable[int] | None = None) -> pa.Table:
-        """The numbers of some series, or of all: ``segment, iteration, series, value, flags``, sorted by series and
-        iteration."""
+        """Read values of some series, or of all, sorted by series and iteration."""
         return self.read_values(None if series is None else sorted(set(series)))
 
     def vectors(self, series: Iterable[int] | None = None) -> pa.Table:
-        """The histograms of some series, or of all: ``segment, iteration, series, bin, count``, sorted likewise."""
+        """Read histograms of some series, or of all, sorted by series and iteration."""
         return self.read_vectors(None if series is None else sorted(set(series)))
 
     @cached_property
     def subjects(self) -> list[Subject]:
-        """What each series says something about, by its number."""
         columns = (self.series[name].to_pylist() for name in Subject._fields)
         return [Subject._make((*(text or "" for text in texts), rank)) for *texts, rank in zip(*columns, strict=True)]
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        """The trainer's numbers, by name."""
+        """The trainer's scalars, by name."""
         names = pc.dictionary_encode(self.scalars["name"].cast(pa.string())).combine_chunks()
         numbers = names.indices.fill_null(-1).to_numpy()
         columns = self.scalars["iteration"].to_numpy(), self.scalars["value"].to_numpy()
@@ -270,16 +243,16 @@ class RecordedRun:
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:
-        """Those of :attr:`curves` that say how the training goes, without those of how fast the machine is."""
+        """The :attr:`curves` without measures of speed."""
         return {name: curve for name, curve in self.curves.items() if not _OF_SPEED.search(name)}
 
     def select(self, **wanted: str | int | None) -> list[int]:
-        """The numbers of the series whose columns have these values: ``layer``, ``tensor``, ``statistic``, ``gemm``,
-        ``scope``, ``rank``; ``rank=None`` selects what is reduced over ranks.
+        """Return the series with these values of ``layer``, ``tensor``, ``statistic``, ``gemm``, ``scope``, ``rank``;
+        ``rank=None`` selects reduced values.
 
         Raises:
             OptionError: there is no such column.
-            UnknownSubjectError: no series has the value of a column. Values that no series has together give ``[]``.
+            UnknownSubjectError: no series has the value of a column. An empty combination of known values gives ``[]``.
         """
         mask = None
         for column, value in wanted.items():
@@ -295,8 +268,7 @@ class RecordedRun:
         return numbers
 
     def events_of_ranks(self) -> list[dict[str, Any]]:
-        """The rows of ``events``, as mappings with ``ranks`` in place of ``rank``: what several ranks have alike in an
-        iteration is one row, with the first one's time."""
+        """Return events as mappings; equal events of several ranks in an iteration are merged, with ``ranks``."""
         found: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in self.events.to_pylist():
             rank = row.pop("rank")
@@ -321,7 +293,6 @@ class RecordedRun:
         return f"rank {rank} has no local {statistic!r} of {tensor!r}. Leave rank= out, or choose another rank."
 
     def _check_known(self, column: str, value: str | int) -> None:
-        """Raise an error if a run with numbers has none of a layer, a statistic, ..."""
         known = sorted({each for each in pc.unique(self.series[column]).to_pylist() if each not in (None, "")})
         if len(self.series) and value != "" and value not in known:
             names = [str(each) for each in known]
@@ -333,25 +304,19 @@ class RecordedRun:
 
     @property
     def notes_in_words(self) -> str:
-        """The notes as the end of an error's text: what could not be read may be what is missing."""
+        """The notes, as the end of an error message: unreadable parts may explain it."""
         return f" Notes on {self.path}: {' '.join(self.notes)}" if self.notes else ""
 
     @cached_property
     def ordered_layers(self) -> list[str]:
-        """All layers, in the order of execution as far as it was seen, then in the order of the model."""
+        """All layers, in the order of execution, then of the model."""
         columns = self.layers["layer"].to_pylist(), self.layers["exec_fwd"].to_pylist()
         return by_place((*zip(*columns, strict=True), *((subject.layer, None) for subject in self.subjects)))
 
     def grid(self, statistic: str, tensor: str, *, rank: int | None = None) -> Grid:
-        """A statistic of a tensor, in all layers that have it and all iterations.
-
-        Args:
-            statistic: as in ``series``.
-            tensor: likewise.
-            rank: the rank whose own numbers are meant; None for what is reduced over ranks.
-
+        """Return a statistic of a tensor in all layers and iterations.
         Raises:
-            UnknownSubjectError: the run has no such numbers.
+            UnknownSubjectError: the run has no such values.
         """
         numbers = self.select(statistic=statistic, tensor=tensor, rank=rank)
         if not numbers and len(self.series):

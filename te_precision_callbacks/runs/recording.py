@@ -1,4 +1,4 @@
-"""Turns what a session hands over into rows of a segment: the part of the sink that runs in its thread."""
+"""Conversion of a session's records into rows, in the sink's thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.runs.launches import launch_key
 from te_precision_callbacks.runs.run_files import segment_name, time_text
 from te_precision_callbacks.runs.size_limit import SizeLimit
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
@@ -22,39 +21,27 @@ from te_precision_callbacks.statistics.series import SeriesTable
 logger = logging.getLogger(__name__)
 
 _MOST_PENDING = 1 << 26
-"""The bytes of statistics that are collected before they are appended to a file."""
 
 _FILES, _LEAST_FILE = 32, 1 << 15
-"""The number of files into which the limit is divided, and the least size at which a file is closed."""
+"""The limit is divided into this many files; and the least size of a closed file."""
 
 
 class Place(NamedTuple):
-    """Where a segment lies: the name of the run, and the number of the segment."""
+    """The name of a run, and the number of a segment."""
 
     run_id: str
     segment: int
 
 
 class Facts(NamedTuple):
-    """The facts of a run as they are now.
-
-    Attributes:
-        run: for run.json.
-        tables: table -> its rows.
-    """
+    """The current facts of a run: for run.json, and the rows of each table."""
 
     run: Mapping[str, Any]
     tables: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class Step(NamedTuple):
-    """A step's records.
-
-    Attributes:
-        records: the records.
-        wall_time: when they came, in seconds since the epoch.
-        seconds: since those of the step before; None for the first ones.
-    """
+    """A step's records, the time they arrived, and the seconds since the previous step."""
 
     records: StepRecords
     wall_time: float
@@ -62,15 +49,12 @@ class Step(NamedTuple):
 
 
 class Recording:
-    """Writes what one rank records of a run.
+    """Records what one rank writes of a run.
 
     Args:
-        runs: the folder of runs.
-        place: the segment.
-        run: the facts of the run.
-        writes_reduced: whether this rank writes what all ranks share.
-        limit: the most bytes of the run that this rank writes.
-        begun: when the run has begun, in seconds since the epoch. The first file may come much later.
+        writes_reduced: whether this rank writes the reduced values.
+        limit: the most bytes for this rank.
+        begun: the start of the run, in seconds since the epoch; the first file may be much younger.
     """
 
     def __init__(
@@ -94,7 +78,7 @@ class Recording:
         writer = RunWriter(self._folder, segment, run.rank, close_bytes=self._close_bytes, small_bytes=self._limit // 8)
         self._numbers = _Numbers(writer, self._scopes)
         if run.rank == 0:
-            begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}
+            begun = {"first_iteration": first_iteration, "world": run.world_size}
             told = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
             writer.put_run(**{**begun, **told, **self._facts.run})
         return writer
@@ -102,7 +86,7 @@ class Recording:
     # ------------------------------------------------------------------ what is handed over
 
     def take(self, job: Step | Event | Scalars | Facts) -> None:
-        """Take something, which is in the files after :meth:`flush`."""
+        """Take a job, which is on disk after :meth:`flush`."""
         match job:
             case Step():
                 self._take_step(job)
@@ -157,7 +141,7 @@ class Recording:
             self._take_numbers(records)
 
     def _go_back(self, iteration: int) -> None:
-        """Go on in another segment, since the loop has gone back to an earlier iteration."""
+        """Continue in another segment, after the training loop has returned to an earlier iteration."""
         self._writer.close()
         self._writer = self._open(self._writer.segment + 1, iteration, time.time())
         self._size_limit.follow(self._writer)
@@ -188,7 +172,7 @@ class Recording:
     # ------------------------------------------------------------------ to the disk
 
     def flush(self) -> None:
-        """Write what was taken, and show readers that the process lives.
+        """Write everything to disk, and show readers that the process lives.
 
         Raises:
             OSError: it cannot be written.
@@ -199,11 +183,11 @@ class Recording:
         self._size_limit.keep()
 
     def end(self, error: BaseException | None, last: int = -1) -> None:
-        """Write everything, and that the segment has ended.
+        """Write everything, and how the segment has ended.
 
         Args:
-            error: what has ended it, if anything has.
-            last: the last iteration that has run, which may have had nothing to write; -1 if that is not known.
+            error: the error that ended it, if any.
+            last: the last iteration, which may have had no records; -1 if unknown.
 
         Raises:
             OSError: it cannot be written.
@@ -212,11 +196,10 @@ class Recording:
         self._writer.close("ended" if error is None else "failed")
 
     def leave(self) -> None:
-        """Close the files as they are."""
         self._writer.leave()
 
     def lose(self, error: BaseException) -> None:
-        """Say in the files, if that can be written, that what comes is not recorded any more."""
+        """Record in the files, if possible, that the recording is incomplete."""
         self._writer.put_lost(error)
 
     def _warn(self, kind: str, text: str) -> None:
@@ -225,32 +208,21 @@ class Recording:
 
 
 def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:
-    """[numbers]: whether each number belongs to this rank alone."""
+    """[values]: whether each value belongs to this rank only."""
     if not records.own:
         return np.ones(len(records), bool)
     return np.fromiter(records.own, bool, len(records))
 
 
 class _Numbers:
-    """The series of the files, by those of a session's table.
-
-    Args:
-        writer: gives new ones their number.
-        scopes: layer -> its scope, of those that have one.
-    """
+    """Maps series of the session's table to series of the files; ``scopes`` are by layer."""
 
     def __init__(self, writer: RunWriter, scopes: Mapping[str, str]) -> None:
         self._writer, self._scopes = writer, scopes
         self._of: dict[int | None, npt.NDArray[np.int32]] = {}
 
     def of(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
-        """The series of the files.
-
-        Args:
-            table: the session's.
-            series: [numbers], int32: in the table.
-            rank: the rank whose own they are; None if they are reduced.
-        """
+        """Return the file's series; ``rank`` is None for reduced values."""
         known = self._of.get(rank, np.empty(0, np.int32))
         if len(known) < len(table):
             known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]

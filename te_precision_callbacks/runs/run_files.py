@@ -1,13 +1,13 @@
-"""Names of a run's files, and files that appear whole or not at all.
+"""File names of a run, and atomic and appended files.
 
     <log_dir>/precision_records/<run_id>/seg-000/run.json
                                          seg-000/layers.parquet, gemms.parquet, ...
                                          seg-000/rank-00000/values-0001.parquet, values-0002.arrow, ...
                                          seg-000/rank-00000/events.jsonl
 
-A rank appends record batches to ``<table>-<number>.arrow``, a stream of Arrow, and closes it as
-``<table>-<number>.parquet``. A file with fewer steps, ``<table>-<first>-<last>-every<interval>.parquet``, replaces
-closed files as soon as it appears, even if these were not deleted yet (``runs/size_limit.py``).
+A rank appends record batches to the Arrow stream ``<table>-<number>.arrow``, and closes it as
+``<table>-<number>.parquet``. A thinned file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files
+as soon as it exists, even if they were not deleted yet (``runs/size_limit.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from te_precision_callbacks.base.opening import own_file
 from te_precision_callbacks.runs.input_files import read_json
 
 FOLDER = "precision_records"
-"""The folder of a log folder that has its runs."""
 
 RUN_FILE, EVENTS_FILE = "run.json", "events.jsonl"
 OPEN, CLOSED = ".arrow", ".parquet"
@@ -39,40 +38,32 @@ RANK_NAME = re.compile(r"rank-(\d{5,9})")
 _DATA_NAME = re.compile(r"([a-z]+)-(\d{4,18})(?:-(\d{4,18})-every(\d{1,18}))?\.(?:parquet|arrow)")
 
 SILENT_SECONDS = 60.0
-"""The seconds without a sign of life after which a process that cannot be seen from here counts as gone."""
+"""Without a change for this many seconds, a process on another host counts as dead."""
 
 _INCOMPLETE = ".incomplete"
 
 _MOST_GAPS = 8
-"""The gaps between numbers that are named."""
 
 
 def new_run_id() -> str:
-    """Return a name for a run, such as ``20261122-130144-507-9f3c21``: by the time in UTC, and unique.
-
-    Names sort as the runs began; of two short runs in one folder, both may begin in one second.
-    """
+    """Return a unique name that sorts by the time of start in UTC, such as ``20261122-130144-507-9f3c21``."""
     now = datetime.now(timezone.utc)
     return f"{now:%Y%m%d-%H%M%S}-{now.microsecond // 1000:03d}-{secrets.token_hex(3)}"
 
 
 def segment_name(number: int) -> str:
-    """``seg-000``."""
     return f"seg-{number:03d}"
 
 
 def rank_name(rank: int) -> str:
-    """``rank-00000``."""
     return f"rank-{rank:05d}"
 
 
 def segments_of(run: Path) -> dict[int, Path]:
-    """The segments of a run's folder, by number, in order."""
     return _numbered(run, SEGMENT_NAME)
 
 
 def ranks_of(segment: Path) -> dict[int, Path]:
-    """The folders of ranks of a segment, by rank, in order."""
     return _numbered(segment, RANK_NAME)
 
 
@@ -82,11 +73,7 @@ def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
 
 
 def make_segment(run: Path) -> int:
-    """Make the folder of a run's next segment, which no other process makes too, and return its number.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Create the folder of a run's next segment, also with concurrent processes, and return its number."""
     run.mkdir(parents=True, exist_ok=True)
     number = max(segments_of(run), default=-1) + 1
     while True:
@@ -98,13 +85,11 @@ def make_segment(run: Path) -> int:
 
 
 class DataFile(NamedTuple):
-    """A file of a table of a rank.
+    """A file of a rank's table.
 
     Attributes:
-        table: the name of the table.
         first, last: its number, or the numbers of the files that it replaces.
-        interval: 1 if it has all steps, 2 for every second step, ...
-        path: the file.
+        interval: 1 for all steps, 2 for every second step, ...
     """
 
     table: str
@@ -115,12 +100,11 @@ class DataFile(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether rows may still be appended."""
         return self.path.suffix == OPEN
 
 
 def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
-    """The data files in a rank's folder, in order, and the files that others of them replace."""
+    """Return the data files in a rank's folder, in order, and files that others of them replace."""
     found = []
     for entry in folder.iterdir():
         match = _DATA_NAME.fullmatch(entry.name)
@@ -136,12 +120,7 @@ def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
 
 
 def gaps(found: Iterable[tuple[int, int]], first: int) -> str:
-    """The numbers that are missing from ascending spans, as a text; empty if none is missing.
-
-    Args:
-        found: first and last number of each span.
-        first: the first number that should be there.
-    """
+    """Format the numbers missing from ascending spans, which should begin at ``first``; empty if none is missing."""
     missing, expected = [], first
     for begin, end in found:
         if begin > expected:
@@ -154,10 +133,10 @@ def gaps(found: Iterable[tuple[int, int]], first: int) -> str:
 
 
 def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file beside its place, flush it to the disk, and rename it.
+    """Write a file atomically: flush a temporary file to the disk, and rename it.
 
     Raises:
-        OSError: it cannot be written. A file that was there is unchanged.
+        OSError: it cannot be written; an existing file is unchanged.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
     try:
@@ -178,10 +157,10 @@ def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def overwrite(path: Path, data: bytes) -> None:
-    """Write over a file that has room for the data, where a full disk takes no new file.
+    """Overwrite a file in place within its size, for a full disk.
 
     Raises:
-        OSError: it cannot be written, or has less room.
+        OSError: it cannot be written, or is too small.
     """
     with open(path, "r+b", opener=own_file) as file:
         room = os.fstat(file.fileno()).st_size
@@ -193,22 +172,21 @@ def overwrite(path: Path, data: bytes) -> None:
 
 
 def is_incomplete(path: Path) -> bool:
-    """Return whether a process was killed while it wrote this file beside its place."""
+    """Return whether this is a temporary file of :func:`replace_whole`."""
     return path.name.startswith(".") and path.name.endswith(_INCOMPLETE)
 
 
 class AppendedFile(io.FileIO):
-    """A file that grows. Writes are unbuffered, so that a forked process has nothing to write once more."""
+    """An append-only file. Writes are unbuffered, so that a forked process does not repeat them."""
 
     def __init__(self, path: Path, *, new: bool = False) -> None:
-        """Open a file at its end; with ``new`` there must be no such file."""
         super().__init__(path, "x" if new else "a", opener=own_file)
 
     def write(self, data: Any, /) -> int:
-        """Append all of the data.
+        """Append data.
 
         Raises:
-            OSError: they cannot be written, or the file was deleted meanwhile.
+            OSError: it cannot be written, or the file was deleted.
         """
         left = memoryview(data).cast("B")
         count = len(left)
@@ -223,7 +201,7 @@ class AppendedFile(io.FileIO):
 
 
 def process_now() -> dict[str, str | int]:
-    """Identify this process: host, process id with its namespace, and start in ticks since the boot of the host."""
+    """Identify this process: host, process ID with its namespace, and start in ticks since the host's boot."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -234,9 +212,9 @@ def process_now() -> dict[str, str | int]:
 
 
 def _pid_namespace() -> str:
-    """Boot and namespace in which this process's id is unique; empty if ``/proc`` does not show it.
+    """Return boot and namespace of this process's ID; empty if ``/proc`` does not show them.
 
-    Containers with the network of their host share its name, but not its process ids.
+    Containers that share the host's network have its name, but separate process IDs.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
@@ -247,13 +225,7 @@ def _pid_namespace() -> str:
 
 
 def has_ended(run_file: Path, facts: Mapping[str, Any] | None = None) -> bool:
-    """Return whether the process of a segment has ended: by its end in run.json, else by the process if it can be seen
-    from here, else by the time since its last sign of life.
-
-    Args:
-        run_file: the segment's run.json.
-        facts: its content; None: it is read.
-    """
+    """Return whether the process of a segment has ended: by run.json, else by the process table, else by silence."""
     if facts is None:
         try:
             facts = read_json(run_file)
@@ -268,7 +240,7 @@ def has_ended(run_file: Path, facts: Mapping[str, Any] | None = None) -> bool:
 
 
 def is_silent(path: Path) -> bool:
-    """Return whether a file or folder is gone, or has not changed for :data:`SILENT_SECONDS`."""
+    """Return whether a file or folder is gone, or unchanged for :data:`SILENT_SECONDS`."""
     try:
         return time.time() - path.stat().st_mtime > SILENT_SECONDS
     except OSError:
@@ -276,7 +248,7 @@ def is_silent(path: Path) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """When a process has started; None if it does not live, or if the system has no such record."""
+    """Return when a process started; None if it is dead or unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -285,6 +257,6 @@ def _started(pid: int) -> int | None:
 
 
 def time_text(seconds: float | None = None) -> str:
-    """A time in ISO 8601, UTC: now, or so many seconds since the epoch."""
+    """Format a time in ISO 8601, UTC; by default now."""
     seconds = time.time() if seconds is None else seconds
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")

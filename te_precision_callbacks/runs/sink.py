@@ -1,9 +1,9 @@
-"""The sink that records a session's run: a thread writes, and the training thread only hands over.
+"""The sink that records a session's run, in a thread.
 
 <log_dir>/precision_records/<run_id>/seg-000/...
 
-What a step hands over is in the files ``FLUSH_SECONDS`` (``sinks/writer_thread.py``) later at the latest, unless the
-disk is slower than the training. A process that is killed loses what was handed over since; docs/records.md says more.
+Records are on disk ``FLUSH_SECONDS`` (``sinks/writer_thread.py``) later at the latest, unless the disk is slower than
+the training. A killed process loses later records; see docs/records.md.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.threads import within
-from te_precision_callbacks.runs.launches import find_segment
 from te_precision_callbacks.runs.limits import DEFAULT_LIMIT
 from te_precision_callbacks.runs.recording import Facts, Place, Recording, Step, own_numbers
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
@@ -25,17 +24,10 @@ from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo,
 from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL, WriterThread
 
 MOST_WAITING = 1 << 24
-"""The values that may wait for the thread, some 300 MB; a step beyond them is left out."""
-
-LONGEST_SEARCH = 120.0
-"""The seconds in which a rank that has no word from rank 0 looks for the segment that rank 0 has begun."""
-
-LAST_SEARCH = 10.0
-"""The same when the session has stopped."""
+"""The most values in the queue, about 300 MB; steps beyond are dropped."""
 
 
-class RecordingError(PrecisionDebugError, RuntimeError):
-    """A run cannot be recorded."""
+class RecordingError(PrecisionDebugError, RuntimeError): ...
 
 
 class _End(NamedTuple):
@@ -49,28 +41,28 @@ _Job = Step | Event | Scalars | Facts | _End
 
 
 class RecordSink(EventSink):
-    """Records a run.
-
-    It has many attributes because it hands over in one thread and writes in another, and both need to know the segment.
+    """Records a run. The training thread queues jobs, and another thread writes them.
 
     Args:
-        log_dir: the folder of the session's files.
-        limit: the most bytes that this rank writes of the run.
+        log_dir: the session's folder.
+        limit: the most bytes for this rank.
 
     Attributes:
-        writes_reduced: whether this rank writes what all ranks share: reduced numbers, steps, the trainer's numbers and
-            facts. If not, it writes only what is its own, and makes no file before it has something: numbers, failures,
-            dumps.
-        is_alone: whether this rank judges the contract alone.
-        place: the segment, which all ranks must agree on before :meth:`start`. None, as in a run that ends before its
-            first step: rank 0 begins one with the first content, and the others look for it.
-        last: the last iteration that has run, once the run ends; -1 before that.
-        has_recorded: whether something was written.
-        has_content: whether something was written that a view can show: more than that a segment has begun and ended.
+        writes_reduced: whether this rank writes reduced values, steps, scalars and facts. Other ranks write only local
+            values, failures and dumps, and create no file before that.
+        is_alone: whether this rank checks the contract alone.
+        place: the segment. None in a run that ends before its first step: rank 0 then begins one with the first
+            content, and the other ranks record nothing.
+        find_place: returns the segment on a rank that does not reduce with rank 0; None if rank 0 has not begun one,
+            yet, False if it does not record.
+        last: the last iteration at the end of the run; -1 before.
+        has_recorded: whether anything was written.
+        has_content: whether anything was written besides the start and the end.
     """
 
     def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
         self.place: Place | None = None
+        self.find_place: Callable[[], Place | Literal[False] | None] = lambda: False
         self.last = -1
         self._run_id = new_run_id()
         self._is_new = True
@@ -89,58 +81,48 @@ class RecordSink(EventSink):
         self._last_records: StepRecords | None = None
         self._last_step: float | None = None
         self._made_at = time.time()
-        self._searching_since = 0.0
 
     # ------------------------------------------------------------------ in the training's thread
 
     @property
     def run_id(self) -> str:
-        """The name of the run, which may be one that the folder has."""
         return self._run_id if self.place is None else self.place.run_id
 
     def go_on_with(self, run_id: str) -> None:
-        """Record in a run that the folder has; in a new one if the folder has no such run. Without effect once the
-        segment has begun.
+        """Continue a recorded run, or begin one if the folder does not have it; no-op after the segment has begun.
 
         Raises:
-            RecordingError: the disk does not answer.
+            RecordingError: the disk does not respond.
         """
         is_there = Path(run_id).name == run_id != "" and self._ask((self._runs / run_id).is_dir)
         self._run_id, self._is_new = (run_id, False) if is_there else (new_run_id(), True)
 
     def begin(self) -> Place:
-        """Begin a segment, of the run that is gone on with or of a new one, whose folder the thread makes.
+        """Begin a segment of the run.
 
         Raises:
-            RecordingError: the folder cannot be made.
+            RecordingError: the folder cannot be created.
         """
         if self._is_new:
             return Place(self._run_id, 0)
         return Place(self._run_id, self._ask(lambda: make_segment(self._runs / self._run_id)))
 
     def _ask(self, call: Callable[[], _ResultT]) -> _ResultT:
-        """The answer of a disk.
-
-        Raises:
-            RecordingError: there is none.
-        """
         try:
             return within(LONGEST_STILL, call)
         except OSError as error:
             raise RecordingError(f"{self._runs} cannot be written: {error}. The run is not recorded.") from error
 
     def start(self, run: RunInfo) -> None:
-        """Begin to write."""
         self._run = self._info = run
         self._put(Event("segment_started", f"Debug iteration {run.start_iteration} is next.", run.start_iteration))
         self._thread.hurry()  # a process that is killed soon leaves a run, and not an earlier one as the last
 
     def put_facts(self, facts: Facts) -> None:
-        """Write facts, which replace the earlier ones."""
+        """Write facts, replacing earlier ones."""
         self._put(facts)
 
     def write(self, records: StepRecords) -> None:
-        """Hand over a step's records."""
         self._raise_failure()
         if records is self._last_records:
             return
@@ -153,23 +135,21 @@ class RecordSink(EventSink):
             self._put(Event("observation_failed", text, records.iteration, "warning"))
 
     def event(self, event: Event) -> None:
-        """Hand over something that happened."""
         self._put(event)
 
     def scalars(self, scalars: Scalars) -> None:
-        """Hand over the trainer's own numbers."""
         if self.writes_reduced:
             self._put(scalars)
 
     def hurry(self) -> Callable[[], bool]:
-        """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
+        """Write the queue immediately, as :meth:`WriterThread.hurry` does."""
         return self._thread.hurry()
 
     def close(self, error: BaseException | None) -> None:
-        """Wait until everything is written; an interruption may end the waiting, and a second call goes on with it.
+        """Wait until everything is written; after an interruption, a second call continues.
 
         Raises:
-            RecordingError: something could not be written.
+            RecordingError: writing has failed.
         """
         self._put(_End(error, self.last))
         self._run = None
@@ -191,7 +171,7 @@ class RecordSink(EventSink):
     # ------------------------------------------------------------------ in the sink's own thread
 
     def take(self, job: _Job) -> bool:
-        """Write a job, once the segment is known to this rank."""
+        """Write a job, once this rank has a segment."""
         with self._losing():
             return self._take(job)
 
@@ -203,11 +183,18 @@ class RecordSink(EventSink):
                 if isinstance(job, Scalars) or not (_is_content(job) or (self._is_new and self._runs.is_dir())):
                     self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
                     return True
-                if self._info.rank == 0:
-                    self.place = self.begin()
-            if not self._find():
-                return False  # until rank 0 has begun
-            self._recording = self._begin_recording()
+                place = self.begin() if self._info.rank == 0 else self.find_place()
+                if not place:
+                    return place is not None  # None: again, until rank 0 has begun
+                self.place = place
+            self._recording = Recording(
+                self._runs,
+                self.place,
+                self._info,
+                writes_reduced=self.writes_reduced,
+                limit=self._limit,
+                begun=self._made_at,
+            )
             self.has_recorded = True
             for earlier in self._before:
                 self._recording.take(earlier)
@@ -222,14 +209,13 @@ class RecordSink(EventSink):
         return True
 
     def flush(self) -> None:
-        """Bring what was taken to the files."""
         with self._losing():
             if self._recording is not None:
                 self._recording.flush()
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """Lets the files say so if something could not be written."""
+        """Record a failure in the files."""
         try:
             yield
         except BaseException as error:
@@ -238,12 +224,11 @@ class RecordSink(EventSink):
             raise
 
     def leave(self) -> None:
-        """Close the files of a recording that could not go on."""
         if self._recording is not None:
             self._recording.leave()
 
     def _concerns(self, job: _Job) -> bool:
-        """Whether something has to be written on this rank."""
+        """Return whether this rank has to write a job."""
         if self.writes_reduced:
             return True
         if isinstance(job, Step):
@@ -258,36 +243,9 @@ class RecordSink(EventSink):
             return False
         return job.severity != "info" or job.kind == "dump_written"
 
-    def _find(self) -> bool:
-        """Whether the segment is known; it is looked for if not.
-
-        Raises:
-            RecordingError: there is none after a long search.
-        """
-        if self.place is None:
-            self._searching_since = self._searching_since or time.monotonic()
-            found = find_segment(self._runs, self._info.rank, self._made_at)
-            if found is not None:
-                self.place = Place(*found)
-            elif time.monotonic() - self._searching_since > (LONGEST_SEARCH if self._run else LAST_SEARCH):
-                raise RecordingError("rank 0 has begun no segment")
-        return self.place is not None
-
-    def _begin_recording(self) -> Recording:
-        if self.place is None:
-            raise RecordingError("no segment was begun")
-        return Recording(
-            self._runs,
-            self.place,
-            self._info,
-            writes_reduced=self.writes_reduced,
-            limit=self._limit,
-            begun=self._made_at,
-        )
-
 
 def _is_content(job: _Job) -> bool:
-    """Whether a view can show it."""
+    """Return whether a view can show a job."""
     if isinstance(job, Facts):
         return len(job.tables["gemms"]) > 0
     if isinstance(job, Event):

@@ -1,18 +1,17 @@
-"""Keeps the statistics of a rank within a limit: recent steps whole, old ones at ever longer intervals.
+"""The size limit of a rank's statistics: old steps are thinned, recent ones kept.
 
-There is one rule. Where the limit is reached, an old file is rewritten with every second step of each series; with its
-neighbour, if that has the same interval, it becomes one file. The file with the shortest interval goes first, and the
-oldest of equal ones, so the interval of old steps doubles each time. The latest statistics, half of the limit, are
-rewritten only when nothing older is left to be.
+Where the limit is reached, an old file is rewritten with every second step of each series, together with its neighbor
+if that has the same interval. Files with the shortest interval go first, then the oldest, so the interval of old steps
+doubles each time. The latest statistics, half of the limit, are rewritten only when no older ones are left.
 
-A rewritten file also keeps the *extremes* of each series: its lowest and its highest value, and the first one that is
-not finite, flagged :data:`~te_precision_callbacks.runs.tables.EXTREME`. A loss spike of long ago is still there.
+A rewritten file also keeps the *extremes* of each series, flagged
+:data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum, its maximum, and its first non-finite value.
 
-Which steps are kept depends on their iterations alone: of a series with a number every ``g`` iterations those whose
-``iteration // g`` is even. Series of one schedule, layers, and runs of one config keep the same steps.
+The kept steps depend on iterations only: for a series with a value every ``g`` iterations, ``iteration // g`` is even.
+Series with the same schedule, layers, and runs with the same config keep the same steps.
 
-The new file is written beside its place and renamed; its name has the files that it replaces, and readers take it in
-their place from that moment on (``runs/run_files.py``). A process that is killed leaves no step twice, and none less.
+The new file is written atomically. Its name contains the numbers of the files that it replaces for readers from then
+on (``runs/run_files.py``), so a killed process neither duplicates nor loses steps.
 """
 
 from __future__ import annotations
@@ -43,28 +42,27 @@ from te_precision_callbacks.runs.writing import RunWriter
 logger = logging.getLogger(__name__)
 
 _BEFORE = 15 / 16
-"""The share of the limit at which files are rewritten: the new one exists beside the old ones for a moment."""
+"""Share of the limit at which files are rewritten, since new and old files coexist for a moment."""
 
 _LEAST = 1 / 2
-"""The share of the limit that statistics have at least, however much all else needs."""
+"""Share of the limit that is reserved for statistics."""
 
 _RECENT = 1 / 2
-"""The share of their room that the latest statistics have."""
+"""Share of the room for statistics that the latest ones keep."""
 
 _NO_GAIN = 0.9
-"""A rewritten file of at least this share of the old size is not rewritten again alone."""
+"""A file that stays above this share of its size is not rewritten alone again."""
 
 _TABLES = {"values": VALUES, "vectors": VECTORS}  # all else is small
 
 
 class SizeLimit:
-    """Keeps the files of a rank within a limit, from the thread that writes them.
+    """Keeps the files of a rank within a limit, in the thread that writes them.
 
     Args:
-        run: the folder of the run.
-        writer: writes the segment of this process.
-        limit: the bytes that the rank's files of all segments may have.
-        say: gets an event's kind and text.
+        writer: the writer of this process's segment.
+        limit: the most bytes for the rank, in all segments.
+        say: receives an event's kind and text.
 
     Attributes:
         is_full: whether there is no room for more statistics.
@@ -87,7 +85,7 @@ class SizeLimit:
                 self._adopt(segment, folder)
 
     def _adopt(self, segment: Path, folder: Path) -> None:
-        """Count the files of another segment; they are rewritten if its process has ended."""
+        """Count the files of another segment, which are rewritten if its process has ended."""
         sizes = {path: path.stat().st_size for path in folder.iterdir()}
         if segment.name < self._writer.folder.name and has_ended(segment / RUN_FILE):
             files, replaced = data_files(folder)
@@ -99,18 +97,17 @@ class SizeLimit:
         self._fixed += sum(sizes.values())
 
     def follow(self, writer: RunWriter) -> None:
-        """Continue with another segment of this process, after the last one was closed."""
+        """Continue with another segment of this process."""
         closed = self._writer.closed
         self._earlier |= closed
         self._fixed += self._writer.nbytes - sum(closed.values())
         self._writer = writer
 
     def note_step(self, iteration: int) -> None:
-        """Take note of a step of the current segment."""
         self._begins.setdefault(self._writer.folder, iteration)
 
     def keep(self) -> None:
-        """Rewrite old files until all are within the limit, and one ahead of time."""
+        """Rewrite old files until the limit holds, and one ahead of time."""
         while True:
             used, room = self._used_and_room()
             if used <= _BEFORE * room:
@@ -138,13 +135,13 @@ class SizeLimit:
         return {**self._earlier, **self._writer.closed}
 
     def _used_and_room(self) -> tuple[int, float]:
-        """The bytes of statistics, and those that they may have."""
+        """Return the bytes of statistics, and their limit."""
         everything = sum(self._earlier.values()) + self._fixed + self._writer.nbytes
         used = sum(size for file, size in self._files.items() if file.table in _TABLES) + self._writer.open_bytes
         return used, max(self._limit - (everything - used), _LEAST * self._limit)
 
     def _choose(self, room: float) -> list[DataFile]:
-        """The files that are rewritten next, as one; empty if there are none."""
+        """Choose the files to merge next, if any."""
         files = {file: size for file, size in self._files.items() if file.table in _TABLES}
         newest, old = self._writer.open_bytes, list(files)
         while old and newest + files[old[-1]] <= _RECENT * room:
@@ -212,13 +209,13 @@ Mask = npt.NDArray[np.bool_]
 
 
 def every_second_step(table: pa.Table, end: int) -> pa.Table:
-    """Rows of every second step of each series, and its extremes, sorted by series and iteration.
+    """Keep every second step of each series, and its extremes; sorted by series and iteration.
 
-    The first step of delayed scaling is kept, and is not an extreme.
+    The first step of delayed scaling is kept, but is not an extreme.
 
     Args:
         table: of :data:`VALUES` or :data:`VECTORS`.
-        end: the iteration from which on a later segment has run again; its rows no longer count, and are dropped.
+        end: the first iteration of a later segment; rows from there on are dropped.
     """
     iterations = table["iteration"].to_numpy()
     table = table.filter(arrow_array(iterations < end, pa.bool_())).unify_dictionaries()
@@ -241,7 +238,7 @@ def every_second_step(table: pa.Table, end: int) -> pa.Table:
 
 
 def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int64], rows: Places) -> Places:
-    """Those of some rows whose step is even, in steps of their series: the common divisor of their distances."""
+    """Select rows with even steps, in units of the greatest common divisor of the distances in each series."""
     if not len(rows):
         return rows
     whose, when = series[rows], iterations[rows]
@@ -254,7 +251,7 @@ def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int6
 
 
 def _extremes(series: npt.NDArray[np.int32], values: npt.NDArray[np.float64], first_step: Mask) -> Places:
-    """The rows with the lowest, the highest and the first non-finite value of each series."""
+    """Select the rows with the minimum, the maximum and the first non-finite value of each series."""
     finite = np.isfinite(values)
     begins = np.flatnonzero(np.diff(series, prepend=-1))
     counts = np.diff(np.append(begins, len(series)))

@@ -198,8 +198,6 @@ SERIES = pa.schema(
         ("count", pa.int64()),  # values
         ("first", _ITERATION),
         ("last", _ITERATION),
-        ("low", pa.float64()),  # of finite values
-        ("high", pa.float64()),
         ("worst", pa.float64()),  # in the direction that is worse, or by size; without delayed scaling's first step
         ("worst_at", _ITERATION),
     ]

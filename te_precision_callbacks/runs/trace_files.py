@@ -1,4 +1,4 @@
-"""Where the traces of a run lie, which ``profile=`` has written.
+"""Locations of traces, which ``profile=`` writes.
 
 <log_dir>/precision_records/<run_id>/traces/seg-000.rank-00000.iterations-000010-000012.json.gz
 """
@@ -18,14 +18,7 @@ _NAME = re.compile(rf"(seg-\d+\.)?rank-\d+\.iterations-\d+-\d+{re.escape(_SUFFIX
 
 
 def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, last: int) -> Path:
-    """The file of a trace that is going to be written.
-
-    Args:
-        log_dir: the session's log folder.
-        place: the segment of the run; None if nothing is recorded: the file is in ``precision_traces`` then.
-        rank: the rank that was profiled.
-        first, last: the iterations.
-    """
+    """Return the path of a new trace: in the run's folder, or in ``precision_traces`` without records."""
     name = f"{rank_name(rank)}.iterations-{first:06d}-{last:06d}{_SUFFIX}"
     if place is None:
         return log_dir / _WITHOUT_RECORDS / name
@@ -33,23 +26,15 @@ def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, la
 
 
 def traces_of(run: Path) -> list[Path]:
-    """The traces of a run that is recorded in a folder, by segment, rank and iteration."""
+    """Return the traces in a run's folder, sorted by segment, rank and iteration."""
     return sorted(path for path in (run / _TRACES).glob(f"*{_SUFFIX}") if not path.name.startswith("."))
 
 
 def own_traces(given: Path, run_id: str) -> list[Path]:
-    """The traces of a run, given the path that it was read from: the log folder, that of all records, or its own. A run
-    of which there is only a statistics log has those of a session without records."""
+    """Return the traces of a run, given the path it was read from; of a plain log, the traces without records."""
     if (given / FOLDER / run_id).is_dir():
         return traces_of(given / FOLDER / run_id)
     for folder in (given / run_id, given):
         if found := traces_of(folder):
             return found
     return sorted(path for path in (given / _WITHOUT_RECORDS).glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.name))
-
-
-def traces_without_run(given: Path) -> list[Path]:
-    """The traces in a folder that has no recorded run: of a session without records, or that was killed before them."""
-    places = (f"{_TRACES}/*", f"*/{_TRACES}/*", f"{FOLDER}/*/{_TRACES}/*", f"{_WITHOUT_RECORDS}/*", "*")
-    found = (path for place in places for path in given.glob(f"{place}{_SUFFIX}"))
-    return sorted(path for path in found if _NAME.fullmatch(path.name))

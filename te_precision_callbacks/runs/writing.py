@@ -1,4 +1,4 @@
-"""Writes a run: what the session's sink does, and what makes a run without a session.
+"""Writing of runs, by the session's sink or without a session.
 
     with RunWriter.begin("logs", first_iteration=0, front_door="my loop") as run:
         run.put_facts("layers", [{"layer_id": 0, "layer": "fc1", "exec_fwd": 0, "since": 0}])
@@ -9,8 +9,7 @@
             run.add_scalars(iteration, {"loss": 2.0 / (1 + iteration)})
         run.add_event("dump_written", "fc1_activation.safetensors", iteration=3, layer="fc1")
 
-Rows are collected in memory until :meth:`RunWriter.flush` appends them to the open files of their tables. The
-writer is for one thread.
+Rows are collected until :meth:`RunWriter.flush` appends them to the open files. The writer is not thread-safe.
 """
 
 from __future__ import annotations
@@ -55,22 +54,20 @@ from te_precision_callbacks.runs.run_files import (
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
 
 CLOSE_BYTES = 64 << 20
-"""The size at which an open file is closed as Parquet."""
 
 CLOSE_SECONDS = 900.0
-"""The age at which an open file is closed as Parquet."""
 
 _ROW, _BIN = 64, 8
-"""The bytes that a value, or a histogram without its bins, needs in an open file at most, and those of a bin."""
+"""Upper bounds of the bytes per value, or per histogram without bins, in an open file, and per bin."""
 
 _ROOM = 1024
-"""The bytes behind the object in run.json: room to record how the run has ended on a disk that is full by then."""
+"""Padding in run.json, so that the end of the run can be recorded on a full disk."""
 
 _LONGEST_REASON = 200
 
 
 class _SeriesNames:
-    """Numbers the series of a rank, and names them in dictionary-encoded columns."""
+    """Series of a rank, with their names as dictionary-encoded columns."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str | int | None, ...], int] = {}
@@ -80,7 +77,6 @@ class _SeriesNames:
         self._arrays = np.empty((0, len(SUBJECT)), np.int32), list[pa.Array](), arrow_array([], pa.int32())
 
     def number(self, subject: tuple[str, ...], rank: int | None) -> int:
-        """Return the number of a series; an unknown one gets the next."""
         number = self._numbers.get((*subject, rank))
         if number is None:
             number = self._numbers[(*subject, rank)] = len(self._ranks)
@@ -90,7 +86,7 @@ class _SeriesNames:
         return number
 
     def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
-        """The columns of :data:`SUBJECT` and ``rank`` for rows of some series."""
+        """Return the columns of :data:`SUBJECT` and ``rank`` for rows."""
         if len(self._arrays[0]) < len(self._codes):
             texts = [arrow_array([*texts], pa.string()) for texts in self._texts]
             self._arrays = np.array(self._codes, np.int32), texts, arrow_array(self._ranks, pa.int32())
@@ -101,18 +97,15 @@ class _SeriesNames:
 
 
 class _Table:
-    """A table of a rank: new rows, the open file, and the closed ones.
+    """A table of a rank: new rows, the open file, and closed files.
 
     Args:
-        folder: the folder of the rank.
-        name: the name of the table.
-        schema: its schema.
-        batch: makes a batch of the new rows.
-        closed: gets the closed files, with their sizes.
-        close_bytes: the size at which an open file is closed, if less than :data:`CLOSE_BYTES`.
+        batch: converts new rows to a batch.
+        closed: receives closed files with their sizes.
+        close_bytes: close the open file at this size, at most :data:`CLOSE_BYTES`.
 
     Attributes:
-        waiting: the bytes that new rows need in the open file at most, where that is counted.
+        waiting: an upper bound of the bytes of new rows, where counted.
     """
 
     def __init__(
@@ -139,7 +132,6 @@ class _Table:
 
     @property
     def open_bytes(self) -> int:
-        """The size of the open file."""
         return 0 if self._file is None else self._file.tell()
 
     @property
@@ -147,12 +139,11 @@ class _Table:
         return self._folder / f"{self._name}-{self._number:04d}{OPEN}"
 
     def add(self, row: Any, waiting: int = 0) -> None:
-        """Keep rows until :meth:`flush`."""
         self._rows.append(row)
         self.waiting += waiting
 
     def flush(self) -> None:
-        """Append the new rows, whole, and close a file that is large or old.
+        """Append the new rows as one batch, and close a file that is large or old.
 
         Raises:
             OSError: it cannot be written.
@@ -171,7 +162,7 @@ class _Table:
             self.close()
 
     def close(self) -> None:
-        """Write the open file as Parquet, sorted by series and iteration, and delete it.
+        """Rewrite the open file as Parquet, sorted by series and iteration.
 
         Raises:
             OSError: it cannot be written; the open file remains.
@@ -194,7 +185,6 @@ class _Table:
         self._path.unlink()
 
     def leave(self) -> None:
-        """Close the open file as it is."""
         if self._file is not None:
             # Without the stream's end mark, which would need room on a full disk; a reader takes the end of the file.
             self._file.close()
@@ -202,23 +192,19 @@ class _Table:
 
 
 class RunWriter:
-    """Writes a rank's files of a segment of a run. See the module for how.
+    """Writes a rank's files of a segment of a run; the module docstring has an example.
 
     Args:
         run_folder: the folder of the run.
         segment: the number of the segment, whose folder exists.
         rank: the rank that writes.
-        close_bytes: the size at which an open file becomes Parquet, if that is less than :data:`CLOSE_BYTES`.
-        small_bytes: the same for steps and the trainer's numbers, which are never thinned, if that is more.
+        close_bytes: close open files at this size, at most :data:`CLOSE_BYTES`.
+        small_bytes: the minimum of this size for steps and scalars, which are never thinned.
 
     Attributes:
-        run_id: the name of the run.
-        segment: the number of the segment.
-        folder: the folder of the segment.
-        rank: the rank that writes.
         own: the folder of the rank in the segment.
-        closed: its closed files with their sizes, oldest first.
-        status: the status of the segment, which run.json gets when it is written next.
+        closed: closed files with their sizes, oldest first.
+        status: the status of the segment for run.json.
     """
 
     def __init__(
@@ -252,17 +238,7 @@ class RunWriter:
     def begin(
         cls, log_dir: str | os.PathLike[str], *, run_id: str | None = None, rank: int = 0, **facts: Any
     ) -> RunWriter:
-        """Begin a segment: the first one of a new run, or the next one of a run that the folder has.
-
-        Args:
-            log_dir: the log folder.
-            run_id: the run; None for a new one.
-            rank: the rank that writes.
-            **facts: for run.json, see :meth:`put_run`.
-
-        Raises:
-            OSError: the folder cannot be made.
-        """
+        """Begin a segment of a new run, or of the run ``run_id``; ``facts`` are for run.json. Raises OSError."""
         run_folder = Path(log_dir) / FOLDER / (run_id or new_run_id())
         writer = cls(run_folder, make_segment(run_folder), rank)
         writer.put_run(**facts)
@@ -279,10 +255,10 @@ class RunWriter:
     # ------------------------------------------------------------------ facts
 
     def put_run(self, **facts: Any) -> None:
-        """Add facts to run.json, which is replaced whole.
+        """Add facts to run.json, atomically.
 
         Args:
-            **facts: JSON values; those that readers use are in docs/records.md.
+            **facts: JSON values; docs/records.md lists the keys that readers use.
 
         Raises:
             OSError: the file cannot be written.
@@ -307,11 +283,11 @@ class RunWriter:
         return json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Replace a table of facts.
+        """Replace a table of facts, atomically.
 
         Args:
             name: one of :data:`~te_precision_callbacks.runs.tables.FACTS`.
-            rows: all of its rows; a column that a row lacks is null.
+            rows: all rows; missing columns are null.
 
         Raises:
             OSError: the file cannot be written.
@@ -322,8 +298,7 @@ class RunWriter:
         self._fact_bytes[name] = write_table(table, folder / f"{name}{CLOSED}")
 
     def put_lost(self, error: BaseException) -> None:
-        """Note in run.json that recording has stopped because of an error, in the room that the file has; nothing
-        happens if even that cannot be written."""
+        """Record in run.json that recording has failed, in place; errors are ignored."""
         if self._facts:
             self._facts |= {"not_written": str(error)[:_LONGEST_REASON], "status": self.status}
             self._facts |= {} if self.status == "running" else {"ended_at": time_text()}
@@ -331,7 +306,6 @@ class RunWriter:
                 overwrite(self.folder / RUN_FILE, self._run_text())
 
     def show_life(self) -> None:
-        """Show readers that the process lives."""
         os.utime(self.folder / RUN_FILE)
 
     # ------------------------------------------------------------------ rows
@@ -346,15 +320,8 @@ class RunWriter:
         scope: str = "",
         rank: int | None = None,
     ) -> int:
-        """The number of a series; an unknown series gets a new number.
-
-        Args:
-            layer: as in :data:`~te_precision_callbacks.runs.tables.SUBJECT`.
-            tensor: likewise.
-            statistic: likewise.
-            gemm: likewise.
-            scope: likewise.
-            rank: the rank whose own the numbers are; None if they are reduced.
+        """Return the number of a series, new or known, with the arguments of
+        :data:`~te_precision_callbacks.runs.tables.SUBJECT`, with None for the rank of reduced values.
         """
         return self._names.number((scope, layer, tensor, gemm or "", statistic), rank)
 
@@ -369,16 +336,11 @@ class RunWriter:
         local: bool = False,
         ranks: int = 1,
     ) -> None:
-        """Add a debug iteration.
+        """Add a debug iteration; see :data:`~te_precision_callbacks.runs.tables.STEPS`.
 
         Args:
-            iteration: the debug iteration.
-            logging_step: the step of the trainer's own metrics; None for the iteration.
-            wall_time: when it ended, in seconds since the epoch; None for now.
-            step_seconds: as in :data:`~te_precision_callbacks.runs.tables.STEPS`.
-            observe_seconds: likewise.
-            local: likewise.
-            ranks: likewise.
+            logging_step: the trainer's own step; by default the iteration.
+            wall_time: when the step ended, in seconds since the epoch; by default now.
         """
         row = {
             "segment": self.segment,
@@ -399,13 +361,12 @@ class RunWriter:
         values: npt.NDArray[np.float64],
         flags: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """Add numbers of a step.
+        """Add values of a step.
 
         Args:
-            iteration: the debug iteration.
-            series: [numbers], int32: of :meth:`series`.
-            values: [numbers], float64.
-            flags: [numbers], uint8; None for none.
+            series: [values], int32: numbers from :meth:`series`.
+            values: [values], float64.
+            flags: [values], uint8; by default 0.
         """
         if len(series):
             flags = np.zeros(len(series), np.uint8) if flags is None else flags
@@ -418,13 +379,7 @@ class RunWriter:
         return pa.record_batch([*arrays, *self._names.columns(series)], schema=VALUES)
 
     def add_vector(self, iteration: int, series: int, counts: Sequence[float] | npt.NDArray[np.floating[Any]]) -> None:
-        """Add a histogram of a step.
-
-        Args:
-            iteration: the debug iteration.
-            series: of :meth:`series`.
-            counts: [bins]: the count of each bin.
-        """
+        """Add a histogram of a step: the count of each bin."""
         dense = np.asarray(counts)
         bins = np.flatnonzero(dense)
         self._tables["vectors"].add((iteration, series, bins, dense[bins]), _ROW + _BIN * len(bins))
@@ -442,13 +397,7 @@ class RunWriter:
         return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)
 
     def add_scalars(self, iteration: int, scalars: Mapping[str, float], *, logging_step: int | None = None) -> None:
-        """Add numbers that the trainer logs.
-
-        Args:
-            iteration: the debug iteration to which they belong.
-            scalars: name -> number.
-            logging_step: the step under which they are logged; None for the iteration.
-        """
+        """Add the trainer's scalars; ``logging_step`` is by default the iteration."""
         step = iteration if logging_step is None else logging_step
         row = {"segment": self.segment, "iteration": iteration, "logging_step": step}
         for name, value in scalars.items():
@@ -465,19 +414,15 @@ class RunWriter:
         data: Mapping[str, Any] | None = None,
         **subject: Any,
     ) -> None:
-        """Add something that happened.
+        """Add an event; see :data:`~te_precision_callbacks.runs.tables.EVENTS`.
 
         Args:
-            kind: as in :data:`~te_precision_callbacks.runs.tables.EVENTS`.
-            text: likewise.
-            severity: likewise.
-            iteration: the debug iteration in which it happened.
-            wall_time: when, in seconds since the epoch; None for now.
-            data: more of it, as JSON.
+            wall_time: in seconds since the epoch; by default now.
+            data: details, as JSON.
             **subject: further columns: ``phase``, ``scope``, ``layer``, ``tensor``, ``gemm``.
 
         Raises:
-            TypeError: there is no such column.
+            TypeError: unknown column.
         """
         unknown = subject.keys() - set(EVENTS.names)
         if unknown:
@@ -500,27 +445,20 @@ class RunWriter:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of this rank's files."""
         events = 0 if self._event_file is None else self._event_file.tell()
         opened = sum(table.open_bytes for table in self._tables.values())
         return opened + sum(self.closed.values()) + sum(self._fact_bytes.values()) + events
 
     @property
     def open_bytes(self) -> int:
-        """The bytes of statistics in open files."""
         return sum(self._tables[name].open_bytes for name in ("values", "vectors"))
 
     @property
     def waiting(self) -> int:
-        """The bytes that new statistics need in open files, at most."""
         return sum(self._tables[name].waiting for name in ("values", "vectors"))
 
     def flush(self) -> None:
-        """Append all new rows to the open files.
-
-        Raises:
-            OSError: something cannot be written.
-        """
+        """Append all new rows to the open files; raises OSError."""
         for table in self._tables.values():
             table.flush()
         if self._events:
@@ -530,8 +468,7 @@ class RunWriter:
             self._events = []
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
-        """Write all rows and close all files; rank 0 also writes into run.json how the segment has ended, even if
-        something cannot be written.
+        """Write and close all files; rank 0 records the end in run.json, even after a failure.
 
         Raises:
             OSError: something cannot be written.
@@ -549,7 +486,7 @@ class RunWriter:
             raise
 
     def leave(self) -> None:
-        """Close all files as they are, without an end: readers take what is there."""
+        """Close all files as they are."""
         for table in self._tables.values():
             table.leave()
         if self._event_file is not None:
@@ -558,7 +495,6 @@ class RunWriter:
 
 
 def _columns_of(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> list[pa.Array]:
-    """Rows as columns; a column that a row lacks is null."""
     return [arrow_array([row.get(field.name) for row in rows], field.type) for field in schema]
 
 

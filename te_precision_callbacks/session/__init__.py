@@ -20,7 +20,6 @@ from te_precision_callbacks.base.errors import (
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, StateRow
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
-from te_precision_callbacks.session.results import SessionOutcome
 from te_precision_callbacks.session.session import InspectSession, running_session
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "Reason",
     "ResumeAuditError",
     "SessionError",
-    "SessionOutcome",
     "StateRow",
     "TransformerEngineUnavailableError",
     "running_session",

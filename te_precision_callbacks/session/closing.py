@@ -53,7 +53,7 @@ class ClosingReport:
             self._results.whole_run = diagnose(open_run(self._results.log_dir, run=place.run_id))
 
     def log_coverage(self) -> None:
-        """Log how much ran in low precision: in a line for the last step, and in others for steps that differ."""
+        """Log the share of low precision in the last step, and steps that differ."""
         self._coverage = Results(self._results).coverage()
         if self._coverage:
             self._other_steps = in_lines(self._results.other_steps())
@@ -62,23 +62,19 @@ class ClosingReport:
                 self._context.inspector.log(text)
 
     def write_page(self, error: BaseException | None, sinks: Sinks, guard: Uninterrupted) -> None:
-        """Name the command that makes a page of the recorded run, and write the page if that is wanted.
-
-        It takes its time, so a run that an error or a signal has ended only gets the command named.
-        """
-        if (run_id := self._files.tell_command()) and self._context.options.report and error is None:
+        """Log the command that makes a page of the run; write the page if that is wanted and no error ended the run."""
+        if (run_id := self._files.log_command()) and self._context.options.report and error is None:
             with guard.interruptible():
                 self._files.write_page(run_id, sinks)
 
     def write_summary(self) -> None:
-        """Write the summary into the log folder."""
         from te_precision_callbacks.session.summary import write_summary
 
         self._results.iteration = self._context.iteration
         write_summary(Results(self._results), self._coverage, self._other_steps)
 
     def print_verdict(self, error: BaseException | None, trace: Path | None) -> None:
-        """Print what came out of the run.
+        """Print the verdict to stderr.
 
         Args:
             error: the exception that ended the run.
@@ -102,8 +98,7 @@ class ClosingReport:
 
 
 def in_short(error: BaseException) -> str:
-    """The class of an error, and the first line of what it says; of one that findings raise, the findings, of which the
-    lines below have what was seen; of one about a contract, what is broken."""
+    """Return the class and the first line of an error; of an error about findings or a contract, what it is about."""
     if isinstance(error, PrecisionFindingError):
         names = "; ".join(finding.in_short for finding in error.findings)
         return f"{names or 'a finding of another rank'}, by on_finding="
@@ -124,18 +119,16 @@ def closing_lines(
     speed: str = "",
     ended_by: str = "",
 ) -> Sequence[str]:
-    """The verdict, the first findings, the coverage, the folder, the trace, the page: at most :data:`MOST_LINES` lines
-    and ``other_steps``.
+    """Return the verdict, findings, coverage, and paths of a run: at most :data:`MOST_LINES` lines and ``other_steps``.
 
     Args:
-        verdict: what the rules have found.
+        verdict: the verdict of the rules.
         coverage: the products of the last step.
         log_dir: the folder of the session's files; None if none could be written.
         page: the page, or the command that makes it; empty if there is nothing for a page.
-        other_steps: a line for steps in which other products ran in low precision than in the last one.
+        other_steps: a line for steps that ran in another precision than the last one.
         trace, speed: the trace of ``profile=``, and the command that reads it; empty without one.
-        ended_by: the error that ends the run, such as a finding, an overflow or one of the script: it comes before the
-            verdict.
+        ended_by: the error that ended the run, shown first.
     """
     places = {"logs": str(log_dir or ""), "trace": trace, "speed": speed, "page": page}
     ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []

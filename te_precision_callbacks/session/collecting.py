@@ -39,7 +39,7 @@ class EndingStep:
         local: whether the statistics belong to this rank alone although statistics are reduced.
         records: the records for the sinks; None if there are none.
         is_read: whether ``records`` is known.
-        is_judged: whether the rules have seen the records.
+        is_checked: whether the rules have seen the records.
     """
 
     iteration: int
@@ -49,7 +49,7 @@ class EndingStep:
     local: bool = False
     records: StepRecords | None = None
     is_read: bool = False
-    is_judged: bool = False
+    is_checked: bool = False
 
 
 class StepCollector:
@@ -58,12 +58,12 @@ class StepCollector:
     Args:
         context: shared state of the run.
         observation: has the engine, the source of the statistics.
-        scalars: those of users' features.
-        layers: the layers that the numbers belong to.
+        scalars: scalars of users' features.
+        layers: the layers of the model.
         delayed_scaling: the layers that had no scale.
 
     Attributes:
-        ending: the step whose records not all sinks have yet; None if there is none.
+        ending: the step that is not delivered to all sinks yet; None if there is none.
         last_logging_step: the logging step of the last step; None before the first one.
     """
 
@@ -101,7 +101,7 @@ class StepCollector:
             self._inspector.log_local_buffers()
 
     def collect_local(self, ending: EndingStep) -> None:
-        """Collect this rank's statistics, unless those of the step were collected already."""
+        """Collect this rank's statistics, unless the statistics of the step were already collected."""
         received = list(self._measured)
         try:
             self.collect_own()
@@ -117,7 +117,7 @@ class StepCollector:
 
         Args:
             ending: the step.
-            from_device: whether to read what is not on the host.
+            from_device: False to skip values that are not on the host.
         """
         self.ending = ending
         if not ending.is_read:
@@ -132,7 +132,6 @@ class StepCollector:
         self._clear()
 
     def _leave_on_device(self, ending: EndingStep) -> None:
-        """Do without what is not on the host."""
         dropped = self._scalars.drop_from_device()
         ending.local = self._context.ranks.several and not self._measured
         if dropped or (self._inspector.runs and self._observation.engine.has_news):
@@ -158,8 +157,8 @@ class StepCollector:
         """The statistics since the last step, at the end of the run.
 
         Args:
-            logging_step: the logging step of these statistics. None: the step after the last one, or in a run without a
-                step that of the iteration.
+            logging_step: their logging step. None: the step after the last one, or the step of the iteration if none
+                has run.
         """
         iteration = self._inspector.iteration
         if logging_step is None:

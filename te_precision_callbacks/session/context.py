@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from te_precision_callbacks.base.notices import Notices
@@ -15,25 +14,19 @@ from te_precision_callbacks.session.results import RunResults
 
 @dataclass
 class LoopFacts:
-    """The facts that an integration gives about the training loop.
+    """Facts that an integration gives about the training loop.
 
     Attributes:
         trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
-        counts_from: the step under which iteration 0 is logged, unless ``step`` gets another one.
-        front_door: what has started the session, for records: ``lightning``, ``accelerate``, ``transformers``.
-        counts_batches: whether a call of ``step`` in each micro-batch is meant, as with ``step_on="batch"``.
-        has_left: whether the loop has ended without stopping the session; None if it always stops it.
+        counts_from: the logging step of iteration 0, unless ``step`` gets another one.
+        front_door: the integration, for records: ``lightning``, ``accelerate``, ``transformers``.
+        counts_batches: whether ``step`` is called after each micro-batch on purpose.
     """
 
     trainer_steps: bool = False
     counts_from: int = 0
     front_door: str = "session"
     counts_batches: bool = False
-    has_left: Callable[[], bool] | None = None
-
-    def was_left(self) -> bool:
-        """Whether the loop has ended without stopping the session."""
-        return self.has_left is not None and self.has_left()
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class RunContext:
         return self.inspector.iteration
 
     def logging_step(self, iteration: int) -> int:
-        """The step under which an iteration is logged, unless the script gives another one."""
+        """Return the default logging step of an iteration."""
         return iteration + self.loop.counts_from
 
     def step_in_words(self) -> str:

@@ -32,12 +32,11 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     computing,
     ignored_arguments,
     recipes_of,
-    uses_of,
 )
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.reference import is_installed
-from te_precision_callbacks.runs.fingerprints.taking import QUANTIZED, weights_of
+from te_precision_callbacks.runs.fingerprints import QUANTIZED, weights_of
 from te_precision_callbacks.runs.recording import Facts
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
@@ -75,7 +74,7 @@ class RunFacts:
         self._has_ended = False
 
     def changed(self, *, at_last: bool = False) -> bool:
-        """Whether there is something new to gather; not if gathering has just taken long, unless ``at_last``."""
+        """Return whether there are new facts; False shortly after a slow collection, unless ``at_last``."""
         self._has_ended |= at_last
         return self._state != self._taken and (at_last or time.perf_counter() >= self._rests_until)
 
@@ -83,7 +82,7 @@ class RunFacts:
     def _state(self) -> object:
         results = self._results
         coverage = results.coverage
-        changes = results.layers.changes, results.audit.changes, coverage.changes
+        changes = results.layers, results.audit.changes, coverage.changes
         settings = results.scales_loss, results.adds_eps, self._unmeasured, len(results.not_measured)
         return *changes, len(coverage.of_other_ranks), len(results.unconverted), *settings
 
@@ -92,7 +91,7 @@ class RunFacts:
         """Gather all facts."""
         begun = time.perf_counter()
         self._taken = self._state
-        infos = self._results.layers.spans()
+        infos = self._results.layers
         precision = list(self._results.audit.spans())
         gemms, operands = self._products(precision)
         layer_rows = list(self._layers(infos, gemms))
@@ -112,7 +111,7 @@ class RunFacts:
         return Facts(self._run(precision), tables)
 
     def changes(self) -> Iterator[Event]:
-        """What has changed in the precision of GEMMs since the last call, an event for each iteration."""
+        """Return an event for each iteration that changed the precision of GEMMs since the last call."""
         before: dict[tuple[str, str], GemmPrecision] = {}
         formats: dict[int, list[str]] = defaultdict(list)
         recipes: dict[int, list[str]] = defaultdict(list)
@@ -149,14 +148,13 @@ class RunFacts:
         }
 
     def _not_measured(self) -> dict[str, list[str]]:
-        """What LogGemmError does not measure: why -> layers and GEMMs, those that differ in their numbers as one."""
         names: dict[str, list[str]] = defaultdict(list)
         for (layer, gemm), why in self._results.not_measured.items():
             names[why].append(f"{layer} {gemm}")
         return {why: folded(of_reason) for why, of_reason in names.items()}
 
     def _settings(self) -> Row:
-        """What rules judge beside the tables: :class:`te_precision_callbacks.diagnosis.facts.Settings`."""
+        """The fields of :class:`te_precision_callbacks.diagnosis.facts.Settings`."""
         layers, reduces = self._model.layers, self._options.reduce
         found = computing(layers.modules, layers.operations)
         several = reduces and is_distributed(self._options.process_group)
@@ -166,7 +164,7 @@ class RunFacts:
             "float16": computes_in_float16(found),
             "ranks": torch.distributed.get_world_size(self._options.process_group) if several else 1,
             "alike": not layers.of_other_ranks,
-            "ignored": ignored_arguments(recipes_of(found), uses_of(found, self._model.roots)),
+            "ignored": ignored_arguments(recipes_of(found)),
             "amaxes": amax_reductions(found),
             "unmeasured": self._unmeasured,
             "loss_is_filtered": self._results.filters_loss,
@@ -176,7 +174,6 @@ class RunFacts:
 
     @property
     def _unmeasured(self) -> str:
-        """Why LogGemmError has measured nothing; empty if it has, or is not in the config."""
         begin, last = self._results.iterations.first, self._results.iterations.last
         if self._model.unmeasured or begin is None or last is None:
             return self._model.unmeasured
@@ -191,7 +188,7 @@ class RunFacts:
         return {
             "front_door": self._front_door,
             "versions": found,
-            "environment": read_environment(os.environ).settings,
+            "environment": read_environment(os.environ),
             "torch_settings": dict(facts.settings),
             "platform": platform.platform(),
             "gpu": facts.gpus[0].name if facts.gpus else None,
@@ -222,8 +219,9 @@ class RunFacts:
     # ------------------------------------------------------------------ tables
 
     def _layers(self, infos: Sequence[LayerInfo], gemms: Sequence[Row]) -> Iterator[Row]:
-        """The layers that can be observed, those of other ranks, and those that only have products."""
+        """Layers that can be observed, layers of other ranks, and layers that only have products."""
         ids: dict[str, int] = {}
+        begin = self._results.iterations.first or 0
         weights = self._weights()
         families: dict[str, str] = {}
         since: dict[str, int] = {}
@@ -243,8 +241,7 @@ class RunFacts:
                 **weights.get(info.name, {}),
                 "refused": info.refused,
                 "sections": list(info.sections),
-                "since": info.since,
-                "until": info.until,
+                "since": begin,
             }
         for layer in self._model.layers.of_other_ranks:
             if layer.name not in ids:
@@ -256,7 +253,7 @@ class RunFacts:
                     "layer": layer.name,
                     "class": kind,
                     "family": "te",
-                    "since": 0,
+                    "since": begin,
                 }
         for name, family in families.items():
             if name not in ids:
@@ -279,7 +276,6 @@ class RunFacts:
         return found
 
     def _products(self, precision: Iterable[GemmPrecision]) -> tuple[list[Row], list[Row]]:
-        """The rows of products and of their operands."""
         gemms: list[Row] = []
         operands: list[Row] = []
         results = self._results
@@ -347,19 +343,18 @@ class RunFacts:
                         "feature": feature,
                         "layer": info.name,
                         "options": json.dumps(dict(options), default=str),
-                        "since": info.since,
-                        "until": info.until,
+                        "since": self._results.iterations.first or 0,
                     }
 
 
 def _script() -> str:
-    """The path of the script; ``-c`` or ``-`` for code that Python was given without a file, and empty at a prompt."""
+    """Return the path of the script; ``-c`` or ``-`` for code without a file, and empty at a prompt."""
     started = sys.argv[0] if sys.argv else ""
     return started if started in ("", "-", "-c") else os.path.abspath(started)
 
 
 def _section_with(feature: str, sections: Sequence[Section]) -> Section | None:
-    """The section that a layer has a feature from. Sections may spell its name in another way."""
+    """Return the section that gives a layer a feature. Sections may spell its name differently."""
     with_it = [
         section
         for section in sections
@@ -370,7 +365,7 @@ def _section_with(feature: str, sections: Sequence[Section]) -> Section | None:
 
 
 def _place(section: Section, namespace: str, feature: str) -> tuple[str, int | None]:
-    """File and line of a section's feature, or of the section; no line for a mapping."""
+    """Return file and line of a section's feature, or of the section; no line for a mapping."""
     marks = section.places.marks
     spelled = next((key for key in section.features.get(namespace, ()) if key.lower() == feature.lower()), feature)
     paths = ((section.name, namespace, spelled), (section.name,))
@@ -385,5 +380,5 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _plain(value: object) -> object:
-    """A value of a config for JSON: other mappings than dict, as of OmegaConf; else its text."""
+    """Convert a config value to JSON: mappings of OmegaConf to dict, other values to text."""
     return dict(value) if isinstance(value, Mapping) else str(value)

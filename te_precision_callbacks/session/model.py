@@ -1,4 +1,4 @@
-"""The model of a run: its layers, their names on all ranks, and what the config does with each layer."""
+"""The model of a run: its layers, their names on all ranks, and the features of each layer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
-from te_precision_callbacks.base.errors import ObservationError, SessionError
+from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.differences import FlatConfig, flat_config
 from te_precision_callbacks.config.dumping import check_conditions
@@ -27,13 +25,12 @@ from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
-from te_precision_callbacks.instrumentation.fused import NotFused, choose, paths_in_words
+from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
     Model,
-    ModuleTree,
     NamedModule,
     NamedOperation,
     by_given_name,
@@ -126,7 +123,6 @@ class NamedLayers:
 
     @property
     def own(self) -> list[Layer]:
-        """The layers of this rank."""
         return [layer for module in self.modules for layer in module.layers]
 
     @property
@@ -137,7 +133,6 @@ class NamedLayers:
 
     @property
     def of_other_ranks(self) -> list[Layer]:
-        """The layers that other ranks alone have."""
         return [layer for layer in self.of_all if layer.name not in self.names]
 
     def attach(self, model: Model, ranks: Ranks) -> None:
@@ -156,11 +151,6 @@ class NamedLayers:
             layers = ranks.pool(self.own, "numbered layers", Layer)
         self._take(layers)
 
-    def follow(self, model: Model) -> None:
-        """Name the layers of a model that has changed, without the other ranks."""
-        self._find(model)
-        self._take([*dict.fromkeys([*self.of_all, *self.own])])
-
     def _find(self, model: Model) -> None:
         names, scope = self._options.layer_names or "path", self._options.scope
         self.modules = named_te_modules(model, names, by_number=self._by_number, scope=scope)
@@ -169,7 +159,6 @@ class NamedLayers:
         self.names = frozenset(layer.name for layer in self.own)
 
     def _name_by_number(self, alike: Mapping[str, Sequence[str]]) -> None:
-        """Name layers by their number in the whole model, since different layers would share a name."""
         self._by_number = True
         if own_rank() == 0:
             name, numbered = next(iter(alike.items()))
@@ -189,56 +178,17 @@ class NamedLayers:
         self.given.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
 
     def paths(self, model: Model) -> dict[int, str]:
-        """The id of each module of a model -> its name."""
         return module_names(model, by_number=self._by_number, scope=self._options.scope)
 
 
-class ModelChanges:
-    """Compares the modules of a model with those of before, as a whole only if something suggests a change.
-
-    Args:
-        unwatched: the modules that train, and are not watched.
-    """
-
-    def __init__(self, unwatched: Collection[torch.nn.Module]) -> None:
-        self._unwatched = unwatched
-        self._known_outside = 0
-        self._tree: ModuleTree | None = None
-        self._registrations: RemovableHandle | None = None
-
-    def watch(self, model: Model) -> None:
-        """Compare with what a model has now."""
-        self._tree = ModuleTree(model)
-        if self._registrations is None:
-            self._registrations = register_module_module_registration_hook(self._note_registration)
-
-    def release(self) -> None:
-        """No longer follow what is registered in modules."""
-        if self._registrations is not None:
-            self._registrations.remove()
-            self._registrations = None
-
-    def _note_registration(self, module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        if self._tree is not None:
-            self._tree.note_registration(module)
-
-    def found(self) -> bool:
-        """Whether the model has other modules."""
-        outside, self._known_outside = self._known_outside, len(self._unwatched)
-        tree = self._tree
-        if tree is None or not (tree.seems_changed() or self._known_outside != outside):
-            return False
-        return tree.changed()
-
-
 class _Planned(NamedTuple):
-    """What the config does with the layers of this rank.
+    """The features of this rank's layers.
 
     Attributes:
         plan: the features of each layer, without refused layers.
         sections: the features of all sections.
-        fused: the modules that are observed on their fused path, as of :func:`choose`.
-        not_fused: the other modules with features -> why not.
+        fused: the modules that are observed on their fused path, from :func:`choose`.
+        not_fused: the other modules with features -> the reason.
     """
 
     plan: Plan
@@ -260,14 +210,12 @@ class ObservedModel:
         attached: whether there is a model.
         model: the model that is watched; an empty sequence before the attach.
         flat_config: the config with its registered features; empty before the attach.
-        overrides: layer -> the features that can change the precision of its GEMMs, if it has any.
     """
 
     def __init__(self, context: RunContext, hooks: ForwardHooks, engine: StatisticsEngine) -> None:
         self.layers = NamedLayers(context.options)
         self.attached = False
         self.flat_config: FlatConfig = {}
-        self.overrides: Mapping[str, tuple[str, ...]] = {}
         self.model: Model = ()
         self._context = context
         self._options = context.options
@@ -278,11 +226,10 @@ class ObservedModel:
         self._results.not_measured = hooks.gemm_errors.not_measured
         self._notices = context.notices
         self._refused = hooks.answers.refused
-        self._changes = ModelChanges(hooks.answers.unwatched)
 
     @property
     def unmeasured(self) -> str:
-        """Why LogGemmError has measured nothing; empty if it has, or no GEMM of it was due."""
+        """The reason if LogGemmError has measured nothing; empty if it has, or if no GEMM was due."""
         return self._hooks.gemm_errors.why_nothing
 
     # ------------------------------------------------------------------ a model that is given
@@ -311,16 +258,10 @@ class ObservedModel:
             logger.warning("%s", without_layers(goes_on, self._context.loop.front_door))
         self.model = model
         self._observe(planned)
-        self._changes.watch(model)
         self._count_products()
         self.attached = True
 
-    def release(self) -> None:
-        """No longer follow what is registered in modules."""
-        self._changes.release()
-
     def _plan(self, model: Model) -> _Planned:
-        """Plan the features of this rank's layers, and warn of ambiguous names."""
         config, registered, modules = self._options.config, self._inspector.registered, self.layers.modules
         plan = config.plan(
             self.layers.of_all,
@@ -339,63 +280,33 @@ class ObservedModel:
         refused = self._refused.modules
         left = {named.name for named in modules if id(named.module) in refused}
         not_fused = {name: why for name, why in not_fused.items() if name not in left}
-        for text, what in ((alike_in_words(self.layers.of_all), "alike"), (plan.otherwise_upstream, "upstream")):
-            if text and own_rank() == 0 and self._notices.first(what):
-                logger.warning("%s", text)
+        alike = alike_in_words(self.layers.of_all)
+        if alike and own_rank() == 0 and self._notices.first("alike"):
+            logger.warning("%s", alike)
         fused = {key: changed for key, changed in fused.items() if key not in refused}
         return _Planned(own_plan, sections, fused, not_fused)
 
     def _observe(self, planned: _Planned) -> None:
-        """Name and watch this rank's modules; without a collective."""
+        """Name and watch this rank's modules, without a collective."""
         inspector, plan, modules = self._inspector, planned.plan, self.layers.modules
         infos = _layer_infos(self.layers, plan, self._refused, self._hooks.order)
-        self._results.layers.put(inspector.iteration, infos)
+        self._results.layers = infos
         inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
-        overrides = {entry.layer.name: inspector.that_change_precision(entry.features) for entry in plan.layers}
-        self.overrides = {layer: features for layer, features in overrides.items() if features}
-        self._results.changes_precision |= bool(self.overrides)
+        changes = [entry for entry in plan.layers if inspector.that_change_precision(entry.features)]
+        self._results.changes_precision |= bool(changes)
         self._engine.placements = placements(modules, self._options.process_group)
         for module in modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
         self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused)
-        self.say_refused()
+        self.warn_of_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
-            logger.info('observe="auto": %s', paths_in_words(len(planned.fused), planned.not_fused))
+            logger.info('observe="auto": %s', format_paths(len(planned.fused), planned.not_fused))
 
-    # ------------------------------------------------------------------ what changes in it
-
-    def follow(self) -> None:
-        """Watch modules that were added to the model since the last step, and warn of modules that train outside it.
-
-        Runs no collective, since other ranks may have nothing new: sections that matched at the attach still match.
-        """
-        if self._changes.found():
-            before = {id(module.module): module.name for module in self.layers.modules}
-            try:
-                self._inspector.forget_names()
-                self.layers.follow(self.model)
-                self._observe(self._plan(self.model))
-                self._count_products()
-            except ObservationError:
-                raise
-            except Exception as error:
-                self._context.failures.report("following", "the changed model", error)
-            self._changes.watch(self.model)
-            self._say_changed(before)
-        elif self._hooks.answers.unwatched and self._notices.first("unwatched"):
-            logger.warning(
-                "%s trains outside the model that the session was given, so nothing watches it. A module is found as"
-                " an attribute of another module or in a torch.nn.ModuleList or ModuleDict, not in a plain list or"
-                " dict. model= also takes several models.",
-                ", ".join(
-                    sorted(f"{type(module).__name__} {module.name!r}" for module in self._hooks.answers.unwatched)
-                ),
-            )
+    # ------------------------------------------------------------------ the modules and parameters of the model
 
     @property
     def roots(self) -> list[torch.nn.Module]:
-        """The models that were attached."""
         return [root for _, root in named_roots(self.model) or ()]
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -407,12 +318,11 @@ class ObservedModel:
                 yield names[id(module)], module
 
     def holds(self, *modules: torch.nn.Module | None) -> bool:
-        """Whether one of these is a module of the model, of Transformer Engine or not."""
+        """Return whether one of the modules belongs to the model."""
         asked = {id(module) for module in modules}
         return any(id(module) in asked for root in self.roots for module in root.modules())
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters of the model."""
         return (parameter for root in self.roots for parameter in root.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
@@ -427,53 +337,59 @@ class ObservedModel:
                         yield f"{path}.{own}" if path else own, parameter, module
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer steps a parameter of the model."""
         own = set(map(id, self.parameters()))
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def end_step(self) -> None:
-        """Note what a step has shown: refused layers, the order of layers, and matrix products."""
-        self.say_refused()
+        """Record refused layers, the order of layers, and the matrix products of a step."""
+        self.warn_of_refused()
+        self._warn_of_unwatched()
         self.note_order()
         self.note_products()
 
+    def _warn_of_unwatched(self) -> None:
+        unwatched = self._hooks.answers.unwatched
+        if unwatched and self._notices.first("unwatched"):
+            logger.warning(
+                "%s trains outside the model that the session was given, so it is not observed. If it was added to the"
+                " model since, call attach(model) of the session again. Modules in a plain list or dict are not found:"
+                " use torch.nn.ModuleList or ModuleDict, or give model= several models.",
+                ", ".join(sorted(f"{type(module).__name__} {module.name!r}" for module in unwatched)),
+            )
+
     def note_order(self) -> None:
-        """Note in which order layers ran for the first time, if any has since the last call."""
+        """Record the order in which layers first ran."""
         order = self._hooks.order
         if order.take_grown():
-            infos = [
+            self._results.layers = tuple(
                 replace(info, exec_fwd=order.forward.get(info.name), exec_bwd=order.backward.get(info.name))
-                for info in self._results.layers.now
-            ]
-            self._results.layers.put(self._inspector.iteration, infos)
+                for info in self._results.layers
+            )
 
     @property
     def all_names(self) -> list[str]:
-        """The names of all modules of this rank and of their layers."""
         return [*dict.fromkeys([*self.layers.paths(self.model).values(), *sorted(self.layers.names)])]
 
     def _count_products(self) -> None:
-        """Count the matrix products of the model, from the next step on."""
         self._hooks.count_products(self.model, self.layers.paths(self.model))
 
     @property
     def enters_autocast(self) -> bool:
-        """Whether a region of ``te.autocast(enabled=True)`` has been entered so far."""
+        """Return whether a region of ``te.autocast(enabled=True)`` has been entered."""
         return self._hooks.has_enabled_regions
 
     def note_products(self) -> None:
-        """Note the matrix products of the step."""
         outside = self._hooks.products.recomputed_outside
         step = self._hooks.products.end_step()
         if step is None:
             return
-        self._say_recomputed(outside)
+        self._warn_of_recomputed(outside)
         self._results.coverage.put(self._inspector.iteration, step, lambda: self._layer_facts(outside))
         if step.has_backward:
             self._results.audit.note_backward()
 
     def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, HighPrecisionFacts]:
-        """The facts that say why GEMMs of layers are not in low precision."""
+        """Facts that explain why GEMMs of layers are not in low precision."""
         sections = {section.name: section for section in self._options.config.enabled_sections}
         overrides = {
             layer.name: backward_override(named.module) or "" for named in self.layers.modules for layer in named.layers
@@ -484,11 +400,11 @@ class ObservedModel:
                 overrides.get(info.name, ""),
                 info.name in recomputed_outside,
             )
-            for info in self._results.layers.now
+            for info in self._results.layers
         }
 
-    def _say_recomputed(self, layers: Collection[str]) -> None:
-        """Warn of layers whose backward is not in low precision, though their forward is."""
+    def _warn_of_recomputed(self, layers: Collection[str]) -> None:
+        """Warn of layers with a forward in low precision, and a backward in high precision."""
         if layers and own_rank() == 0 and self._notices.first("recomputed"):
             named = [layer.name for module in self.layers.modules for layer in module.layers if layer.name in layers]
             logger.warning(
@@ -500,27 +416,13 @@ class ObservedModel:
                 _FOR_TRAINER if self._context.loop.front_door == "transformers" else remedy(Reason.RECOMPUTED, ""),
             )
 
-    def _say_changed(self, before: dict[int, str]) -> None:
-        now = {id(module.module): module.name for module in self.layers.modules}
-        news = [f"{name} is new" for key, name in now.items() if key not in before]
-        news += [f"{before[key]} is now {name}" for key, name in now.items() if before.get(key, name) != name]
-        news += [f"{name} has left" for key, name in before.items() if key not in now and name not in now.values()]
-        if news:
-            logger.log(
-                logging.WARNING if self._notices.first("changed") else logging.INFO,
-                "The model has changed: %s. The session follows from iteration %d on; what ran before is not observed"
-                " under these names.",
-                ", ".join(news),
-                self._inspector.iteration,
-            )
-
     # ------------------------------------------------------------------ what Transformer Engine refuses
 
-    def say_refused(self) -> None:
-        """Warn of the layers that are left as they are since the last call."""
-        if self._refused.say(self._inspector.log):
-            infos = [replace(info, refused=self._refused.why(info.name)) for info in self._results.layers.now]
-            self._results.layers.put(self._inspector.iteration, infos)
+    def warn_of_refused(self) -> None:
+        """Warn of newly refused layers."""
+        if self._refused.warn(self._inspector.log):
+            layers = self._results.layers
+            self._results.layers = tuple(replace(info, refused=self._refused.why(info.name)) for info in layers)
 
 
 def _layer_infos(

@@ -1,4 +1,4 @@
-"""The profile of some iterations, which ``profile=`` asks for: ranges around layers, and torch's profiler."""
+"""The profile of ``profile=``: ranges around layers, and torch's profiler."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Profiling:
         self._guarded("starting", lambda: self._begin(choice, iteration))
 
     def end(self, iteration: int) -> None:
-        """End an iteration; of the last one the profile ends, too, and :meth:`write` writes it."""
+        """End an iteration. The last one ends the profile, which :meth:`write` then writes."""
         self._is_first = False
         if self._running is not None:
             self._guarded("ending", lambda: self._end(iteration))
@@ -81,15 +81,15 @@ class Profiling:
             self._guarded("writing", self._write)
 
     def close(self, iteration: int) -> None:
-        """End the profile, also before its last iteration, and say which iterations were not profiled.
+        """End the profile early, and warn of iterations that were not profiled.
 
         Args:
-            iteration: the first iteration that the run does not have.
+            iteration: the first iteration after the run.
         """
         self._choice = None
         self._guarded("ending", self._stop)
         self.write()
-        self._say_missing(iteration)
+        self._warn_of_missing(iteration)
 
     def _begin(self, choice: ProfileChoice, iteration: int) -> None:
         if iteration < choice.first:
@@ -105,14 +105,14 @@ class Profiling:
             self._ranges.put(self._model.named_modules())
             self._profiler = self._profiler or StepProfiler()
             if not self._profiler.start():
-                self._say_other()
+                self._warn_of_other_profiler()
             elif self._is_first:
                 self._warn(
                     f"profile= profiles iteration {iteration}, the first one that this session has. The session counts"
                     " the products in it, and kernels run for the first time, so it takes longer than others. Choose"
                     " later iterations."
                 )
-            self._say_observed(choice)
+            self._warn_of_collection_steps(choice)
         around = record_function(iteration_range(iteration))
         self._running = iteration, around
         around.__enter__()  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ class Profiling:
             self._stop()
 
     def _leave(self, ending: int | None = None) -> None:
-        """Leave the iteration that runs; it counts if it is the one that ends."""
+        """Leave the running iteration; it counts if it is the one that ends."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -137,7 +137,6 @@ class Profiling:
                 pass
 
     def _stop(self) -> None:
-        """Take the ranges away, and end the profiler."""
         profiler, self._profiler = self._profiler, None
         try:
             self._leave()
@@ -148,7 +147,7 @@ class Profiling:
         finally:
             profile = None if profiler is None else profiler.stop()
         if profiler is not None and profiler.given_up:
-            self._say_other()
+            self._warn_of_other_profiler()
         self._stopped = profile if self._ended else None
 
     def _write(self) -> None:
@@ -158,28 +157,20 @@ class Profiling:
         self.trace = path
         logger.info("The profile of iterations %d to %d: %s", self._ended[0], self._ended[-1], path)
 
-    def _say_missing(self, iteration: int) -> None:
-        """Warn that not all iterations that were asked for have been profiled."""
+    def _warn_of_missing(self, iteration: int) -> None:
         asked, self._asked = self._asked, None
         if asked is None or own_rank() != 0:
             return
         wanted, ran = asked.last - asked.first + 1, len(self._ended)
-        if ran >= wanted:
-            return
-        first, last = asked.first, asked.last
-        text = f"profile= asked for {_iterations(first, last)}, and "
-        if ran:
-            text += f"{ran} of these {wanted} ran: {_iterations(self._ended[0], self._ended[-1])}."
-        else:
-            text += "none of them ran, so there is no trace."
-        if iteration <= last:
-            text += f" The run ended before iteration {iteration}. Choose earlier iterations, or run longer."
-        else:
-            text += " The run began with a later one. Choose later iterations."
-        self._warn(f"{text} Iterations count from 0.")
+        if ran < wanted:
+            over = f"ended before iteration {iteration}" if iteration <= asked.last else "began with a later one"
+            self._warn(
+                f"profile= asked for {_iterations(asked.first, asked.last)}, of which {ran or 'none'} ran: the run"
+                f" {over}. Iterations count from 0."
+            )
 
-    def _say_observed(self, choice: ProfileChoice) -> None:
-        """Warn of iterations whose times have those of statistics in them, and name others."""
+    def _warn_of_collection_steps(self, choice: ProfileChoice) -> None:
+        """Warn of collection steps in the profile, and suggest other iterations."""
         chosen = range(choice.first, choice.last + 1)
 
         def observed(steps: range) -> list[int]:
@@ -197,7 +188,7 @@ class Profiling:
             f" {others} for the times of training alone."
         )
 
-    def _say_other(self) -> None:
+    def _warn_of_other_profiler(self) -> None:
         if self._context.notices.first("profiler"):
             self._warn(
                 "profile=: another profiler of torch runs, so the session's own writes no trace: a process has one at a"
@@ -210,12 +201,12 @@ class Profiling:
         self._events.append(Event("profile", text, self._context.iteration, "warning"))
 
     def take_events(self) -> list[Event]:
-        """The warnings since the last call, for the records of the run, where ``te-precision speed`` finds them."""
+        """Return the warnings since the last call, for the records."""
         events, self._events = self._events, []
         return events
 
     def _guarded(self, doing: str, do: Callable[[], None]) -> None:
-        """What does not reach training if it fails; after a failure no profile is due any more."""
+        """Report a failure instead of raising it, and end the profile."""
         try:
             do()
         except ObservationError:

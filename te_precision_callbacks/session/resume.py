@@ -1,9 +1,9 @@
-"""The audit of a resume: compares the model's low-precision state and the loss with those of the checkpoint.
+"""The audit of a resume: compares the model's low-precision state and the loss with the checkpoint.
 
 Transformer Engine 2.20 restores scales and amax histories in ``load_state_dict``, makes or adapts a module's state in
-its first forward, by the recipe of that forward, and changes the restored state at the end of that forward. So states
-and weights are looked at before the first forward, and recipes before the first step of an optimizer, where the audit
-also reports. In all other steps nothing of the audit runs.
+its first forward, by the recipe of that forward, and changes the restored state at the end of that forward. So the
+audit reads states and weights before the first forward, and recipes before the first optimizer step, in which it
+reports. Other steps have no cost.
 """
 
 from __future__ import annotations
@@ -28,9 +28,17 @@ from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule
 from te_precision_callbacks.runs.answers import is_loss_of_training
-from te_precision_callbacks.runs.fingerprints.changes import ResumeReport, compare, for_log, unsaved_layers
-from te_precision_callbacks.runs.fingerprints.fingerprint import Fingerprint, FingerprintError, read, write
-from te_precision_callbacks.runs.fingerprints.taking import with_layers, with_recipes
+from te_precision_callbacks.runs.fingerprints import (
+    Fingerprint,
+    FingerprintError,
+    compare,
+    for_log,
+    read,
+    unsaved_layers,
+    with_layers,
+    with_recipes,
+    write,
+)
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
@@ -64,13 +72,13 @@ _OF_ACCELERATE = (
 
 
 class ResumeAudit:
-    """Takes the fingerprints of a run, and compares a resumed run with those of its checkpoint.
+    """Takes the fingerprints of a run, and compares a resumed run with the fingerprints of its checkpoint.
 
-    After :meth:`end` it can still take fingerprints, as long as the model is there: a checkpoint may be written when
-    the session has stopped.
+    After :meth:`end` it can still take fingerprints while the model exists, for a checkpoint that is saved after the
+    stop.
 
     Args:
-        context: shared state of the run; its results know how layers trained, and get the report.
+        context: shared state of the run; its results get the report.
         model: the run's model.
         records: record the run; None if it is not recorded.
     """
@@ -83,18 +91,18 @@ class ResumeAudit:
         self._failures = context.failures
         self._run_id = new_run_id()
         self._left: list[tuple[weakref.ref[torch.nn.Module], str, tuple[Layer, ...]]] = []
-        self._config, self._overrides = "", dict[str, tuple[str, ...]]()
-        self._saved: Mapping[int, Fingerprint] = {}
+        self._config = ""
+        self._saved: Fingerprint | None = None
         self._restored: Fingerprint | None = None
         self._handles: list[Any] = []
 
     # ------------------------------------------------------------------ a checkpoint is written
 
     def text(self, iteration: int) -> str | None:
-        """The fingerprint of this rank as JSON; None without layers, and after a failure.
+        """Return the fingerprint of this rank as JSON; None without layers, and after a failure.
 
         Args:
-            iteration: the debug iteration that is next.
+            iteration: the next debug iteration.
 
         Raises:
             ObservationError: with ``strict=True``, it could not be taken.
@@ -116,10 +124,10 @@ class ResumeAudit:
                 self._failures.report("writing", f"a fingerprint into {folder}", error)
 
     def end(self) -> None:
-        """End a comparison that has not come to its end, and let the model go."""
+        """End a comparison that is still running, and release the model."""
         self._forget()
         if self._model is not None:
-            self._config, self._overrides = config_hash(self._model.flat_config), dict(self._model.overrides)
+            self._config = config_hash(self._model.flat_config)
             self._run_id, self._records = self._name_of_run, None
             self._left = [(weakref.ref(named.module), named.name, named.layers) for named in self._model.layers.modules]
             self._model = None
@@ -150,11 +158,10 @@ class ResumeAudit:
             config=self._config if model is None else config_hash(model.flat_config),
             versions=dict(versions()),
         )
-        return with_layers(facts, self._modules(), self._overrides if model is None else model.overrides)
+        return with_layers(facts, self._modules())
 
     @property
     def _name_of_run(self) -> str:
-        """The name of this run, which its checkpoints get."""
         return self._run_id if self._records is None else self._records.run_id
 
     def _modules(self) -> Sequence[NamedModule]:
@@ -172,29 +179,25 @@ class ResumeAudit:
             saved: the text of a fingerprint, or the folder of a checkpoint, which may have none.
 
         Raises:
-            FingerprintError: with ``strict=True``, a fingerprint cannot be read; otherwise a warning says so.
+            FingerprintError: with ``strict=True``, a fingerprint cannot be read; otherwise there is a warning.
         """
         self._forget()
         try:
-            if isinstance(saved, Path):
-                self._saved = read(saved, own_rank())
-            else:
-                fingerprint = Fingerprint.from_text(saved)
-                self._saved = {fingerprint.rank: fingerprint}
+            self._saved = read(saved, own_rank()) if isinstance(saved, Path) else Fingerprint.from_text(saved)
         except FingerprintError as error:
             if self._context.options.strict:
                 raise
             logger.warning("The resume cannot be audited. %s", error)
             return
         if self._saved:
-            self._go_on_with(next(iter(self._saved.values())).run)
+            self._go_on_with(self._saved.run)
             self._handles = [
                 register_module_forward_pre_hook(outside_of_dynamo(self._before_forward)),
                 register_optimizer_step_pre_hook(outside_of_dynamo(self._before_optimizer_step)),
             ]
 
     def _go_on_with(self, run_id: str) -> None:
-        """Record in the run of the checkpoint, which checkpoints name from now on."""
+        """Record in the run of the checkpoint."""
         if self._records is not None:
             try:
                 self._records.go_on_with(run_id)
@@ -202,14 +205,14 @@ class ResumeAudit:
                 self._failures.report("looking for", f"the records of the run {run_id}", error)
 
     def end_step(self) -> None:
-        """Report at the end of a step, in a loop whose optimizer is not one of torch's."""
+        """Report at the end of a step, if the optimizer is not a torch optimizer."""
         if self._restored is not None:
-            self._judge(self._restored)
+            self._compare(self._restored)
         if self._handles and not self._saved:
             self._forget()
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Look at what was restored, before the first forward of the model, or of what wraps it."""
+        """Read the restored state before the first forward of the model, or of a wrapper."""
         model = self._model
         if model is None or not model.holds(module, *module._modules.values()):
             return
@@ -222,34 +225,36 @@ class ResumeAudit:
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> Any:
         if self._restored is not None:
-            self._judge(self._restored)
+            self._compare(self._restored)
         elif not self._saved:
             return None
         # Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
         elif len(args) > 1 and callable(args[1]):
-            return (args[0], self._judged_after(args[1]), *args[2:]), keywords
+            return (args[0], self._compared_after(args[1]), *args[2:]), keywords
         elif callable(keywords.get("closure")):
-            return args, {**keywords, "closure": self._judged_after(keywords["closure"])}
+            return args, {**keywords, "closure": self._compared_after(keywords["closure"])}
         return None
 
-    def _judged_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run_and_judge() -> Any:
+    def _compared_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run_and_compare() -> Any:
             loss = closure()
             if self._restored is not None:
-                self._judge(self._restored)
+                self._compare(self._restored)
             return loss
 
-        return run_and_judge
+        return run_and_compare
 
-    def _judge(self, restored: Fingerprint) -> None:
+    def _compare(self, restored: Fingerprint) -> None:
         """Compare, and report.
 
         Raises:
             ResumeAuditError: with ``strict=True``, there are results.
         """
         saved = self._saved
-        self._saved, self._restored = {}, None  # the hooks stay until the step's end: torch is running them
+        self._saved, self._restored = None, None  # the hooks stay until the step's end: torch is running them
         try:
+            if saved is None:
+                return
             now = with_recipes(restored, self._modules(), self._results.audit.trained_in_fp8)
             report = compare(saved, now)
         except Exception as error:
@@ -266,7 +271,7 @@ class ResumeAudit:
             logger.warning("%s\n%s", own, _REMEDY)
 
     def _forget(self) -> None:
-        self._saved, self._restored = {}, None
+        self._saved, self._restored = None, None
         while self._handles:
             self._handles.pop().remove()
 
@@ -280,87 +285,44 @@ _KEPT = 20
 
 
 class ResumedLoss:
-    """The last training losses before a checkpoint, and the first one after the resume::
+    """The last training losses before a checkpoint, with which a rule compares the first losses after a resume::
 
-        loss.note(2, {"loss": 0.31})           # what is logged in a step; reads nothing of a tensor
+        loss.note({"loss": 0.31})              # does not read a tensor
         checkpoint["loss"] = loss.saved()
 
         loss.restore(checkpoint["loss"])       # in the resumed run
-        loss.note(3, {"loss": 0.35})
-        loss.tell(session.resume_report)       # a warning, if the resume has not restored everything
 
     Attributes:
-        restored: the losses of the checkpoint, the oldest first, until :meth:`take_restored`.
+        restored: the losses of the checkpoint, oldest first, until :meth:`take_restored`.
     """
 
     def __init__(self) -> None:
         self.restored: list[float] = []
         self._recent: deque[Any] = deque(maxlen=_KEPT)
-        self._last: tuple[int, Any] | None = None
-        self._before: tuple[int, float] | None = None
 
-    def note(self, step: int, values: Mapping[str, Any]) -> None:
-        """Note the training loss among what is logged in a step, under one of :data:`NAMES`, if it is there: a number,
-        or a tensor with one element, which is read when it is needed."""
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Note the training loss among the values that are logged in a step, under one of :data:`NAMES`."""
         loss = next((values[name] for name in NAMES if name in values), None)
         if is_scalar(loss):
-            self._last = step, loss.detach().clone() if isinstance(loss, torch.Tensor) else loss
-            self._recent.append(self._last[1])
+            self._recent.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
 
     def saved(self) -> dict[str, Any]:
-        """The last loss, for a checkpoint: ``loss`` and ``loss_step``; after a resume that of the resumed checkpoint,
-        until another one is there; and ``losses``, the last ones. Empty without one."""
-        last = self._last or self._before
-        losses = to_floats(self._recent)
-        return {} if last is None else {"loss": float(last[1]), "loss_step": last[0], "losses": losses}
+        """The last losses, as ``losses``, for a checkpoint; empty if there are none."""
+        return {"losses": to_floats(self._recent)} if self._recent else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the loss of a checkpoint, which may have none."""
-        self._last = self._before = None
         self.restored = [float(loss) for loss in state.get("losses", ())]
         self._recent = deque(self.restored, _KEPT)
-        if state.keys() >= {"loss", "loss_step"}:
-            self._before = int(state["loss_step"]), float(state["loss"])
 
     def take_restored(self, values: Mapping[str, Any]) -> list[float]:
-        """The losses of the checkpoint, once: when the first training loss after the resume is logged."""
+        """Return the losses of the checkpoint once, when the first training loss after the resume is logged."""
         if not self.restored or not any(is_loss_of_training(str(name)) for name in values):
             return []
         restored, self.restored = self.restored, []
         return restored
 
-    def tell(self, report: ResumeReport | None) -> None:
-        """Log the loss before and after the resume, once both are there and the audit has come to its end.
-
-        Args:
-            report: that of the audit; None before its end.
-        """
-        if report is None or self._before is None or self._last is None:
-            return
-        before, self._before = self._before, None
-        if report.findings:
-            logger.warning("%s", _in_words(before, (self._last[0], float(self._last[1]))))
-
 
 def losses_before(history: Sequence[Mapping[str, Any]], resumed_at: int) -> list[float]:
-    """The last training losses up to the checkpoint, of the Hugging Face Trainer's log history."""
+    """Return the last training losses up to the checkpoint, from the Hugging Face Trainer's log history."""
     losses = [entry["loss"] for entry in history if "loss" in entry and entry["step"] <= resumed_at]
     return losses[-_KEPT:]
-
-
-def loss_after_resume(history: Sequence[Mapping[str, Any]], resumed_at: int) -> str | None:
-    """The last training loss logged before the checkpoint, and the first one after it; None if one of them is missing.
-
-    Args:
-        history: the ``log_history`` of the Hugging Face Trainer. A loss in it is the mean over ``logging_steps`` steps.
-        resumed_at: the ``global_step`` of the checkpoint.
-    """
-    losses = [(int(entry["step"]), float(entry["loss"])) for entry in history if "loss" in entry]
-    before = [entry for entry in losses if entry[0] <= resumed_at]
-    after = [entry for entry in losses if entry[0] > resumed_at]
-    return _in_words(before[-1], after[0]) if before and after else None
-
-
-def _in_words(before: tuple[int, float], after: tuple[int, float]) -> str:
-    (last, was), (first, loss) = before, after
-    return f"Training loss: {was:.6g} at step {last}, before the resume; {loss:.6g} at step {first}, after it."

@@ -36,23 +36,23 @@ from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
-from te_precision_callbacks.session.closing import ClosingReport
-from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
-from te_precision_callbacks.session.context import LoopFacts, RunContext
-from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event, resume_event
-from te_precision_callbacks.session.endings import ProcessEnds, Terminated, Uninterrupted
-from te_precision_callbacks.session.facts import RunFacts
-from te_precision_callbacks.session.judging import (
+from te_precision_callbacks.session.checks import (
     CheckedContract,
     ContractCheck,
     OverflowCheck,
     ParameterChecks,
     RuleChecks,
 )
+from te_precision_callbacks.session.closing import ClosingReport
+from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
+from te_precision_callbacks.session.context import LoopFacts, RunContext
+from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event, resume_event
+from te_precision_callbacks.session.endings import ProcessEnds, Terminated, Uninterrupted
+from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
 from te_precision_callbacks.session.results import RunResults
-from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss, versions
+from te_precision_callbacks.session.resume import ResumeAudit, versions
 from te_precision_callbacks.session.training_loop import LoopChecks, OptimizerHooks, has_gradients, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Sink, StepRecords, end_of
 from te_precision_callbacks.sinks.writer_thread import all_within
@@ -61,25 +61,23 @@ logger = logging.getLogger(__name__)
 
 
 class Run:
-    """Observes a model from the start of a session to its stop, and undoes all changes then.
+    """Observes a model from the start of a session to its stop, and then undoes all changes.
 
     The parts of a run receive the context, and the data of a step. They return data: a part never calls another part
     back. The run calls them in order, in :meth:`attach`, :meth:`step` and :meth:`stop`.
 
     Args:
         options: the session's options.
-        sinks: receivers of records, before those of the options.
+        sinks: receivers of records, before the sinks of the options.
         results: get the results.
         classify: decides the kind of a forward.
         loop: the facts about the training loop.
         notices: the messages that have been logged once.
 
     Attributes:
-        live: whether the run was started and not stopped.
-        kept: whether the run was stopped, and has left the features that change precision in place, until
-            :meth:`release`.
+        live: True between start and stop.
         context: shared state of all parts.
-        hooks: the session's part in Transformer Engine's forwards.
+        hooks: the hooks in Transformer Engine's forwards.
         model: the layers and their plan.
         observation: the engine, and the recorder of dumps.
         overflow: activation overflow detection.
@@ -95,7 +93,7 @@ class Run:
         loop: LoopFacts,
         notices: Notices,
     ) -> None:
-        self.live = self.kept = False
+        self.live = False
         self._process = os.getpid()
         self._ends: ProcessEnds | None = None
         self._reported: list[object] = []
@@ -168,14 +166,13 @@ class Run:
     def count_from(self, iteration: int) -> None:
         """Collect for another iteration from now on."""
         self.context.inspector.iteration = self.context.failures.iteration = iteration
-        self.context.results.layers.go_to(iteration)
         self._collector.last_logging_step = None
         self.hooks.arm()
         if self.model.attached:
             self._profiling.begin(iteration)
 
     def attach(self, model: Model) -> None:
-        """As ``InspectSession.attach``."""
+        """Implement ``InspectSession.attach``."""
         context, ranks = self.context, self.context.ranks
         ranks.meet()
         with ranks.together("attaching a session", agree=ranks.several, error=SessionError):
@@ -209,7 +206,7 @@ class Run:
     # ------------------------------------------------------------------ a step
 
     def step(self, logging_step: int | None) -> StepRecords | None:
-        """As ``InspectSession.step``."""
+        """Implement ``InspectSession.step``."""
         try:
             if is_capturing():
                 self._warn_captured()
@@ -227,7 +224,7 @@ class Run:
     def _end_step(self, logging_step: int | None) -> StepRecords | None:
         """End a step on all ranks together; Ctrl-C may interrupt it anywhere."""
         context, collector = self.context, self._collector
-        self._look_for_overflow()
+        self._check_overflow()
         if self.is_forked:
             self._warn_forked()
             return None
@@ -247,7 +244,7 @@ class Run:
                     self._deliver(collector.ending)
                 collector.ending = ending
                 records = self._run_step(ending)
-            self._look_for_ranks()
+            self._rejoin_ranks()
             self._profiling.begin(context.iteration)
             return records
         except ASKED_FOR:
@@ -258,7 +255,7 @@ class Run:
             raise
 
     def _run_step(self, ending: EndingStep) -> StepRecords | None:
-        """A step in order: collect, reduce, judge, deliver, record."""
+        """A step in order: collect, reduce, check, deliver, record."""
         iteration = ending.iteration
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
@@ -272,45 +269,44 @@ class Run:
         self._contract.begin_step(iteration)
         self._reduce(ending)
         self.hooks.begin(self.context.iteration)
-        self.model.follow()
-        # Judge the facts, and the statistics where they are delivered.
+        # Check the facts, and the statistics where they are delivered.
         self._send_pending(iteration)
         if unobserved:
-            self._tell(Event("observation_failed", unobserved, iteration, "warning"))
-        self._judge_facts(iteration)
+            self._send_events(Event("observation_failed", unobserved, iteration, "warning"))
+        self._check_facts(iteration)
         try:
             records = self._deliver(ending)
         finally:
             self.overflow.mark_dumps(self.observation.recorder)
             self.observation.recorder.end_step()
         # Record the dumps and the results of checks over all ranks.
-        self._tell(*dump_events(self.observation.recorder.take_written()))
-        self._tell_checked(self._parameters.end_step(iteration))
-        self._tell_contract(self._contract.end_step(iteration))
+        self._send_events(*dump_events(self.observation.recorder.take_written()))
+        self._send_checked(self._parameters.end_step(iteration))
+        self._send_contract(self._contract.end_step(iteration))
         self._rules.stop_if_wanted()
         return records
 
-    def _look_for_overflow(self) -> None:
+    def _check_overflow(self) -> None:
         if self.overflow.detector is not None:
             try:
                 self.overflow.detector.look()
             except Exception as error:
-                self._tell_nonfinite(error)
+                self._send_nonfinite(error)
                 raise
 
     def _start_sinks(self) -> None:
-        """Begin the records and start the sinks in the first step, with the iteration at which the run begins."""
+        """Begin the records and start the sinks, in the first step."""
         records = self._files.records
         try:
             self._files.begin()
         finally:
             if records is not None and self._files.records is None:
                 self._sinks.drop(records)
-        if self._sinks.wait_to_start:
+        if self._sinks.has_unstarted:
             self._sinks.start(self._describe())
 
     def _reduce(self, ending: EndingStep) -> None:
-        """Collect the statistics of all ranks, or where that fails those of this rank, and count the iteration."""
+        """Collect the statistics of all ranks, or of this rank if that fails, and count the iteration."""
         inspector = self.context.inspector
         try:
             self._collector.reduce(ending, self._loop_checks.optimizer_steps)
@@ -323,8 +319,7 @@ class Run:
             inspector.iteration = ending.iteration + 1  # it may have failed before it counted
             self._collector.collect_local(ending)
 
-    def _judge_facts(self, iteration: int, *, at_last: bool = False) -> None:
-        """Gather, judge and record the facts of the run, if they have changed."""
+    def _check_facts(self, iteration: int, *, at_last: bool = False) -> None:
         results, records = self.context.results, self._files.records
         try:
             results.adds_eps = self._updates.adds_eps
@@ -335,21 +330,21 @@ class Run:
                 return
             facts = self._facts.take()
             if records is not None and records.writes_reduced:
-                self._tell(*self._facts.changes())
+                self._send_events(*self._facts.changes())
                 records.put_facts(facts)
-            self._send(self._rules.facts(facts, iteration))
+            self._send_findings(self._rules.facts(facts, iteration))
         except ASKED_FOR:
             raise
         except Exception as error:
             self.context.failures.report("gathering the facts of", f"iteration {iteration}", error)
 
     def _deliver(self, ending: EndingStep) -> StepRecords | None:
-        """Judge the statistics of a step, and hand its records to the sinks. This may be repeated after Ctrl-C."""
-        if self._sinks.wait_to_start:
+        """Check the statistics of a step, and send its records to the sinks. This may be repeated after Ctrl-C."""
+        if self._sinks.has_unstarted:
             self._sinks.start(self._describe())
         records = self._collector.read(ending)
         if records is not None:
-            records = self._judged(ending, records)
+            records = self._checked(ending, records)
         try:
             if records is not None:
                 self._sinks.write(records)
@@ -359,28 +354,28 @@ class Run:
         self._collector.finish(ending)
         return records
 
-    def _judged(self, ending: EndingStep, records: StepRecords) -> StepRecords:
-        if not ending.is_judged:
+    def _checked(self, ending: EndingStep, records: StepRecords) -> StepRecords:
+        if not ending.is_checked:
             try:
                 records, findings = self._rules.records(records)
-                self._send(findings)
+                self._send_findings(findings)
             except Exception as error:
-                ending.is_judged = True
+                ending.is_checked = True
                 if isinstance(error, ObservationError):
                     raise
-                self.context.failures.report("judging", f"iteration {ending.iteration}", error)
-            ending.records, ending.is_judged = records, True
+                self.context.failures.report("checking", f"iteration {ending.iteration}", error)
+            ending.records, ending.is_checked = records, True
         return records
 
-    def _look_for_ranks(self) -> None:
-        """Meet the ranks again if they are apart; all go on at the largest iteration."""
+    def _rejoin_ranks(self) -> None:
+        """Meet the ranks again after a separation; all continue at the largest iteration."""
         steps = -1 if self.observation.engine.optimizers_differ else self._loop_checks.optimizer_steps
         iteration = self.context.ranks.look(self.context.iteration, steps)
         if iteration is not None and iteration != self.context.iteration:
             self.count_from(iteration)
 
     def _complete(self, ending: EndingStep) -> None:
-        """Count a step that was not finished, with this rank's own numbers."""
+        """Count an unfinished step, with this rank's own values."""
         if self._collector.ending is not None:
             self.context.inspector.iteration = ending.iteration + 1
             self.hooks.arm()
@@ -388,56 +383,54 @@ class Run:
 
     @property
     def _iteration_at_its_end(self) -> int:
-        """The iteration whose step has begun and is not handed over; else the current one."""
         ending = self._collector.ending
         return self.context.iteration if ending is None else ending.iteration
 
     # ------------------------------------------------------------------ events
 
-    def _tell(self, *events: Event) -> None:
+    def _send_events(self, *events: Event) -> None:
         """Send events to the sinks and to the rules, and the findings of the rules to the sinks."""
         for event in events:
-            self._sinks.tell(event)
-            self._send(self._rules.event(event))
+            self._sinks.send(event)
+            self._send_findings(self._rules.event(event))
 
-    def _send(self, findings: Iterable[Event]) -> None:
+    def _send_findings(self, findings: Iterable[Event]) -> None:
         for finding in findings:
-            self._sinks.tell(finding)
+            self._sinks.send(finding)
 
     def _send_pending(self, iteration: int, *, at_last: bool = False) -> None:
         """Send what was kept for the end of a step: failures, warnings, a resume, and the trainer's scalars."""
         for failed_at, text in self.context.failures.take():
-            self._tell(Event("observation_failed", text, failed_at, "error"))
-        self._tell(*self._profiling.take_events())
+            self._send_events(Event("observation_failed", text, failed_at, "error"))
+        self._send_events(*self._profiling.take_events())
         resume = self.context.results.resume
         if resume is not None and self._is_new(resume):
-            self._tell(resume_event(resume, iteration))
+            self._send_events(resume_event(resume, iteration))
         for scalars in self._trainer_scalars.take(at_once=at_last):
-            self._sinks.tell(scalars)
-            self._send(self._rules.scalars(scalars))
+            self._sinks.send(scalars)
+            self._send_findings(self._rules.scalars(scalars))
 
-    def _tell_checked(self, checked: tuple[Event, bool] | None) -> None:
+    def _send_checked(self, checked: tuple[Event, bool] | None) -> None:
         """Send the event of a check of parameters to the rules, and to the sinks if this rank records it."""
         if checked is not None:
             event, is_recorded = checked
             if is_recorded:
-                self._tell(event)
+                self._send_events(event)
             else:
-                self._send(self._rules.event(event))
+                self._send_findings(self._rules.event(event))
 
-    def _tell_contract(self, checked: CheckedContract) -> None:
+    def _send_contract(self, checked: CheckedContract) -> None:
         if checked.event is not None:
-            self._tell(checked.event)
+            self._send_events(checked.event)
         if checked.error is not None:
             raise checked.error
 
-    def _tell_nonfinite(self, error: BaseException) -> None:
+    def _send_nonfinite(self, error: BaseException) -> None:
         for event in nonfinite_event(error, self.context.iteration):
             if self._is_new(error):
-                self._tell(event)
+                self._send_events(event)
 
     def _is_new(self, reported: object) -> bool:
-        """Whether something is reported for the first time."""
         is_new = reported not in self._reported
         if is_new:
             self._reported.append(reported)
@@ -446,16 +439,16 @@ class Run:
     # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
-        """As ``InspectSession.flush``."""
+        """Implement ``InspectSession.flush``."""
         return all_within(seconds, [*self._files.hurry(), self.context.inspector.events.hurry()])
 
     @property
     def last_logging_step(self) -> int | None:
-        """The step under which the last iteration was logged; None before its end."""
+        """The logging step of the last iteration; None before its end."""
         return self._collector.last_logging_step
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
-        """As ``InspectSession.log``; the step under which they are logged, None in a forked process."""
+        """Implement ``InspectSession.log``. Return the logging step; None in a forked process."""
         if self.is_forked:
             return None
         iteration, last = self.context.iteration, self._collector.last_logging_step
@@ -466,33 +459,19 @@ class Run:
         self._trainer_scalars.add(iteration, logging_step, values)
         return logging_step
 
-    def tell_of_checkpoint(self, file: str) -> None:
-        """Report to the sinks that a checkpoint has taken the state; its file is empty if it is not known."""
+    def note_checkpoint(self, file: str) -> None:
+        """Report to the sinks that a checkpoint has been taken; its file is empty if it is unknown."""
         iteration = self.context.iteration
         self.context.results.diagnosis.note_checkpoint(iteration, file)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
-        self._tell(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
+        self._send_events(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 
     def restore_losses(self, losses: Sequence[float]) -> None:
-        """Let the rules compare the first losses of a resumed run with those of its checkpoint."""
+        """Let the rules compare the first losses of a resumed run with the losses of its checkpoint."""
         if losses:
             text = f"The run was resumed after a training loss of {losses[-1]:.6g}."
             before = max(self.context.iteration - 1, 0)
-            self._tell(Event("losses_restored", text, before, data={"losses": losses}))
-
-    def tell_of_loss(self, loss: ResumedLoss) -> None:
-        """Log the training loss before and after a resume, on one rank; it may lie on a device.
-
-        A failure is logged and never raised, since the other ranks would go on without this one.
-        """
-        try:
-            if own_rank() == 0:
-                loss.tell(self.context.results.resume)
-        except Exception as error:
-            try:
-                self.context.failures.report("comparing", "the loss before and after the resume", error)
-            except ObservationError as strict:
-                logger.warning("%s", strict)
+            self._send_events(Event("losses_restored", text, before, data={"losses": losses}))
 
     # ------------------------------------------------------------------ stop
 
@@ -506,8 +485,6 @@ class Run:
         ended_by = error or sys.exc_info()[1]
         explain_failure(ended_by, layers.modules, layers.other_names)
         explain_checkpoint(ended_by, layers.modules)
-        keeps = context.options.keep_precision and context.results.changes_precision
-        keeps = keeps and error is None and not context.inspector.ended
         termination = None if self._ends is None else self._ends.termination
         attached, leads_all = self.model.attached, own_rank() == 0
         summarizes = attached and leads_all
@@ -523,17 +500,17 @@ class Run:
                 ("ending", "the profile", True, lambda: self._profiling.close(context.iteration)),
                 ("handing over", "the last statistics", attached, lambda: self._hand_over(error, logging_step, guard)),
                 ("checking", "the parameters", attached, self._check_parameters),
-                ("judging", "the precision contract", True, lambda: self._check_contract(ended_by)),
+                ("checking", "the precision contract", True, lambda: self._check_contract(ended_by)),
                 ("stopping", "the run", ended_by is None, self._rules.stop_at_the_end),
-                ("telling", "the end", attached, lambda: self._tell_end(error)),
-                ("telling", "what the run has not reached", attached, lambda: self._warn_never_due(ended_by)),
+                ("sending", "the end", attached, lambda: self._send_end(error)),
+                ("checking", "what the run has not reached", attached, lambda: self._warn_never_due(ended_by)),
                 ("closing", "the sinks", True, lambda: self._close_sinks(error, guard)),
                 ("checking", "the whole run", leads_all, self._check_whole_run),
-                ("telling", "the coverage", leads_all, self._closing.log_coverage),
+                ("logging", "the coverage", leads_all, self._closing.log_coverage),
                 ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks, guard)),
                 ("writing", "the summary", summarizes, self._closing.write_summary),
                 ("printing", "the verdict", summarizes, lambda: self._print_verdict(ended_by)),
-                ("undoing", "what the session has changed", True, lambda: self._put_back(keeps=keeps)),
+                ("undoing", "what the session has changed", True, self._put_back),
                 ("closing", "the dumps", True, lambda: self._close_dumps(error, guard)),
                 ("leaving", "the other ranks", True, context.ranks.end),
             ]
@@ -543,7 +520,7 @@ class Run:
                     stack.callback(self._try, doing, of, call)
 
     def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
-        """Do a part of the end. What fails in it is reported, and not raised unless somebody has asked for that."""
+        """Run a part of the end, and report a failure; raise only errors that the user asked for."""
         try:
             call()
         except ASKED_FOR:
@@ -555,9 +532,9 @@ class Run:
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
     def _hand_over(self, error: BaseException | None, logging_step: int | None, guard: Uninterrupted) -> None:
-        """Hand over the records of an interrupted step, and the statistics collected since the last step."""
-        collector, from_device = self._collector, self._asks_device
-        self.model.say_refused()
+        """Deliver an interrupted step, and the statistics collected since the last step."""
+        collector, from_device = self._collector, self._may_read_device
+        self.model.warn_of_refused()
         self._loop_checks.end()
         if not self._files.in_full and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
             # Nothing has failed on this rank, or all ranks stop.
@@ -577,29 +554,29 @@ class Run:
             )
 
     @property
-    def _hurries(self) -> bool:
-        """Whether a signal has come that ends the process: what would take time is left out."""
-        return self._ends is not None and self._ends.termination.came
+    def _is_terminated(self) -> bool:
+        """Return whether a signal ends the process: slow parts are skipped."""
+        return self._ends is not None and self._ends.is_terminated
 
     @property
-    def _asks_device(self) -> bool:
-        """Whether a GPU may be asked for numbers: before a signal ends the process, it may be waiting for another rank,
-        for ever."""
-        return not (self._hurries and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    def _may_read_device(self) -> bool:
+        """Return whether the GPU may be read: when a signal ends the process, it may be waiting for another rank
+        forever.
+        """
+        return not (self._is_terminated and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def _check_parameters(self) -> None:
-        """Check the parameters as the last step has left them."""
         last = self.context.results.iterations.last
-        if last is not None and not self._hurries and not self.context.inspector.ended:
-            self._tell_checked(self._parameters.end(last))
+        if last is not None and not self._is_terminated and not self.context.inspector.ended:
+            self._send_checked(self._parameters.end(last))
 
     def _check_contract(self, error: BaseException | None) -> None:
-        """Check the contract if that has not been done yet. An error that ends the run is not hidden."""
+        """Check the contract if it was not checked before. An error that ends the run is not hidden."""
         attached, ended, has_stepped = self.model.attached, self.context.inspector.ended, self._loop_checks.has_stepped
         has_step = has_stepped or error is None or self._loop_checks.has_trained  # an error may have left half a step
         if attached and has_step and not has_stepped and not ended:
             self._note_unended()
-        if not self._contract.demands or self._hurries or (error is not None and not attached):
+        if not self._contract.demands or self._is_terminated or (error is not None and not attached):
             return
         why_not = "the model did not run forward and backward in training while the session was watching"
         if not attached:
@@ -614,44 +591,43 @@ class Run:
                 " training"
             )
         iteration = self.context.iteration - has_stepped
-        self._tell_contract(self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None))
+        self._send_contract(self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None))
 
     def _note_unended(self) -> None:
-        """Note the products of a run without any step, as where a loop never calls ``step()``."""
+        """Record the products of a run without any step."""
         results, before = self.context.results, self.context.results.coverage.changes
         self.model.note_order()
         self.model.note_products()
         if results.coverage.changes != before:
             results.audit.leave(self.context.iteration)
 
-    def _tell_end(self, error: BaseException | None) -> None:
-        """Send the sinks the events that they do not have yet, and the rules the end of the run."""
+    def _send_end(self, error: BaseException | None) -> None:
+        """Send the remaining events to the sinks, and the end of the run to the rules."""
         iteration = self.context.iteration
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
             if error is not None:
-                self._tell_nonfinite(error)
-            self._tell(*dump_events(self.observation.recorder.take_written()))
-            if not self._asks_device:
+                self._send_nonfinite(error)
+            self._send_events(*dump_events(self.observation.recorder.take_written()))
+            if not self._may_read_device:
                 self._trainer_scalars.drop_from_device()
             self._send_pending(iteration, at_last=True)
-            self._judge_facts(iteration, at_last=True)
+            self._check_facts(iteration, at_last=True)
             self._rules.event(end_of(error, max(iteration - 1, 0)))
 
     def _warn_never_due(self, error: BaseException | None) -> None:
-        """Warn of features whose steps the whole run has not reached."""
         last = self.context.results.iterations.last
-        if own_rank() or error is not None or self._hurries or last is None:
+        if own_rank() or error is not None or self._is_terminated or last is None:
             return
         if text := never_due_in_words(self.context.options.config, last):
             logger.warning("%s", text)
             self.context.results.never_due = text
-            self._tell(Event("never_due", text, last, "warning"))
+            self._send_events(Event("never_due", text, last, "warning"))
 
     def _print_verdict(self, ended_by: BaseException | None) -> None:
         self._closing.print_verdict(ended_by, self._profiling.trace)
 
     def _check_whole_run(self) -> None:
-        if not self._hurries:
+        if not self._is_terminated:
             self._closing.check_whole_run()
 
     def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
@@ -665,50 +641,39 @@ class Run:
             raise
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        """Close the detector, whose last look may raise, and write all dumps; before a signal ends the process, those
-        that are on their way."""
+        """Close the detector, and write all dumps; before a signal ends the process, only queued dumps."""
         try:
-            if self._asks_device:
+            if self._may_read_device:
                 self.overflow.close(error, self.observation.recorder)
         finally:
             with guard.interruptible():
-                self.observation.recorder.close(decides=self._asks_device)
+                self.observation.recorder.close(decides=self._may_read_device)
 
-    def _put_back(self, *, keeps: bool) -> None:
-        """Undo everything that the run changed in the process; with ``keeps``, all but the features that stay."""
-        with ExitStack() as then:
-            then.callback(self.hooks.keep if keeps else self.release)
-            if self._ends is not None:
-                then.callback(self._ends.forget_exceptions)
-            then.callback(self._optimizer_hooks.remove)
-            then.callback(self._updates.clear)
-            then.callback(self._parameters.remove)
-            then.callback(self._scaled.remove)
-            then.callback(self.resume_audit.end)
-            then.callback(self.model.release)
-            self.context.results.iteration = self._collector.completed
-            self.live, self.kept = False, keeps
-
-    def release(self) -> None:
-        """End nvidia-dlfw-inspect, and leave Transformer Engine's forwards as they were."""
-        self.kept = False
+    def _put_back(self) -> None:
+        """End nvidia-dlfw-inspect, and undo all changes in the process."""
         with ExitStack() as then:
             then.callback(self._classify.end)
             then.callback(self.context.inspector.stop)
             then.callback(self.hooks.remove)
             if self._ends is not None:
-                then.callback(self._ends.forget_exit)
+                then.callback(self._ends.forget)
+            then.callback(self._optimizer_hooks.remove)
+            then.callback(self._updates.clear)
+            then.callback(self._parameters.remove)
+            then.callback(self._scaled.remove)
+            then.callback(self.resume_audit.end)
+            self.context.results.iteration = self._collector.completed
+            self.live = False
 
     # ------------------------------------------------------------------ whether it still observes
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked from the process that started the run and that owns its files."""
+        """Return whether this process was forked from the process that started the run."""
         return os.getpid() != self._process
 
     def _is_abandoned(self) -> bool:
-        """Whether forwards run as without a session."""
-        return self.context.inspector.ended or (self.live and (self.is_forked or self.context.loop.was_left()))
+        return self.context.inspector.ended or (self.live and self.is_forked)
 
     def _before_script_ends(self) -> None:
         """Collect the statistics since the last step before upstream ends; :meth:`stop` writes them."""
@@ -743,7 +708,7 @@ class Run:
             rank=own_rank(),
             world_size=world_size(),
             start_iteration=self.context.iteration,
-            layers=tuple(self.context.results.layers.now),
+            layers=self.context.results.layers,
             versions=dict(versions()),
             config=self.context.options.config.name,
         )

@@ -6,7 +6,7 @@ import logging
 import os
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SAVED = frozenset({"iteration", "fingerprint", "loss", "loss_step", "losses"})
+_SAVED = frozenset({"iteration", "fingerprint", "losses"})
 """The keys of a state, not all of which each state has."""
 
 _last_started: weakref.ref[InspectSession] | None = None
@@ -42,9 +42,9 @@ _last_started: weakref.ref[InspectSession] | None = None
 
 
 def running_session() -> InspectSession | None:
-    """Gives the session that is running in this process, of any front door; there is one at a time.
+    """Return the running session of this process, of any integration; there is one at a time.
 
-    In a notebook, ``running_session().stop()`` ends a session that no variable refers to any more.
+    In a notebook, ``running_session().stop()`` ends a session that has no variable any more.
     """
     session = None if _last_started is None else _last_started()
     return session if session is not None and session.running else None
@@ -64,11 +64,11 @@ class InspectSession(Results):
 
     Or in pieces: :meth:`start`, :meth:`attach` (when the model is complete), :meth:`step`, :meth:`stop`. The modules
     may be built before or after the start. Statistics go to the log file and to ``sinks``. After an error or an
-    interrupt, the statistics gathered since the last step are written too, from this rank's own data.
+    interrupt, the statistics since the last step are written too, from this rank's own data.
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
-        model: the model; or several, as a list or as a mapping whose keys become prefixes of the layer names. None:
+        model: the model; or several, as a list or as a mapping with prefixes of the layer names as keys. None:
             pass the model to :meth:`attach` later.
         **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
@@ -99,7 +99,6 @@ class InspectSession(Results):
         self._options = options
         self._model = model
         self._run: Run | None = None
-        self._kept: Run | None = None
         self._resume_audit: ResumeAudit | None = None
         super().__init__(self._no_findings(None))
         self._notices = Notices()
@@ -115,14 +114,13 @@ class InspectSession(Results):
     # ------------------------------------------------------------------ what a session is, for those who look at it
 
     def __repr__(self) -> str:
-        ended = "stopped" if self._kept is None else "stopped with its precision kept"
-        state = "running" if self.running else ended if self._results.started_at else "not started"
+        state = "running" if self.running else "stopped" if self._results.started_at else "not started"
         at = f"{self.iteration}, {len(self.layers)} layers, log_dir={str(self.log_dir)!r}"
         return f"<{type(self).__name__}: {state}, iteration {at}>"
 
     @property
     def running(self) -> bool:
-        """Whether the session was started and not stopped."""
+        """True between start and stop."""
         return self._run is not None and self._run.live
 
     @property
@@ -137,7 +135,7 @@ class InspectSession(Results):
 
     @property
     def observing(self) -> bool:
-        """Whether forwards are observed at all. A loop sets this to False for an evaluation. Forwards without
+        """A loop sets this to False for an evaluation. Forwards without
         gradients, or of modules in eval mode, are never observed."""
         return not self._classify.paused
 
@@ -146,24 +144,13 @@ class InspectSession(Results):
         self._classify.paused = not value
 
     @property
-    def abandoned(self) -> Callable[[], bool] | None:
-        """A function that returns whether the loop that started the session has ended without stopping it. Forwards
-        then run as without a session. It is called in each forward of a watched module. None if the loop always stops
-        its session."""
-        return self._loop.has_left
-
-    @abandoned.setter
-    def abandoned(self, value: Callable[[], bool] | None) -> None:
-        self._loop.has_left = value
-
-    @property
     def overflow(self) -> DebugActivationOverflow | None:
         """The detector of inf and nan with ``debug="activation_overflow"``, from :meth:`attach` to :meth:`stop`."""
         return None if self._run is None or not self._run.live else self._run.overflow.detector
 
     @property
     def resumed_loss(self) -> ResumedLoss:
-        """The training loss that :meth:`log` got last, for a checkpoint that has no :meth:`state_dict`."""
+        """The last training losses that :meth:`log` got, for a checkpoint without :meth:`state_dict`."""
         return self._resumed_loss
 
     @property
@@ -176,7 +163,7 @@ class InspectSession(Results):
         self._results.unconverted = dict(value)
 
     def expect_low_precision(self, why: str) -> None:
-        """Let products be expected in low precision, as a trainer's settings do.
+        """Record the setting with which the trainer asks for low precision.
 
         Args:
             why: the setting, as in "Accelerate's mixed_precision is 'fp8'".
@@ -184,7 +171,7 @@ class InspectSession(Results):
         self._results.expects_low = why
 
     def note_filtered_loss(self) -> None:
-        """Note that the trainer leaves inf and nan out of the loss that it logs."""
+        """Record that the trainer filters inf and nan from the loss that it logs."""
         self._results.filters_loss = True
 
     # ------------------------------------------------------------------ the life of a session
@@ -205,10 +192,10 @@ class InspectSession(Results):
 
         Args:
             log_dir: the folder for logs if the options name none.
-            sinks: receivers of records, called before those of the options.
+            sinks: receivers of records, called before the sinks of the options.
             stop_at_sigterm: stop before SIGTERM ends the process, if the script has set no handler for SIGTERM.
-            counts_from: the step under which iteration 0 is logged if :meth:`step` gets no other step.
-            front_door: what starts the session, for the records of the run.
+            counts_from: the logging step of iteration 0 if :meth:`step` gets no other step.
+            front_door: the integration that starts the session, for the records.
             trainer_steps: whether a trainer calls :meth:`step`. If a loop calls it, a warning comes once after 100
                 training forwards of one module without a step.
             counts_batches: whether :meth:`step` is called after each micro-batch on purpose.
@@ -223,9 +210,6 @@ class InspectSession(Results):
         global _last_started
         if self.running:
             raise SessionError("This session is running already. Call stop() before start(), or make a new session.")
-        former = None if _last_started is None else _last_started()
-        if former is not None:
-            former.release()
         other = running_session()
         if other is not None and other._loop.front_door == "watch":
             other.stop()  # the script has a session of its own
@@ -247,7 +231,7 @@ class InspectSession(Results):
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
-            run.start(ProcessEnds(self.stop, self.release, run.flush, at_sigterm=stop_at_sigterm))
+            run.start(ProcessEnds(self.stop, run.flush, at_sigterm=stop_at_sigterm))
             if self._model is not None:
                 self.attach(self._model)
         except BaseException as error:
@@ -258,9 +242,11 @@ class InspectSession(Results):
     def attach(self, model: Model) -> None:
         """Name the Transformer Engine modules of ``model`` and begin to observe them.
 
-        Call this when the model is complete, and again if modules were replaced since. If statistics are reduced, call
-        it on all ranks, at a place where no rank waits for another (in a pipeline: before the first schedule). Ranks
-        may have different layers; a section must match a layer on at least one of them.
+        Call this when the model is complete, and again if modules were added or replaced. If statistics are reduced,
+        call it
+        on all ranks, at a place where no rank waits for another (in a pipeline: before the first schedule). Ranks may
+        have
+        different layers; a section must match a layer on at least one of them.
 
         Raises:
             ConfigError: a section matches no layer, a feature is unknown, a layer gets one feature from two sections,
@@ -271,28 +257,30 @@ class InspectSession(Results):
         self._running("attach()").attach(model)
 
     def step(self, logging_step: int | None = None) -> StepRecords | None:
-        """End a debug iteration: after the optimizer's step, on all ranks. Statistics are reduced and handed to sinks.
+        """End a debug iteration: after the optimizer's step, on all ranks. Statistics are reduced and sent to the
+        sinks.
 
-        A step that Ctrl-C interrupts is completed by the next step or by :meth:`stop`, with this rank's own numbers if
-        it had not reduced them. In a process that was forked from the session's process, ``step`` does nothing.
+        A step that Ctrl-C interrupts is completed by the next step or by :meth:`stop`. In a forked process, ``step``
+        does
+        nothing.
 
         Args:
-            logging_step: the step under which the records are logged. None: the debug iteration, plus the
-                ``counts_from`` of :meth:`start`.
+            logging_step: the logging step of the records. None: the debug iteration, plus the ``counts_from`` of
+                :meth:`start`.
 
         Returns:
             The records of the iteration; None if there are none.
 
         Raises:
             SessionError: the session is not running, or has no model.
-            OptionError: ``logging_step`` is no whole number from 0 on.
+            OptionError: ``logging_step`` is not a whole number from 0 on.
             ObservationError: with ``strict=True``, a statistic or a sink failed.
-            ResumeAuditError: with ``strict=True``, a resume has not restored what the checkpoint had.
-            PrecisionContractError: the contract of ``require=`` is broken, and that is to end the run.
-            ActivationOverflowError: with ``debug="activation_overflow"``, there was an inf or nan since the last look.
+            ResumeAuditError: with ``strict=True``, a resume has not restored the state of the checkpoint.
+            PrecisionContractError: the contract of ``require=`` is broken, with ``on_broken="raise"``.
+            ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last check.
             DetectionFailedError: with ``debug="activation_overflow"``, the detection has failed.
 
-        No other failure of a step is raised: it is reported once, and training goes on.
+        Other failures are reported once, and training continues.
         """
         run = self._running("step()")
         if logging_step is not None:
@@ -304,23 +292,22 @@ class InspectSession(Results):
         records = run.step(logging_step)
         if self._backward_loss is not None:
             self._backward_loss.end_step()
-        run.tell_of_loss(self._resumed_loss)
         return records
 
     def log(self, scalars: Mapping[str, Any], logging_step: int | None = None) -> None:
-        """Record numbers of the training: its loss, the norm of its gradient, its learning rate, the scale of its loss.
+        """Record scalars of the training, such as loss, gradient norm, learning rate and loss scale.
 
-        Call this before :meth:`step`, or after it with the ``logging_step`` of that step. Sinks that take such numbers
-        get them; the trainer's loggers do not. A tensor is copied to the host later, with others. Without a running
-        session nothing happens.
+        Call this before :meth:`step`, or after it with the ``logging_step`` of that step. The trainer's loggers do not
+        get
+        them. A tensor is copied to the host later, with others. Without a running session nothing happens.
 
         Args:
-            scalars: name -> number, or tensor with one element. Names that reports and comparisons know: ``loss``,
-                ``grad_norm``, ``lr``, ``loss_scale``. What is neither is left out.
-            logging_step: the step under which they are logged. None: that of the current iteration.
+            scalars: name -> number, or tensor with one element; other values are skipped. Reports and comparisons use
+                ``loss``, ``grad_norm``, ``lr`` and ``loss_scale``.
+            logging_step: their logging step. None: the step of the current iteration.
 
         Raises:
-            OptionError: ``logging_step`` is no whole number from 0 on.
+            OptionError: ``logging_step`` is not a whole number from 0 on.
         """
         if logging_step is not None:
             logging_step = step_number("logging_step=", logging_step)
@@ -329,33 +316,35 @@ class InspectSession(Results):
         if self._run is not None and self._run.live:
             step = self._run.log(scalars, logging_step)
             if step is not None:
-                self._resumed_loss.note(step, scalars)
-                self._run.tell_of_loss(self._resumed_loss)
+                self._resumed_loss.note(scalars)
                 self._run.restore_losses(self._resumed_loss.take_restored(scalars))
 
     def _log_backward_loss(self, run: Run) -> None:
         if self._backward_loss is not None and (loss := self._backward_loss.take()):
             run.log(loss, run.last_logging_step)
 
-    def follow(self, owner: Any) -> None:
-        """Record the loss with which ``owner.backward(loss)`` is called, of an Accelerator or a Fabric, until
-        :meth:`stop`: as ``loss``, the mean over the micro-batches of a step. After :meth:`log` has got a ``loss``, only
-        that one is recorded.
+    def follow(self, owner: Any, name: str = "loss", *, total: bool = False) -> None:
+        """Record the loss passed to ``owner.backward(loss)``, until :meth:`stop`.
+
+        It is the mean over the micro-batches of a step. If :meth:`log` gets the same name, only its value is recorded.
+
+        Args:
+            owner: the Accelerator, or Fabric.
+            name: the name of the recorded loss.
+            total: record the sum over the micro-batches instead of the mean.
         """
         failures = self._running("follow()").context.failures
         if self._backward_loss is None:
-            self._backward_loss = BackwardLoss(owner, failures)
+            self._backward_loss = BackwardLoss(owner, name, total=total, failures=failures)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session and undo everything that it changed. Does nothing if the session is not running.
 
-        With ``keep_precision=True`` and no error the features that change precision stay: see :meth:`release`.
-
         Args:
-            error: the exception that ended the run. In any case the statistics gathered since the last step are
-                written, from this rank's own data, without a collective.
-            logging_step: the step under which these are logged. None: the step after the last one; in a run without a
-                step, the default of :meth:`step`.
+            error: the exception that ended the run. In any case the statistics since the last step are written, from
+                this rank's own data, without a collective.
+            logging_step: their logging step. None: the step after the last one; in a run without a step, the default of
+                :meth:`step`.
         """
         run = self._run
         if run is None or not run.live or run.is_forked:
@@ -366,74 +355,61 @@ class InspectSession(Results):
             run.stop(error, logging_step)
         finally:
             if not self.running:  # else Ctrl-C came before anything was undone, and stop() may be called again
-                self._kept = run if run.kept else None
                 self._run = None
-                self._loop.has_left = None
                 if self._backward_loss is not None:
                     self._backward_loss.remove()
                     self._backward_loss = None
 
     def flush(self, seconds: float = 3.0) -> bool:
-        """Have the statistics log and the records written as far as they were handed over, in the steps that are
-        complete; they are written every two seconds anyway. Without a collective, and without a copy from a device.
+        """Write the statistics log and the records of all complete steps now; otherwise they are written every two
+        seconds.
 
-        This may be called in the script's handler of a signal, such as the notice that a job is about to end.
+        It runs no collective and no copy from a device, so a signal handler may call it.
 
         Args:
             seconds: how long to wait for the disk.
 
         Returns:
-            Whether all was written in that time; True if the session is not running, and where this process was forked
-            from the session's.
+            Whether everything was written in that time; True without a running session, and in a forked process.
         """
         run = self._run
         return run is None or not run.live or run.is_forked or run.flush(seconds)
 
-    def release(self) -> None:
-        """Remove what ``keep_precision=True`` has left in place after :meth:`stop`: the model runs as without a
-        session.
-
-        Does nothing if nothing was left. The start of the next session, of any front door, and the end of the process
-        do the same.
-        """
-        run, self._kept = self._kept, None
-        if run is not None:
-            run.release()
-
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self, *, file: str = "") -> dict[str, Any]:
-        """What a checkpoint needs to continue the run: ``iteration``; ``fingerprint``, a text, of this rank's state
-        of low precision; ``loss`` and ``loss_step``, the training loss that :meth:`log` got last; and ``losses``, the
-        last 20. Take it together
-        with the model's state, on any rank; also after :meth:`stop`.
+        """Return the state that a checkpoint needs to continue the run.
+
+        It has ``iteration``; ``fingerprint``, a text, of this rank's low-precision state; and ``losses``, the last 20
+        training
+        losses that :meth:`log` got. Take it together with the model's state, on any rank; also after :meth:`stop`.
+        There is no
+        fingerprint before :meth:`attach`, and for a model without layers of Transformer Engine.
 
         Args:
-            file: the file or folder of the checkpoint, if it is known: a finding does not name a checkpoint whose file
-                has been deleted.
-
-        There is no fingerprint before :meth:`attach`, and for a model without layers of Transformer Engine.
+            file: the file or folder of the checkpoint: a finding then does not name a checkpoint that was deleted.
 
         Raises:
             ObservationError: with ``strict=True``, the fingerprint could not be taken.
         """
         state: dict[str, Any] = {"iteration": self.iteration, **self._resumed_loss.saved()}
-        self._tell_of_checkpoint(file)
+        self._note_checkpoint(file)
         text = None if self._resume_audit is None else self._resume_audit.text(self.iteration)
         return state if text is None else {**state, "fingerprint": text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the iteration of a checkpoint, unless there is ``start_step=``, and audit the resume: in the
-        first step the model is compared with the fingerprint. If they differ, the loss of the checkpoint and the first
-        one that :meth:`log` gets are told. Call this before the first forward; the model may be
-        restored before or after it. A key that is missing changes nothing.
+        """Continue at the iteration of a checkpoint, unless there is ``start_step=``, and audit the resume.
+
+        In the first step the model is compared with the fingerprint. Call this before the first forward; the model may
+        be
+        restored before or after it. Missing keys change nothing.
 
         Args:
             state: from :meth:`state_dict`.
 
         Raises:
             SessionError: the session is not running, or ``state`` is not from :meth:`state_dict`.
-            OptionError: its iteration is no whole number from 0 on.
+            OptionError: its iteration is not a whole number from 0 on.
             FingerprintError: with ``strict=True``, the fingerprint cannot be read.
         """
         run = self._running("load_state_dict()")
@@ -454,11 +430,11 @@ class InspectSession(Results):
             ObservationError: with ``strict=True``, the fingerprint could not be taken or written.
         """
         if self._resume_audit is not None:
-            self._tell_of_checkpoint(str(folder))
+            self._note_checkpoint(str(folder))
             self._resume_audit.save(folder, self.iteration)
 
     def load_fingerprint(self, folder: Path) -> None:
-        """Audit a resume from the checkpoint in a folder, as :meth:`load_state_dict` does; nothing if it has no
+        """Audit a resume from the checkpoint in a folder, as :meth:`load_state_dict` does; no audit without a
         fingerprint.
 
         Raises:
@@ -467,28 +443,32 @@ class InspectSession(Results):
         """
         self._running("load_fingerprint()").resume_audit.expect(folder)
 
-    def _tell_of_checkpoint(self, file: str) -> None:
+    def _note_checkpoint(self, file: str) -> None:
         if self._run is not None and self._run.live:
-            self._run.tell_of_checkpoint(os.path.abspath(file) if file and "://" not in file else file)
+            self._run.note_checkpoint(os.path.abspath(file) if file and "://" not in file else file)
 
-    # ------------------------------------------------------------------ what front doors tell
+    # ------------------------------------------------------------------ calls of integrations
 
-    def tell_of_evaluation(self, what: str) -> None:
+    def warn_of_evaluation(self, what: str) -> None:
         """Warn once, if the session has ended, that the features that changed precision no longer act.
 
         Args:
-            what: the evaluation that begins now.
+            what: the evaluation that begins.
         """
-        ended = not self.running and self._kept is None
-        if ended and self._results.changes_precision and own_rank() == 0 and self._notices.first("evaluation"):
+        if (
+            not self.running
+            and self._results.changes_precision
+            and own_rank() == 0
+            and self._notices.first("evaluation")
+        ):
             logger.warning(
                 "%s runs without the features that changed precision in training: they ended with its session. Results"
-                " differ from an evaluation during training. keep_precision=True keeps the features until release().",
+                " differ from an evaluation during training. Evaluate before the session ends to have them act.",
                 what,
             )
 
     def in_accumulation(self) -> None:
-        """Note the end of a batch that is not a step by itself, in a loop that will call :meth:`step` later."""
+        """Note the end of a batch that is not a step, in a loop that calls :meth:`step` later."""
         if self._run is not None:
             self._run.hooks.answers.forget_forwards()
 
@@ -511,7 +491,7 @@ class InspectSession(Results):
 
 
 def _place_in_script() -> str:
-    """The place in the user's code: file and line of the innermost frame outside installed packages."""
+    """Return file and line of the innermost frame outside installed packages."""
     package = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(package) and "site-packages" not in frame.filename:

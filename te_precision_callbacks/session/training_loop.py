@@ -1,4 +1,4 @@
-"""Observation of the script's training loop: steps of optimizers, missing and extra calls of ``step()``, the loss."""
+"""Observation of the training loop: optimizer steps, missing and extra calls of ``step()``, the loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from te_precision_callbacks.session.model import ObservedModel
 logger = logging.getLogger(__name__)
 
 _ALIKE = 3
-"""The optimizer steps in a row with the same number of further iterations after which a warning comes."""
+"""Optimizer steps in a row with the same number of extra iterations after which a warning comes."""
 
 _AGAIN = "step() is called again after each step of the optimizer"
 _IN_MICRO_BATCHES = "step() is called after each micro-batch"
@@ -45,13 +45,12 @@ _REMEDY = "Call step() of the session after each step of the optimizer."
 
 
 def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
-    """Whether all modules are in evaluation mode; False where there are none."""
+    """Return whether all modules are in evaluation mode; False without modules."""
     return bool(modules) and not any(named.module.training for named in modules)
 
 
 def has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Whether a backward has given one of the parameters a gradient; ``zero_grad(set_to_none=False)`` leaves zeros.
-    Each device is waited for once."""
+    """Return whether a parameter has a gradient that is not 0; waits once for each device."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if any(gradient.layout != torch.strided for gradient in gradients) or is_capturing():
         return bool(gradients)
@@ -98,7 +97,7 @@ def _hook(method: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]) -
 
 
 class LoopChecks:
-    """Counts what runs between two calls of ``step()``, and warns once of a loop that calls it too rarely or too often.
+    """Counts optimizer steps between calls of ``step()``, and warns once of a loop with missing or extra calls.
 
     Args:
         context: shared state of the run.
@@ -106,8 +105,8 @@ class LoopChecks:
 
     Attributes:
         has_stepped: whether a step has ended.
-        optimizer_steps: the steps of the optimizer that has made the most; -1 if there was none, as on a rank without
-            parameters. Ranks that train together make the same number.
+        optimizer_steps: the steps of the optimizer with the most steps; -1 if there was none, as on a rank without
+            parameters. Ranks that train together have the same number.
     """
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
@@ -126,7 +125,7 @@ class LoopChecks:
 
     @property
     def has_trained(self) -> bool:
-        """Whether an optimizer of the model has stepped since the last ``step()``."""
+        """Return whether an optimizer of the model has stepped since the last ``step()``."""
         return any(self._model.is_trained_by(optimizer) for optimizer in list(self._steps))
 
     def end_step(self, *, in_regions: bool) -> str:
@@ -158,7 +157,7 @@ class LoopChecks:
         return unobserved
 
     def _check_further_steps(self, *, in_regions: bool) -> None:
-        """Warn if each step of the optimizer has as many iterations that hold nothing, or a backward alone."""
+        """Warn if each optimizer step has the same number of extra iterations, empty or with a backward only."""
         has_gradient = self._has_new_gradient(search=not self._steps)
         if not self._steps:
             self._between.append("backward" if has_gradient else "forward" if in_regions else "nothing")
@@ -180,7 +179,7 @@ class LoopChecks:
             )
 
     def _has_new_gradient(self, *, search: bool) -> bool:
-        """Whether a gradient of the model has changed since the last call, by one of its parameters."""
+        """Return whether the gradient of one parameter has changed since the last call."""
         watched = None if self._watched is None else self._watched()
         if watched is None and search:
             watched = next((each for each in self._model.parameters() if each.grad is not None), None)
@@ -196,16 +195,18 @@ class LoopChecks:
         self._in_evaluation |= is_in_evaluation(self._model.layers.modules)
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if count == MOST_OPTIMIZER_STEPS:
-            self._say(optimizer, count, "Ignore this warning if one debug iteration is to hold so many of them.")
+            self._warn_of_forgotten_step(
+                optimizer, count, "Ignore this warning if one debug iteration is to hold so many of them."
+            )
 
     def end(self) -> None:
-        """Warn at the end of a run without any step, if an optimizer has stepped more than once."""
+        """Warn at the end of a run without ``step()``, if an optimizer has stepped more than once."""
         if not self.has_stepped:
             for optimizer, count in list(self._steps.items()):
                 if count > 1:
-                    self._say(optimizer, count, "")
+                    self._warn_of_forgotten_step(optimizer, count, "")
 
-    def _say(self, optimizer: torch.optim.Optimizer, count: int, ignored: str) -> None:
+    def _warn_of_forgotten_step(self, optimizer: torch.optim.Optimizer, count: int, ignored: str) -> None:
         if own_rank() == 0 and self._model.is_trained_by(optimizer) and self._notices.first("forgotten"):
             logger.warning(
                 "%s has stepped %d times without a step() of precision debugging, so all of that belongs to debug"
@@ -219,19 +220,21 @@ class LoopChecks:
 
 
 class BackwardLoss:
-    """Averages the losses with which ``owner.backward(loss)`` is called in a step, until it is removed.
-
-    Nothing is copied from a device.
+    """The loss passed to ``owner.backward(loss)`` in a step. It stays on its device.
 
     Args:
         owner: an Accelerator, or a Fabric.
+        name: the name of the recorded loss.
+        total: use the sum over the micro-batches of a step instead of the mean.
         failures: receives failures.
 
     Attributes:
         remove: stops listening.
     """
 
-    def __init__(self, owner: Any, failures: ObservationFailures) -> None:
+    def __init__(self, owner: Any, name: str, *, total: bool, failures: ObservationFailures) -> None:
+        self._name = name
+        self._total = total
         self._failures = failures
         self._sum: torch.Tensor | None = None
         self._count = 0
@@ -241,15 +244,16 @@ class BackwardLoss:
 
     def note_logged(self, scalars: Mapping[str, Any]) -> None:
         """Leave the loss to a script that logs it under the same name."""
-        self._script_logs |= "loss" in scalars
+        self._script_logs |= self._name in scalars
 
     def end_step(self) -> None:
-        """Keep the mean of the step that ends."""
-        self._of_last_step = {} if self._sum is None else {"loss": self._sum / self._count}
+        """Keep the loss of the step that ends."""
+        total, count = self._sum, 1 if self._total else self._count
+        self._of_last_step = {} if total is None else {self._name: total / count}
         self._sum, self._count = None, 0
 
     def take(self) -> dict[str, torch.Tensor]:
-        """The mean of the step that has ended last, as ``loss``, once; empty where the script logs the loss."""
+        """The loss of the last step, once; empty if the script logs it."""
         loss, self._of_last_step = self._of_last_step, {}
         return {} if self._script_logs else loss
 

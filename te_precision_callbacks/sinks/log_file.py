@@ -16,7 +16,6 @@ import io
 import itertools
 import logging
 import os
-import weakref
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -26,55 +25,26 @@ from te_precision_callbacks.base.opening import own_file
 
 logger = logging.getLogger(__name__)
 
-OVERWRITE_VARIABLE = "NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE"
-"""nvidia-dlfw-inspect's variable: with ``0`` it appends to an existing file, with any other value it empties the
-file."""
-
 OLDER_HALF = ".old"
 """Comes after the name of a log, in the name of its older half."""
 
 _CHUNK = 1 << 22
 """The bytes that are written at once."""
 
-_LEAST = 200
-"""The bytes of a file that was just begun: those of its first line, and a few more."""
-
-_OPEN: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
-"""The logs of this process that are open: a process that is forked from it closes them at once."""
-
 
 class LogFileError(PrecisionDebugError, OSError):
     """A log cannot be written."""
-
-
-def _let_go() -> None:
-    """In a process that was just forked, close the parent's logs.
-
-    A lock holds as long as any process has the file open, so that a worker of a DataLoader which outlives a training
-    that was killed would keep the log from the next run. Nothing is buffered that could be written twice.
-    """
-    for file in list(_OPEN):
-        file.close()
-
-
-os.register_at_fork(after_in_child=_let_go)
 
 
 def claim(path: Path) -> io.FileIO:
     """Open a file for appending that no other process writes, without a buffer.
 
     Existing content is kept. If another running process has claimed the file, the first free one of ``<name>.1``,
-    ``<name>.2`` and so on is opened. On a file system without locks, every file counts as free. If the user has set
-    nvidia-dlfw-inspect's variable :data:`OVERWRITE_VARIABLE`, it decides.
+    ``<name>.2`` and so on is opened. On a file system without locks, every file counts as free.
 
     Raises:
         OSError: the file cannot be created or appended to.
     """
-    if OVERWRITE_VARIABLE in os.environ:
-        empties = os.environ[OVERWRITE_VARIABLE] != "0"
-        if empties:
-            older_half(path).unlink(missing_ok=True)
-        return _opened(path, "wb" if empties else "ab")
     for name in itertools.chain([path.name], (f"{path.name}.{count}" for count in itertools.count(1))):
         file = _claimed(path.with_name(name))
         if file is not None:
@@ -85,9 +55,9 @@ def claim(path: Path) -> io.FileIO:
 
 
 def _claimed(path: Path) -> io.FileIO | None:
-    """The file, locked; None if another process has locked it."""
+    """Open and lock a file; None if another process has locked it."""
     while True:
-        file = _opened(path, "ab+")
+        file = _opened(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -102,19 +72,16 @@ def _claimed(path: Path) -> io.FileIO | None:
         file.close()  # the process that had it has renamed it meanwhile
 
 
-def _opened(path: Path, mode: str) -> io.FileIO:
-    file = io.FileIO(path, mode, opener=own_file)
-    _OPEN.add(file)
-    return file
+def _opened(path: Path) -> io.FileIO:
+    return io.FileIO(path, "ab+", opener=own_file)
 
 
 def older_half(path: Path) -> Path:
-    """Where the older half of a log is."""
+    """Return the path of the older half of a log."""
     return path.with_name(path.name + OLDER_HALF)
 
 
 def time_now() -> str:
-    """The time in the format of the logging module."""
     now = datetime.now()
     return f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
 
@@ -140,10 +107,10 @@ class LogFile:
         self._lines = bytearray()
 
     def append(self, text: str) -> None:
-        """Append lines, which are in the file after :meth:`flush`.
+        """Append lines. :meth:`flush` writes them.
 
         Raises:
-            LogFileError: as of :meth:`flush`, which is called when many lines wait.
+            LogFileError: see :meth:`flush`, which is called after many lines.
         """
         self._lines += text.encode(errors="backslashreplace")
         if len(self._lines) >= _CHUNK:
@@ -157,16 +124,16 @@ class LogFile:
         """
         if not self._lines:
             return
-        data, self._lines = memoryview(self._lines), bytearray()
+        data, self._lines = bytes(self._lines), bytearray()
         try:
             file = self._current()
-            while len(data):
-                end = self._whole_lines(data)
-                if end:
-                    self._write(file, data[:end])
-                    data = data[end:]
-                else:
+            while data:
+                piece = data[: min(_CHUNK, self._half or _CHUNK)]
+                piece = data[: piece.rfind(b"\n") + 1 or data.find(b"\n") + 1 or len(data)]  # whole lines
+                if self._half and self._size and self._size + len(piece) > self._half:
                     file = self._rotated(file)
+                self._write(file, piece)
+                data = data[len(piece) :]
         except OSError as error:
             raise LogFileError(
                 f"{self._path} cannot be written: {error}. The run goes on without this log. Give log_dir= a folder on"
@@ -181,31 +148,20 @@ class LogFile:
             return self._file
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._begun(claim(self._path))
-        if self._size and OVERWRITE_VARIABLE not in os.environ:
+        if self._size:
             mark = f"{time_now()} - INFO - Here another run begins, of process {os.getpid()}.\n".encode()
             if os.pread(file.fileno(), 1, self._size - 1) != b"\n":  # the earlier process was killed while it wrote
                 mark = b"\n" + mark
-            self._write(file, memoryview(mark))
+            self._write(file, mark)
         return file
 
     def _begun(self, file: io.FileIO) -> io.FileIO:
         self._file, self._size = file, os.fstat(file.fileno()).st_size
         return file
 
-    def _whole_lines(self, data: memoryview) -> int:
-        """How many bytes of the lines may be written before the file is full."""
-        room = self._half - self._size
-        if not self._half or len(data) <= room:
-            return len(data)
-        text = bytes(data[: max(0, room)])
-        whole = text.rfind(b"\n") + 1
-        if whole or self._size > _LEAST:
-            return whole
-        return bytes(data).find(b"\n") + 1 or len(data)  # a limit below one line
-
-    def _write(self, file: io.FileIO, data: memoryview) -> None:
+    def _write(self, file: io.FileIO, data: bytes) -> None:
         while len(data):
-            written = os.write(file.fileno(), data[:_CHUNK])
+            written = os.write(file.fileno(), data)
             self._size += written
             data = data[written:]
             self._note_progress()
@@ -218,7 +174,7 @@ class LogFile:
         # The full one is locked until the new one is, so that no other process takes it for the log.
         file = self._begun(_claimed(written) or claim(self._path))
         full.close()
-        self._write(file, memoryview(f"{time_now()} - INFO - The log goes on from {older.name}.\n".encode()))
+        self._write(file, f"{time_now()} - INFO - The log goes on from {older.name}.\n".encode())
         if not self._has_rotated:
             self._has_rotated = True
             logger.warning(
@@ -232,7 +188,6 @@ class LogFile:
         return file
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             file, self._file = self._file, None
             with contextlib.suppress(OSError):

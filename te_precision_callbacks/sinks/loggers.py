@@ -37,11 +37,11 @@ _MOST_WANDB_BINS = 512
 
 
 def _filled(counts: Sequence[float], most: int | None = None) -> tuple[list[float], list[float]]:
-    """The counts from the first to the last non-empty bin, and the edges of these bins, one more than counts.
+    """Return the counts from the first to the last non-empty bin, and the edges of these bins, one more than counts.
 
     Args:
-        counts: a :class:`Histogram`; counts without bins are those of exponents.
-        most: neighbouring bins are merged until there are no more than this.
+        counts: a :class:`Histogram`; counts without bins are counts of exponents.
+        most: neighbouring bins are merged to at most this number.
     """
     edges = (counts.bins if isinstance(counts, Histogram) else EXPONENTS).edges.tolist()
     places = [place for place, count in enumerate(counts) if count] or [0]
@@ -95,7 +95,7 @@ class LoggerSink(Sink):
         self._select = select
 
     def write(self, records: StepRecords) -> None:
-        """Log at the records' logging step; does nothing if there is nothing to log."""
+        """Log at the records' logging step."""
         metrics, histograms = self._select(records), self._select.histograms(records)
         if metrics or histograms:
             self.log(metrics, histograms, records.logging_step)
@@ -106,7 +106,7 @@ class LoggerSink(Sink):
         Args:
             metrics: name -> value; empty if the step has only histograms.
             histograms: name -> counts over powers of two, for :func:`add_to_tensorboard` and :func:`wandb_histogram`.
-            step: the step at which the trainer's own metrics of the same batch are logged.
+            step: the logging step of the trainer's own metrics of the same batch.
         """
         raise NotImplementedError
 

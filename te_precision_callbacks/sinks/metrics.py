@@ -1,4 +1,4 @@
-"""The metrics of a step: the numbers that go to a trainer's loggers, and their names.
+"""The metrics of a step: names and values for a trainer's loggers.
 
     selection = MetricSelection(prefix="te", log_filter=["*/activation/*", "*underflows%"])
     logger.log_metrics(selection(records), step=records.logging_step)
@@ -9,15 +9,15 @@
                                        ``worst_sqnr_db`` and ``nonfinite_num``
 ``te/findings``                        the number of errors and warnings so far, from the first step on; also
                                        ``te/findings/<rule>``, once there are any
-``te/all/<tensor>/<statistic>/max``    over the layers, in steps in which the statistic is due in all that have it; also
-                                       ``min`` and ``median``
+``te/all/<tensor>/<statistic>/max``    over the layers, in steps in which all layers have the statistic; also ``min``
+                                       and ``median``
 =====================================  ================================================================================
 
 TensorBoard and W&B group metrics by the part of the name before the first slash. Each layer is therefore a group, with
 a dot after the prefix, and the prefix alone is the group of the whole model, which comes first. With a slash instead of
-the dot, the 7,500 charts of 500 layers would be one group. :mod:`te_precision_callbacks.sinks.choice` says which
-layers of a large model go to the loggers. The statistics log always has all. If statistics are reduced over ranks,
-numbers of one rank alone are separate series: ``te.local.<layer>/...``, ``te.local/...``.
+the dot, the 7,500 charts of 500 layers would be one group. :mod:`te_precision_callbacks.sinks.choice` chooses the
+layers of a large model. The statistics log always has all. If statistics are reduced over ranks, values of one rank
+alone are separate series: ``te.local.<layer>/...``, ``te.local/...``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def metric_name(prefix: str, row: Row) -> str:
 
 
 def series_name(prefix: str, series: Series) -> str:
-    """The :func:`metric_name` of a series."""
     return metric_name(prefix, row_of(series, 0.0))
 
 
@@ -83,7 +82,6 @@ class Histogram(tuple[float, ...]):
     bins: Bins
 
     def __new__(cls, counts: Iterable[float], bins: Bins) -> Self:
-        """Combine counts and bins, of the same number."""
         made = super().__new__(cls, counts)
         made.bins = bins
         return made
@@ -111,7 +109,7 @@ class MetricSelection:
         self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
 
     def __call__(self, records: StepRecords) -> dict[str, float]:
-        """The metrics of a step: name -> value. Chosen once, however many loggers ask for them."""
+        """Return the metrics of a step: name -> value, chosen once for all loggers."""
         return dict(self._chosen(records))
 
     def histograms(self, records: StepRecords) -> dict[str, Histogram]:
@@ -176,7 +174,6 @@ class MetricSelection:
     def _overall(
         self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer], prefix: str
     ) -> Iterator[tuple[str, float]]:
-        """The metrics of the whole model."""
         worst = {key: value for key, (_, value) in worst_of_all(telling).items()}
         # From the first step on, for alerts: in the first step of delayed scaling no share is meaningful yet.
         unknown = {key: 0.0 for key in worst_of_all(families) if key.endswith("%") and key not in worst}

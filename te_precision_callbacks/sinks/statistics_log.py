@@ -42,7 +42,6 @@ _LOCAL_MARK = " \t\t\t\t rank={rank}"
 
 
 def log_file_name(rank: int) -> str:
-    """nvidia-dlfw-inspect's name for the log of a rank."""
     return f"nvdlfw_inspect_globalrank-{rank}.log"
 
 
@@ -53,12 +52,12 @@ def format_value(value: float) -> str:
 
 
 class _LoggedStep(NamedTuple):
-    """What a step hands over to the thread.
+    """A step, for the thread.
 
     Attributes:
-        at: when, in the format of the logging module.
-        names: of the series, by their numbers; may grow.
-        records: the numbers.
+        at: the time, in the format of the logging module.
+        names: the names of all series, by their numbers; may grow.
+        records: the values.
     """
 
     at: str
@@ -92,7 +91,6 @@ class StatisticsLog:
         self._thread: WriterThread[_LoggedStep] | None = None
 
     def start(self, run: RunInfo) -> None:
-        """Take the path of the file from the run."""
         path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
         writing = _Writing(path, self._limit, own_only=self.own_only, mark=_LOCAL_MARK.format(rank=run.rank))
         self._thread = writing.thread
@@ -109,7 +107,7 @@ class StatisticsLog:
             self._thread.put(_LoggedStep(time_now(), self._names_in(records.table), records), count)
 
     def hurry(self) -> Callable[[], bool]:
-        """Have what was handed over written at once; see :meth:`WriterThread.hurry`."""
+        """Flush the log soon; see :meth:`WriterThread.hurry`."""
         return (lambda: True) if self._thread is None else self._thread.hurry()
 
     @property
@@ -151,9 +149,9 @@ class _Writing:
 
     Args:
         path: the file.
-        limit: its most bytes; 0 for any number.
+        limit: its maximum number of bytes; 0 for no limit.
         own_only: as in :class:`StatisticsLog`.
-        mark: the end of a line whose number belongs to this rank alone although statistics are reduced.
+        mark: the end of a line with a local value, although statistics are reduced.
     """
 
     def __init__(self, path: Path, limit: int, *, own_only: bool, mark: str) -> None:
@@ -165,7 +163,6 @@ class _Writing:
         self._last: StepRecords | None = None
 
     def take(self, job: _LoggedStep) -> bool:
-        """Write a step."""
         if job.records is not self._last:  # again, if Ctrl-C came when it was handed over
             self._last = job.records
             self._write_step(job)
@@ -183,9 +180,7 @@ class _Writing:
             )
 
     def flush(self) -> None:
-        """Bring what was taken to the file."""
         self._file.flush()
 
     def leave(self) -> None:
-        """Close the file."""
         self._file.close()

@@ -36,26 +36,26 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepRecords:
-    """The numbers of one debug iteration: series, and the value of each. Iterating gives :class:`Row` objects.
+    """The values of one debug iteration: series, and the value of each. Iterating gives :class:`Row` objects.
 
     Attributes:
         iteration: the debug iteration: 0-based, counted by the session, restored on resume.
-        logging_step: the step under which the trainer's own metrics of the same batch are logged.
+        logging_step: the step of the trainer's own metrics of the same batch.
         table: the run's series.
-        series: [numbers], int32: the series of each number.
-        values: [numbers], float64.
+        series: [values], int32: the series of each value.
+        values: [values], float64.
         histograms: series -> counts.
-        local: True if the numbers belong to this rank alone although statistics are reduced over ranks: numbers that
-            were gathered but not yet stepped when the run ended, and all numbers while the ranks are apart.
-        own: [numbers]: for each number, whether it belongs to this rank alone. False: it is reduced over ranks, and all
-            ranks have the same number; or, while the ranks are apart, this one leaves writing to the first of them.
-            Numbers that a user's own feature logs are not reduced.
-        observe_seconds: the seconds that the session has spent at the end of the step before the sinks got its numbers;
-            None if that is not known.
+        local: True if the values belong to this rank alone although statistics are reduced over ranks: values collected
+            after the last step of the run, and all values while the ranks are separated.
+        own: [values]: for each value, True if it belongs to this rank alone. False: it is reduced over ranks, and all
+            ranks have the same value; or, while the ranks are separated, the first of them writes it. Values of users'
+            own features are not reduced.
+        observe_seconds: the seconds spent by the session at the end of the step before the sinks got its values; None
+            if unknown.
         unscaled: the layers that ran delayed scaling in this step with the scale 1, before there is an amax of an
-            earlier step. The quantization statistics of their tensors (66 to 89 % of a gradient may underflow) say
-            nothing about later steps, and are left out of the worst values of several steps.
-        findings: rule -> how many errors and warnings it has found in the run so far.
+            earlier step. The quantization statistics of their tensors (66 to 89 % of a gradient may underflow) do not
+            apply to later steps, and are excluded from the worst values of several steps.
+        findings: rule -> number of its errors and warnings in the run so far.
     """
 
     iteration: int
@@ -128,22 +128,22 @@ class StepRecords:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layer of each number, as in :class:`Row`."""
+        """The layer of each value."""
         return tuple(row.layer for row in self)
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensor of each number, as in :class:`Row`."""
+        """The tensor of each value."""
         return tuple(row.tensor for row in self)
 
     @property
     def gemms(self) -> tuple[str | None, ...]:
-        """The GEMM of each number, as in :class:`Row`."""
+        """The GEMM of each value, or None."""
         return tuple(row.gemm for row in self)
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The statistic of each number, as in :class:`Row`."""
+        """The statistic of each value."""
         return tuple(row.statistic for row in self)
 
     @property
@@ -154,30 +154,27 @@ class StepRecords:
 
 
 def row_of(series: Series, value: float) -> Row:
-    """A number of a series, with its names."""
     return Row(series.layer, series.tensor, series.family.gemm, series.statistic, value)
 
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """A layer, and what the config does with it.
+    """A layer, and its features in the config.
 
     Attributes:
         name: as in the records.
         module_class: the class of its module, such as ``LayerNormLinear``.
         sections: the sections of the config that select it.
-        features: namespace -> feature -> options, as handed to nvidia-dlfw-inspect.
-        scope: what distinguishes the layer from those of other ranks at its path; the first part of its name. Empty if
-            nothing has to.
-        given: the name that the script has given to the layer, which the statistics log and ``summary`` use; empty if
-            there is no such name, or if another layer has the same name.
-        refused: why Transformer Engine's debug path refuses the layer, or some forwards of it. These are left as they
-            are, unobserved. Empty if nothing is refused.
-        exec_fwd: the place of its first forward among the first forwards of all layers of this rank, from 0; None if it
-            has not run, or only where nobody looked at it.
-        exec_bwd: the same of its backward.
-        since: the first debug iteration in which all of this held.
-        until: the last one; None while it still holds.
+        features: namespace -> feature -> options, as passed to nvidia-dlfw-inspect.
+        scope: the first part of its name, if layers of other ranks have the same path; else empty.
+        given: the name that the script has given to the layer, used by the statistics log and ``summary``; empty
+            without such a name, or if another layer has the same name.
+        refused: the reason if Transformer Engine's debug path refuses the layer, or some of its forwards, which are
+            then
+            not observed; else empty.
+        exec_fwd: the position of its first forward among the first forwards of all layers of this rank, from 0; None if
+            it has not run, or was not observed.
+        exec_bwd: the same for its backward.
     """
 
     name: str
@@ -189,8 +186,6 @@ class LayerInfo:
     refused: str = ""
     exec_fwd: int | None = None
     exec_bwd: int | None = None
-    since: int = 0
-    until: int | None = None
 
 
 @dataclass(frozen=True)
@@ -220,17 +215,17 @@ Severity = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a run.
+    """An event in a run.
 
     Attributes:
         kind: ``precision_changed``, ``nonfinite``, ``dump_written``, ...; docs/records.md has all.
-        text: what happened, in words.
-        iteration: the debug iteration in which it happened.
+        text: the message.
+        iteration: the debug iteration.
         severity: ``info``, ``warning`` or ``error``.
         phase: ``forward``, ``backward``, ``step`` or ``checkpoint``; None if that does not matter.
-        layer, tensor, gemm: what it is about; empty if it is about more.
-        data: more of it, for programs: JSON values.
-        wall_time: when, in seconds since the epoch.
+        layer, tensor, gemm: the subject; empty if there are several.
+        data: JSON values for programs.
+        wall_time: seconds since the epoch.
     """
 
     kind: str
@@ -258,11 +253,11 @@ def end_of(error: BaseException | None, iteration: int) -> Event:
 
 @dataclass(frozen=True)
 class Scalars:
-    """Numbers that the trainer logs: its loss, the norm of its gradient, its learning rate, the scale of its loss.
+    """Scalars that the trainer logs: loss, gradient norm, learning rate, loss scale.
 
     Attributes:
-        iteration: the debug iteration to which they belong.
-        logging_step: the step under which they are logged.
+        iteration: the debug iteration.
+        logging_step: the logging step.
         values: name -> number.
     """
 

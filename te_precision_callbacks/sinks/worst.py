@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from te_precision_callbacks.sinks.step_records import Row, StepRecords, row_of
 from te_precision_callbacks.statistics.series import Family, Series, SeriesTable, badness, family_of, sign_of
@@ -34,8 +33,7 @@ _Place = TypeVar("_Place", bound=Hashable)
 
 
 def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
-    """The numbers of a step that count for the worst of the run: all but those of delayed scaling without a scale
-    yet."""
+    """The values of a step that count for the worst of the run: without delayed scaling's first step."""
     if not records.unscaled:
         return records.families
     return {
@@ -71,41 +69,16 @@ class Worst(NamedTuple):
 
     Attributes:
         row: the layer, the tensor, the statistic, and the value.
-        iteration: the debug iteration in which it was first seen.
+        iteration: the first debug iteration with this value.
     """
 
     row: Row
     iteration: int
 
 
-class StatisticColumn(NamedTuple):
-    """A statistic of all tensors that have it.
-
-    Attributes:
-        tensors: [tensors], int64: their numbers in :attr:`RunStatistics.tensors`.
-        last: [tensors], float64: the last values.
-        worst: [tensors], float64: the worst values of the run; the last ones where none is worse.
-        iteration: [tensors], int64: when the worst values first were; -1 where none is worse.
-        family: that of the first tensor.
-    """
-
-    tensors: npt.NDArray[np.int64]
-    last: npt.NDArray[np.float64]
-    worst: npt.NDArray[np.float64]
-    iteration: npt.NDArray[np.int64]
-    family: Family
-
-    @property
-    def values(self) -> dict[int, float]:
-        """Tensor -> the value that ranks it: the worst, or without a worse direction the last. Tensors of which only
-        delayed scaling's first step has one are left out."""
-        judged = (self.iteration >= 0) | (not self.family.has_direction)
-        return dict(zip(self.tensors[judged].tolist(), self.worst[judged].tolist(), strict=True))
-
-
 _OF_SERIES = np.dtype(
     [
-        *(("tensor", "i8"), ("family", "i8"), ("last", "f8"), ("worst", "f8"), ("badness", "f8"), ("iteration", "i8")),
+        *(("last", "f8"), ("worst", "f8"), ("badness", "f8"), ("iteration", "i8")),
         *(("sign", "f8"), ("directed", "?"), ("has", "?"), ("delayed", "?")),
     ],
     align=True,
@@ -114,24 +87,17 @@ _OF_SERIES = np.dtype(
 
 
 class RunStatistics:
-    """The last value of each series of a run, and the worst so far of those that have a worse direction.
+    """The last value of each series of a run, and the worst so far of series with a worse direction.
 
     Args:
         table: the series.
-
-    Attributes:
-        tensors: the layer and the name of each tensor that has statistics.
     """
 
     def __init__(self, table: SeriesTable) -> None:
         self._table = table
-        self.tensors: list[tuple[str, str]] = []
-        self._numbers: dict[tuple[str, str], int] = {}
-        self._families: dict[Family, int] = {}
         self._of = np.empty(0, _OF_SERIES)
 
     def add(self, records: StepRecords) -> None:
-        """Take the numbers of a step."""
         self._grow()
         of, series, values = self._of, records.series, np.frombuffer(records.values)
         of["last"][series], of["has"][series] = values, True
@@ -148,52 +114,34 @@ class RunStatistics:
         of["iteration"][taken] = records.iteration
 
     def last(self) -> Iterator[Row]:
-        """The last value of each series."""
         for number in np.flatnonzero(self._of["has"]).tolist():
             yield row_of(self._table[number], float(self._of["last"][number]))
 
     def worst(self) -> Iterator[Worst]:
-        """The worst value of each series, and when it first was."""
+        """The worst value of each series, and its first iteration."""
         for number in np.flatnonzero(self._of["iteration"] >= 0).tolist():
             row = row_of(self._table[number], float(self._of["worst"][number]))
             yield Worst(row, int(self._of["iteration"][number]))
 
-    def columns(self) -> dict[str, StatisticColumn]:
-        """Statistic -> its column, without users' own numbers."""
-        found: dict[str, tuple[Family, list[int]]] = {}
-        for family, number in self._families.items():
-            if family.tensor:
-                found.setdefault(family.statistic, (family, []))[1].append(number)
-        columns = {name: self._column(family, numbers) for name, (family, numbers) in found.items()}
-        return {name: column for name, column in columns.items() if len(column.tensors)}
-
-    def _column(self, family: Family, numbers: Sequence[int]) -> StatisticColumn:
-        of = self._of[self._of["has"] & np.isin(self._of["family"], numbers)]
-        worst = np.where(of["iteration"] < 0, of["last"], of["worst"])
-        return StatisticColumn(of["tensor"], of["last"], worst, of["iteration"], family)
-
     def _grow(self) -> None:
-        """Make room for new series; where an interruption comes first, the next step does so."""
-        numbers, families = self._numbers, self._families
+        """Make room for new series; after an interruption the next step does so."""
+        families = (self._table[number].family for number in range(len(self._of), len(self._table)))
         new = [
             (
-                numbers.setdefault((one.layer, one.tensor), len(numbers)),
-                families.setdefault(one.family, len(families)),
-                *(math.nan, math.nan, math.nan, -1),
-                *(sign_of(one.family.worse), one.family.has_direction, False, one.family.is_of_delayed_scaling),
+                *(math.nan, math.nan, math.nan, -1, sign_of(family.worse)),
+                *(family.has_direction, False, family.is_of_delayed_scaling),
             )
-            for one in (self._table[number] for number in range(len(self._of), len(self._table)))
+            for family in families
         ]
         if new:
-            self.tensors = list(numbers)
             self._of = np.append(self._of, np.array(new, _OF_SERIES))
 
 
 class Lost(NamedTuple):
-    """Why a place is among the worst by a statistic that does not show it: what is lost there by another one.
+    """The loss that puts a place among the worst by another statistic, which does not show it.
 
     Attributes:
-        statistic: the other one.
+        statistic: the statistic that shows the loss.
         value: its value.
     """
 
@@ -204,19 +152,19 @@ class Lost(NamedTuple):
 def worst_first(
     most: int, family: Family, values: Mapping[_Place, float], beside: Callable[[str], Mapping[_Place, float]]
 ) -> dict[_Place, Lost | None]:
-    """The worst places by a statistic, the worst first: the one answer for all who list the worst layers.
+    """Return the worst places by a statistic, the worst first.
 
-    An SQNR or a squared error says little about elements that are lost next to an outlier. For these statistics, the
-    places with the most underflows and overflows take turns with the places that are worst by the statistic itself.
+    An SQNR or a squared error does not show elements that are lost next to an outlier. For these statistics, the
+    places with the most underflows and overflows alternate with the places that are worst by the statistic itself.
 
     Args:
         most: the maximum number of places.
         family: the statistic.
-        values: the values of the places, such as layers. Those of delayed scaling's first step are left out.
-        beside: a statistic's name in records -> its values, likewise, of the same tensor.
+        values: the values of the places, such as layers, without delayed scaling's first step.
+        beside: a statistic's name in records -> its values for the same tensor.
 
     Returns:
-        The places, each with what brings it here if that is not the statistic itself.
+        The places, each with the loss that brings it here, or None for the statistic itself.
     """
     lists: list[list[tuple[_Place, Lost | None]]] = [[(place, None) for place in _worst(most, family, values)]]
     request = family.request

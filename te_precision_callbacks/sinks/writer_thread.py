@@ -1,12 +1,12 @@
-"""A thread that writes what the training's thread hands over, every few seconds.
+"""A thread that writes jobs of the training thread, every few seconds.
 
 thread = WriterThread("records", writing)   # writing.take(job), flush() and leave() run in the thread
 thread.put(job, count)                      # returns at once: False if the queue is full, and the job is dropped
-is_written = thread.hurry()                 # does not wait for the next time; is_written() is True when all is written
-thread.finish()                             # waits until everything is written, or until the disk no longer answers
+is_written = thread.hurry()                 # flush soon; is_written() is True when all is written
+thread.finish()                             # waits until everything is written, or the disk does not respond
 thread.take_failure()                       # the exception that has ended the thread, if any
 
-The training's thread touches no file and never waits for a disk, except in ``finish``, which has a deadline.
+The training thread touches no file and never waits for a disk, except in ``finish``, which has a deadline.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ JobT_contra = TypeVar("JobT_contra", contravariant=True)
 
 
 class Writing(Protocol[JobT_contra]):
-    """What writes, in the thread. An exception ends the thread, and drops what waits."""
+    """Writes jobs, in the thread. An exception ends the thread, and drops queued jobs."""
 
     def take(self, job: JobT_contra) -> bool:
-        """Write a job, or keep it for :meth:`flush`; False: not yet, so it is offered again after the next pause."""
+        """Write a job, or keep it for :meth:`flush`; False to get it again after the next pause."""
 
     def flush(self) -> None:
-        """Write what was kept; called when nothing waits any more."""
+        """Write the jobs that were taken; called when the queue is empty."""
 
     def leave(self) -> None:
-        """Close the files: everything is written, or something could not be written."""
+        """Close the files, after everything is written or writing has failed."""
 
 
 class WriterThread(Generic[JobT]):
-    """A daemon thread, since the interpreter would wait for any other one before all else at its end.
+    """A daemon thread; the interpreter would wait for a normal thread before all else at its end.
 
     Args:
-        what: the name of what is written, for messages and for the thread.
-        writing: writes it.
-        most_waiting: the numbers that may wait; a job that has numbers is dropped while more wait.
+        what: the name of the file, for messages and for the thread.
+        writing: writes the jobs.
+        most_waiting: the number of values that may wait; a job with values is dropped while more wait.
     """
 
     def __init__(self, what: str, writing: Writing[JobT], most_waiting: int) -> None:
@@ -79,7 +79,7 @@ class WriterThread(Generic[JobT]):
 
     @property
     def waiting(self) -> int:
-        """The numbers that are not written yet."""
+        """The number of values that are not written yet."""
         return self._given - self._written
 
     def put(self, job: JobT, count: int = 0) -> bool:
@@ -118,10 +118,10 @@ class WriterThread(Generic[JobT]):
             )
 
     def hurry(self) -> Callable[[], bool]:
-        """Have what waits written at once. May be called in any thread, and in the handler of a signal.
+        """Write queued jobs now. Any thread and any signal handler may call this.
 
         Returns:
-            Tells whether it is written: never, after a failure.
+            A function that returns whether they are written; always False after a failure.
         """
         written = threading.Event()
         self._asked.put(written)
@@ -129,14 +129,13 @@ class WriterThread(Generic[JobT]):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nothing waits, and nothing that was handed over is lost."""
         return not self._jobs and self._is_flushed and not self._has_lost  # in this order: a job is taken, then flushed
 
     def finish(self) -> None:
-        """Wait until everything is written, as long as something is written at least every :data:`LONGEST_STILL`
-        seconds; if not, an error says what is missing, and the thread may still write while the process lives.
+        """Wait until everything is written, as long as there is progress within :data:`LONGEST_STILL` seconds.
 
-        An interruption may end the waiting, and a second call goes on with it.
+        Otherwise an error names the missing values, and the thread may still write while the process lives. After an
+        interruption, a second call continues to wait.
         """
         if os.getpid() != self._process:
             return
@@ -171,14 +170,13 @@ class WriterThread(Generic[JobT]):
             )
 
     def take_failure(self) -> BaseException | None:
-        """The exception that has ended the thread; None the next time."""
+        """Return the exception that has ended the thread, once."""
         failure, self._failure = self._failure, None
         return failure
 
     # ------------------------------------------------------------------ in the thread
 
     def note_progress(self) -> None:
-        """The disk has taken something: ``finish`` goes on waiting."""
         self._progress += 1
 
     def _run(self) -> None:
@@ -223,7 +221,7 @@ class WriterThread(Generic[JobT]):
 
 
 def all_within(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
-    """Wait until all that was hurried is written, or for so many seconds; returns whether it is."""
+    """Wait until everything is written, for at most some seconds; return whether it is."""
     until = time.monotonic() + seconds
     left = list(written)
     while left and time.monotonic() < until:

@@ -1,10 +1,10 @@
-"""What low precision costs and saves, expected and measured: times of matrix products, layer by layer, and memory.
+"""Speed and memory of low precision: expected and measured times of matrix products by layer, and planned memory.
 
     from te_precision_callbacks.speed import device_named, estimate_step, step_of_run
     speed = estimate_step(step_of_run(open_run("logs")), device_named("b300"))
     speed.times, speed.total, speed.advice
 
-docs/speed.md has the model, its constants, and how well it agrees with published times.
+docs/speed.md describes the model, its constants, and its agreement with published times.
 """
 
 from __future__ import annotations

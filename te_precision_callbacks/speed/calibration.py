@@ -3,25 +3,25 @@
     table = calibrate(with_recipes(products, recipes))     # with CUDA events
     table.write(Path("speed_calibration.json"))
     table = Calibration.read(Path("speed_calibration.json"))
-    expected(products, recipes, device, table=table)   # its times first, the model's where it has none
+    timed(with_recipes(products, recipes), device, table=table)   # the model fills in what was not measured
 
 Three kinds of times: ``high`` is ``torch.matmul`` in BF16, ``gemm`` Transformer Engine's GEMM of quantized operands,
 and ``cast`` the quantizer of an operand in the directions that its GEMMs read. On a CPU the same code runs on the
-reference backend, with the clock of the CPU: its times say nothing about a GPU, and are never used for one.
+reference backend; those times are never used for a GPU.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import pydantic.dataclasses
+from pydantic import Field, TypeAdapter, ValidationError
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
@@ -35,63 +35,57 @@ logger = logging.getLogger(__name__)
 DEFAULT_FILE = Path("speed_calibration.json")
 
 _REPEATS, _CALLS = 7, 10
-"""The measurements of a time, and the calls of each of them."""
+"""Measurements per time, and calls per measurement."""
 
 
-class Time(NamedTuple):
-    """A measured time.
+@pydantic.dataclasses.dataclass(frozen=True)
+class Time:
+    """A measured time: the median in milliseconds per call, and the relative standard deviation of its measurements."""
 
-    Attributes:
-        ms: the median of its measurements, in milliseconds a call.
-        spread: their relative standard deviation.
-    """
-
-    ms: float
-    spread: float
+    ms: float = Field(gt=0, allow_inf_nan=False)
+    spread: float = Field(ge=0)
 
 
-@dataclass
+@pydantic.dataclasses.dataclass
 class Calibration:
     """Measured times of one device.
 
     Attributes:
-        device: what ``torch.cuda.get_device_name`` says of it; ``cpu`` for the reference backend.
-        versions: of torch and Transformer Engine.
-        times: what was measured -> its time. The keys are those of :func:`high_key`, :func:`gemm_key` and
-            :func:`cast_key`.
+        device: its name in ``torch.cuda.get_device_name``; ``cpu`` for the reference backend.
+        versions: versions of torch and Transformer Engine.
+        times: times by the keys of :func:`high_key`, :func:`gemm_key` and :func:`cast_key`.
     """
 
     device: str
-    versions: dict[str, str] = field(default_factory=dict)
-    times: dict[str, Time] = field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+    times: dict[str, Time] = Field(default_factory=dict)
 
     def ms(self, key: str) -> float | None:
         """Return a time in milliseconds; None if it was not measured."""
-        found = self.times.get(key)
-        return None if found is None else found.ms
+        time = self.times.get(key)
+        return None if time is None else time.ms
 
     def check_device(self, device: Device) -> None:
-        """Check that the times are of a device.
+        """Check that the times were measured on a device.
 
         Raises:
-            CalibrationError: they are of another one.
+            CalibrationError: they were measured on another one.
         """
         if not device.is_called(self.device):
             raise CalibrationError(
-                f"The measured times are of {self.device!r}, and times are expected for {device.title}. Measure them"
-                " there with --calibrate, or leave out --table."
+                f"The table has times measured on {self.device!r}, not on {device.title}. Measure on that device with"
+                " --calibrate, or omit --table."
             )
 
     def write(self, path: Path) -> None:
-        """Write the table as JSON, in place of the file.
+        """Write the table as JSON, replacing the file.
 
         Raises:
             CalibrationError: it cannot be written.
         """
-        times = {key: measured._asdict() for key, measured in self.times.items()}
         try:
             new = path.with_name(f".{path.name}.new")
-            new.write_text(json.dumps({**asdict(self), "times": times}, indent=1) + "\n", encoding="utf-8")
+            new.write_bytes(_TABLE.dump_json(self, indent=1) + b"\n")
             new.replace(path)
         except OSError as error:
             raise CalibrationError(f"The measured times cannot be written to {path}: {error}") from None
@@ -101,23 +95,23 @@ class Calibration:
         """Read a table.
 
         Raises:
-            CalibrationError: it cannot be read, or is not such a table.
+            CalibrationError: it cannot be read, or is not a valid table.
         """
         try:
-            read = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            return _TABLE.validate_json(path.read_bytes())
+        except OSError as error:
             why = why_unreadable(error)
             raise CalibrationError(f"The table of measured times {path} cannot be read: {why}.") from None
-        try:
-            times = {key: Time(float(one["ms"]), float(one["spread"])) for key, one in read["times"].items()}
-            found = cls(str(read["device"]), dict(read["versions"]), times)
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            why = f"field {error.args[0]} is missing" if isinstance(error, KeyError) else "a field has a wrong type"
-            raise CalibrationError(f"{path} is no table of measured times, which --calibrate writes: {why}.") from None
-        wrong = next((key for key, one in times.items() if not (0 < one.ms < math.inf and one.spread >= 0)), None)
-        if wrong is not None:
-            raise CalibrationError(f"{path}: the time of {wrong!r} is {times[wrong]}. Measure it again.")
-        return found
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"])) or "the file"
+            raise CalibrationError(
+                f"{path} is not a table of measured times as written by --calibrate: {where}: {problem['msg']}. Measure"
+                " again."
+            ) from None
+
+
+_TABLE = TypeAdapter(Calibration)
 
 
 def high_key(shape: Shape) -> str:
@@ -143,17 +137,16 @@ def calibrate(
     table: Calibration | None = None,
     report: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
-    """Measure the times of products that a table does not have yet.
+    """Measure the times of products that are missing from a table.
 
     Args:
-        products: products with their recipes, as :func:`~te_precision_callbacks.speed.expected.with_recipes` returns
-            them.
+        products: products with their recipes, from :func:`~te_precision_callbacks.speed.expected.with_recipes`.
         device: ``cuda``, or ``cpu`` for the reference backend.
-        table: the table to add to; None for a new one.
-        report: called before each measurement with its key, its number, and how many there are.
+        table: the table to extend; None for a new one.
+        report: called before each measurement with its key, its number and the number of measurements.
 
     Raises:
-        CalibrationError: there is no such device here, or the table is of another one.
+        CalibrationError: this machine has no such device, or the table is for another one.
     """
     from te_precision_callbacks import reference
 
@@ -162,8 +155,8 @@ def calibrate(
 
     if device == "cuda" and not torch.cuda.is_available():
         raise CalibrationError(
-            "--calibrate measures on a GPU, and torch finds none here. Run it on the machine of the training, and carry"
-            f" the table ({DEFAULT_FILE}) over."
+            "--calibrate measures on a GPU, and torch finds none here. Run it on the machine of the training, and copy"
+            f" the table ({DEFAULT_FILE})."
         )
     import transformer_engine
     import transformer_engine.pytorch
@@ -172,21 +165,23 @@ def calibrate(
     versions = {"torch": torch.__version__, "transformer_engine": transformer_engine.__version__}
     found = Calibration(name, versions) if table is None else table
     if found.device != name:
-        raise CalibrationError(f"The table has times of {found.device!r}, and this is {name!r}. Choose another file.")
+        raise CalibrationError(
+            f"The table has times measured on {found.device!r}; this is {name!r}. Choose another file."
+        )
     wanted = {key: make for key, make in _wanted(products, device).items() if key not in found.times}
     for number, (key, make) in enumerate(wanted.items(), 1):
         if report is not None:
             report(key, number, len(wanted))
         try:
             found.times[key] = _time_of(make(), device)
-        except (RuntimeError, AssertionError, ValueError, PrecisionDebugError) as error:  # a shape that a GEMM refuses
+        except (RuntimeError, AssertionError, ValueError, PrecisionDebugError) as error:  # an unsupported shape
             text = str(error).partition("\n")[0]
-            logger.warning("%s was not measured, so the model's time is taken: %s", key, text)
+            logger.warning("%s was not measured; using the model's time: %s", key, text)
     return found
 
 
 def _time_of(run: Callable[[], object], device: str) -> Time:
-    """Return the time of a call on a device, with all that it launches."""
+    """Measure a call on a device, including all kernels it launches."""
     import torch
 
     run()
@@ -194,7 +189,7 @@ def _time_of(run: Callable[[], object], device: str) -> Time:
     for _ in range(_REPEATS):
         if device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            run()  # the GPU is busy with it while the timed calls are launched
+            run()  # keeps the GPU busy during the launches of the timed calls
             start.record()
             for _ in range(_CALLS):
                 run()
@@ -210,7 +205,7 @@ def _time_of(run: Callable[[], object], device: str) -> Time:
 
 
 def _wanted(products: Iterable[tuple[Product, str]], device: str) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Return the keys to measure -> what makes the function to time."""
+    """Return the keys to measure -> a factory of the function to time."""
     found: dict[str, Callable[[], Callable[[], object]]] = {}
     low: dict[str, dict[str, tuple[Shape, str]]] = {}
     for product, recipe in products:
@@ -237,7 +232,7 @@ def _matmul(shape: Shape, device: str) -> Callable[[], object]:
 
 
 def _quantizer(recipe: str, operand: str, directions: tuple[bool, bool]) -> Any:
-    """Return the quantizer that a te.Linear has for an operand under a recipe, with the recipe's defaults."""
+    """Return a te.Linear's quantizer for an operand in a recipe with default arguments."""
     from transformer_engine.common import recipe as recipes
     from transformer_engine.pytorch.quantization import RecipeState
 

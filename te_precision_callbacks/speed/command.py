@@ -1,4 +1,4 @@
-"""``te-precision speed``: what low precision costs and buys, expected for a device that need not be here, and measured.
+"""``te-precision speed``: expected times for a device, which need not be on this machine, and measured ones.
 
 Usage::
 
@@ -35,32 +35,29 @@ DeviceName = Annotated[
     typer.Option(
         "--device",
         metavar="NAME",
-        help="The device that times are expected for, such as h100, h200_nvl, b300, or the path of a YAML file with a"
-        " device of your own. The default is the GPU of the run.",
+        help="The device for expected times, such as h100, h200_nvl, b300, or the path of a YAML file with your own"
+        " device. The default is the GPU of the run.",
     ),
 ]
-"""The option of commands that expect times."""
 
 Calibrate = Annotated[
     bool,
     typer.Option(
         "--calibrate",
-        help="Measure the shapes on this GPU, as Transformer Engine runs them, and keep the times in the file of"
-        " --table; only what the file does not have is measured.",
+        help="Measure the shapes on this GPU, as Transformer Engine runs them, and save the times in the file of"
+        " --table. Times in the file are not measured again.",
     ),
 ]
-"""The option of commands that can measure."""
 
 TableFile = Annotated[
     Path | None,
     typer.Option(
         "--table",
         metavar="FILE",
-        help="Measured times, which come before those of the model. --calibrate writes them to it; its default is then"
+        help="Measured times, which take precedence over the model's. Written by --calibrate; the default is then"
         " speed_calibration.json.",
     ),
 ]
-"""The option of commands that take measured times."""
 
 
 def speed_command(
@@ -76,7 +73,7 @@ def speed_command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The recipe of --shapes; with a run, what its layers in high precision could run in.",
+            help="The recipe of --shapes; with a run, a recipe for its layers in high precision.",
         ),
     ] = None,
     device: DeviceName = None,
@@ -87,32 +84,30 @@ def speed_command(
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="A trace that profile= recorded, whose times are shown beside the expected ones. The default is the"
-            " last one of the run. Without a run, the trace alone is shown.",
+            help="A trace recorded with profile=, shown beside the expected times. The default is the last one of the"
+            " run. Without a run, only the trace is shown.",
         ),
     ] = None,
     run: Run = None,
     as_json: Json = False,
 ) -> None:
-    """Show where low precision saves time, where it does not, and what to do: for a GPU that need not be here."""
+    """Show where low precision saves time, where it does not, and what to change."""
     if path is None and shapes is None and trace is not None:
         expecting = {"--recipe": recipe, "--device": device, "--table": table}
         for name, value in (expecting | {"--calibrate": calibrate or None}).items():
             if value is not None:
-                raise typer.BadParameter(
-                    "it is for expected times; give the log folder of the run, too", param_hint=name
-                )
+                raise typer.BadParameter("needs expected times; also give the log folder of the run", param_hint=name)
         from te_precision_callbacks.speed.recorded import RunSpeed
         from te_precision_callbacks.speed.trace import measure, read_trace
 
         _show(RunSpeed(measured=measure(read_trace(trace))), as_json=as_json)
         return
     if path is not None and shapes is not None:
-        raise typer.BadParameter("both a run and --shapes were given; give one of the two", param_hint="RUN")
+        raise typer.BadParameter("give either a run or --shapes, not both", param_hint="RUN")
     if path is None and shapes is None:
         raise typer.BadParameter("give the log folder of a run, --shapes, or --trace", param_hint="RUN")
     if path is None and trace is not None:
-        raise typer.BadParameter("a trace has no shapes to expect times of; give one of the two", param_hint="--trace")
+        raise typer.BadParameter("give either --trace or --shapes, not both", param_hint="--trace")
 
     def expect(step: Step, chosen: Device) -> StepSpeed:
         return speed_of_step(step, chosen, recipe=recipe, calibrate=calibrate, table=table)
@@ -123,9 +118,9 @@ def speed_command(
     from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.speed.recorded import run_speed
 
-    recorded, told = chosen_run(path, run)
-    if told:
-        terminal.show_text(told, err=as_json)
+    recorded, message = chosen_run(path, run)
+    if message:
+        terminal.show_text(message, err=as_json)
     known = run_speed(recorded, expect, device=device, trace=trace)
     if known.why_not is not None and known.measured is None:
         raise type(known.why_not)(" ".join([str(known.why_not), *known.notes[:-1]]))
@@ -149,7 +144,7 @@ def _show_shapes(
     *,
     as_json: bool,
 ) -> None:
-    """Print what is expected of linear layers, without a run."""
+    """Print expected times of linear layers."""
     if device is None:
         raise typer.BadParameter("shapes need a device, such as --device h200", param_hint="--device")
     if recipe is None:
@@ -181,11 +176,11 @@ def speed_of_step(
     calibrate: bool = False,
     table: Path | None = None,
 ) -> StepSpeed:
-    """What is expected of a step, with measured times if a command has been asked for them.
+    """Return the expected speed of a step, with measured times as a command's options ask.
 
     Raises:
-        SpeedError: as from :func:`~te_precision_callbacks.speed.estimate.estimate_step`.
-        CalibrationError: the table cannot be used, or nothing can be measured here.
+        SpeedError: as in :func:`~te_precision_callbacks.speed.estimate.estimate_step`.
+        CalibrationError: the table cannot be used, or this machine cannot measure.
     """
     from te_precision_callbacks.speed import calibration
     from te_precision_callbacks.speed.estimate import estimate_step

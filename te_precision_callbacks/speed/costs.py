@@ -1,4 +1,4 @@
-"""What one matrix product costs: operations, bytes, launches, and from them milliseconds.
+"""Cost of one matrix product: operations, bytes and launches, and from them milliseconds.
 
     shape = Shape.parse("15872x4096x12288")       # tokens x in x out: m, k and n
     device = device_named("b300")
@@ -6,12 +6,12 @@
     gemm_cost(shape, "fp8_current_scaling", device).low_ms          # a GEMM of quantized operands
     cast_cost("fp8_current_scaling", "weight", 4096 * 12288, device).low_ms
 
-A kernel takes the time of its operations at a share of the peak, or that of its bytes at a share of the bandwidth,
+A kernel takes the time of its operations at a share of the peak, or of its bytes at a share of the bandwidth,
 whichever is longer, and at least a launch. A cast takes the time of its bytes, and a launch for each of its kernels.
 The shares and the launch are :class:`~te_precision_callbacks.speed.devices.Constants`.
 
-The bytes of a cast, for an element of two bytes. A direction is rowwise or columnwise; codes of one scale are needed
-once where the GPU multiplies every layout (Blackwell), and otherwise once for each direction.
+Bytes of a cast, per element of two bytes. A direction is rowwise or columnwise; codes with one scale are needed once
+where the GPU multiplies every layout (Blackwell), and otherwise once for each direction.
 
 =================== ================================ ============================= =====================================
 recipe              read                             written for each direction    kernels
@@ -45,25 +45,23 @@ from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
 from te_precision_callbacks.speed.errors import SpeedError
 
 _HIGH_BYTES = 2
-"""Of an element in BF16."""
+"""Bytes of an element in BF16."""
 
 _LEAST_MS = 0.002
-"""The time of the smallest kernel: torchao's ``roofline_utils.py``, measured on an H100."""
+"""Time of the smallest kernel: torchao's ``roofline_utils.py``, measured on an H100."""
 
 _BYTES_OF_KERNEL = {HIGH: 2.0, "fp8": 1.0, "fp8_block": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Kernels -> the bytes that they read for an element of an operand."""
+"""Kernels -> bytes read per element of an operand."""
 
 _LARGEST = 2**31
-"""No dimension of a GEMM is larger."""
+"""Limit of a GEMM's dimensions."""
 
 
 class Shape(NamedTuple):
-    """The shape of a GEMM: the result has m rows of n elements, each a sum of k products.
+    """Shape of a GEMM: the result has m rows of n elements, each a sum of k products.
 
-    For a forward m is tokens, k in_features, and n out_features, and the text is tokens x in x out.
-
-    Attributes:
-        batch: how many such products a call makes.
+    For a forward m is tokens, k in_features, and n out_features, and the text is tokens x in x out. A call makes
+    ``batch`` such products.
     """
 
     m: int
@@ -73,25 +71,19 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """The shape of ``15872x4096x12288``: m, k and n.
+        """Parse m, k and n from a text such as ``15872x4096x12288``.
 
         Raises:
-            SpeedError: the text is no shape.
+            SpeedError: the text is not a shape.
         """
-        parts = [part.strip() for part in text.split("x")]
-        if len(parts) != 3 or len(text) > 100:
+        match = re.fullmatch(r"\s*(\d{1,10})\s*x\s*(\d{1,10})\s*x\s*(\d{1,10})\s*", text)
+        sizes = [] if match is None else [int(size) for size in match.groups()]
+        if not sizes or not all(0 < size < _LARGEST for size in sizes):
             raise SpeedError(
-                f"{text[:100]!r} is no shape. Write tokens x in_features x out_features, such as"
-                " 15872x4096x12288; several with commas between them."
+                f"{text[:100]!r} is not a shape. Write tokens x in_features x out_features, such as 15872x4096x12288,"
+                f" with sizes from 1 to {_LARGEST - 1}; several with commas between them."
             )
-        wrong = next((part for part in parts if not (re.fullmatch("[0-9]+", part) and 0 < int(part) < _LARGEST)), None)
-        if wrong is not None:
-            raise SpeedError(
-                f"{text!r} is no shape: {wrong!r} is no size. Sizes are whole numbers from 1 to {_LARGEST - 1}, such as"
-                " 4096 in 15872x4096x12288."
-            )
-        m, k, n = map(int, parts)
-        return cls(m, k, n)
+        return cls(*sizes)
 
     @property
     def operations(self) -> int:
@@ -104,49 +96,40 @@ class Shape(NamedTuple):
 
 
 def shape_of(product: Product) -> Shape:
-    """Return the shape of a product: m are the rows of the result, which ``Product`` calls n."""
+    """Return the shape of a product; m are the rows of the result, which ``Product`` calls n."""
     return Shape(product.n, product.k, product.m, product.batch)
 
 
 class Cast(NamedTuple):
-    """A cast of one operand.
-
-    Attributes:
-        bytes: what it reads and writes.
-        kernels: how many kernels it launches.
-    """
+    """Bytes that a cast of one operand reads and writes, and the kernels it launches."""
 
     bytes: float
     kernels: int
 
 
 class Cost(NamedTuple):
-    """The time of a product in low precision, in milliseconds.
+    """Time of a product in low precision, in milliseconds.
 
     Attributes:
-        kernel_ms: the GEMM.
-        cast_ms: the casts of its operands: their bytes.
-        padding_ms: what rows and columns that fill a shape up to a size that works add to the GEMM.
-        launch_ms: the launches of the casts.
+        kernel_ms: the GEMM, including padding.
+        cast_ms: the casts of its operands, including launches.
     """
 
     kernel_ms: float
     cast_ms: float = 0.0
-    padding_ms: float = 0.0
-    launch_ms: float = 0.0
 
     @property
     def low_ms(self) -> float:
-        """All of it."""
-        return sum(self)
+        """The total."""
+        return self.kernel_ms + self.cast_ms
 
     def times(self, count: float) -> Cost:
-        """That of several calls."""
-        return Cost(*(part * count for part in self))
+        """Return the cost of several calls."""
+        return Cost(self.kernel_ms * count, self.cast_ms * count)
 
     def plus(self, other: Cost) -> Cost:
-        """That of both."""
-        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+        """Return the sum of two costs."""
+        return Cost(self.kernel_ms + other.kernel_ms, self.cast_ms + other.cast_ms)
 
 
 def cast_of(
@@ -158,21 +141,20 @@ def cast_of(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Cast:
-    """What the cast of an operand reads, writes and launches.
+    """Return the bytes and launches of a cast.
 
     Args:
         recipe: one of :data:`~te_precision_callbacks.base.vocabulary.RECIPES`.
-        operand: a weight has blocks in two dimensions, and no Hadamard transform.
-        elements: its elements, of two bytes each.
-        capability: the compute capability of the GPU.
-        rowwise: whether a GEMM reads its rows.
-        columnwise: whether a GEMM reads its columns.
+        operand: the operand; a weight has blocks in two dimensions, and no Hadamard transform.
+        elements: number of elements, of two bytes each.
+        capability: compute capability of the GPU.
+        rowwise, columnwise: whether a GEMM reads its rows, and its columns.
     """
     directions = int(rowwise) + int(columnwise)
     if not directions or not elements:
         return Cast(0.0, 0)
     if recipe == "fp8_block_scaling" and capability >= (10, 0):
-        recipe = "mxfp8"  # which emulates it there
+        recipe = "mxfp8"  # block scaling is emulated by MXFP8
     if recipe in ONE_SCALE:
         written = 1 if takes_any_layout(capability) else directions
         reads, kernels = (2, 4) if recipe == "fp8_current_scaling" else (1, 1)
@@ -195,11 +177,11 @@ def cast_of(
 def cast_cost(
     recipe: str, operand: OperandName, elements: int, device: Device, *, rowwise: bool = True, columnwise: bool = True
 ) -> Cost:
-    """Return the time of a cast: of its bytes and of its launches. The arguments are those of :func:`cast_of`."""
+    """Return the time of a cast: of its bytes and of its launches. For the arguments see :func:`cast_of`."""
     cast = cast_of(recipe, operand, elements, device.capability, rowwise=rowwise, columnwise=columnwise)
     fitted = device.fitted
     of_bytes = cast.bytes / (device.bandwidth_tbs * 1e9 * fitted.cast[recipe])
-    return Cost(0.0, of_bytes, 0.0, cast.kernels * fitted.launch_ms)
+    return Cost(0.0, of_bytes + cast.kernels * fitted.launch_ms)
 
 
 @functools.cache
@@ -210,11 +192,11 @@ def _kernel_ms(shape: Shape, kernel: str, peak: float, share: float, bandwidth: 
 
 
 def kernel_ms(shape: Shape, kernel: str, device: Device) -> float:
-    """The time of a GEMM whose operands are there.
+    """Return the time of a GEMM without casts.
 
     Args:
         shape: its shape.
-        kernel: ``bf16``, or one of the values of :data:`~te_precision_callbacks.speed.devices.KERNEL_OF_RECIPE`.
+        kernel: ``bf16``, or a value of :data:`~te_precision_callbacks.speed.devices.KERNEL_OF_RECIPE`.
         device: the device.
     """
     if not shape.operations:
@@ -227,13 +209,13 @@ def kernel_ms(shape: Shape, kernel: str, device: Device) -> float:
 
 
 def high_ms(shape: Shape, device: Device) -> float:
-    """The time of a GEMM in BF16."""
+    """Return the time of a GEMM in BF16."""
     return kernel_ms(shape, HIGH, device)
 
 
 def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
-    """The shape with each dimension filled up to a size that the recipe's GEMM takes."""
-    # The table has cuBLAS's terms: its m are the columns of the result, its n the rows.
+    """Return the shape padded to sizes that the recipe's GEMM accepts."""
+    # The table uses cuBLAS's terms: m are the columns of the result, n the rows.
     of = {"m": "n", "n": "m", "k": "k", "lda": "k", "ldb": "k"}
     sizes = shape._asdict()
     for rule in rules(SCALING_OF_RECIPE[recipe], capability):
@@ -243,18 +225,17 @@ def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
 
 
 def gemm_cost(shape: Shape, recipe: str, device: Device) -> Cost:
-    """The time of a GEMM whose operands are there in low precision, with its padding."""
-    kernel = KERNEL_OF_RECIPE[recipe]
-    plain = kernel_ms(shape, kernel, device)
-    return Cost(plain, padding_ms=kernel_ms(padded(shape, recipe, device.capability), kernel, device) - plain)
+    """Return the time of a GEMM of quantized operands, padded where the recipe needs it."""
+    return Cost(kernel_ms(padded(shape, recipe, device.capability), KERNEL_OF_RECIPE[recipe], device))
 
 
 def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
-    """The operands of a layer that are cast: each with the first GEMM that reads it, and whether its rows and columns
-    are cast. Transformer Engine casts no columns without rows of a gradient, nor of any operand with one scale.
+    """Yield each operand that a layer casts, the first GEMM that reads it, and whether its rows and columns are cast.
+
+    Transformer Engine casts columns without rows neither of a gradient nor of an operand with one scale.
 
     Args:
-        low: the GEMMs of the layer that run in low precision, and their recipes.
+        low: GEMMs of the layer that run in low precision -> their recipes.
     """
     for operand in get_args(OperandName):
         rowwise, columnwise = ROWWISE[operand], COLUMNWISE[operand]
@@ -265,7 +246,7 @@ def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, 
 
 
 def operand_sizes(operand: OperandName, gemm: str, shape: Shape) -> tuple[int, int]:
-    """The rows and columns of an operand in memory, from the shape of a GEMM that reads it."""
+    """Return the rows and columns of an operand in memory, from the shape of a GEMM that reads it."""
     m, k, n = shape.m, shape.k, shape.n
     sizes = {
         ("activation", "fprop"): (m, k),

@@ -1,10 +1,10 @@
 """Devices, as data: peaks, bandwidth and compute capability, each with its source.
 
     device = device_named("h200")              # an H200 SXM
-    device_named("my_device.yaml")             # a file of one's own, with the same keys
-    device_reported("NVIDIA B300 SXM6 AC")     # as torch.cuda.get_device_name() has it; None for an unknown one
+    device_named("my_device.yaml")             # a custom device file
+    device_reported("NVIDIA B300 SXM6 AC")     # by the name of torch.cuda.get_device_name(); None if unknown
 
-A device file has the keys of :class:`Device`, without those that have a default if they are not known::
+A device file has the keys of :class:`Device`; those with a default are optional::
 
     title: My accelerator
     capability: [9, 0]
@@ -38,18 +38,18 @@ KERNEL_OF_RECIPE: Mapping[str, str] = {
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
 }
-"""Recipe -> the kernels that multiply its operands, as ``Constants.kernel`` names them."""
+"""Recipe -> the kernels that multiply its operands, as in ``Constants.kernel``."""
 
 
 class Scatter(BaseModel):
-    """How far a time can be from the model's, as a relative standard deviation.
+    """Relative standard deviations of measured times from the model's.
 
     Attributes:
-        kernel: of the time of one shape's kernel.
-        cast: of the time of its casts and their launches.
-        run: of everything in one run, such as its clocks.
-        transfer: of a speed-up on another device like the one that was measured.
-        quantile: the quantile of Student's t for an interval of 95 %, at the degrees of freedom of the estimate.
+        kernel: one shape's kernel.
+        cast: its casts, including launches.
+        run: everything in one run, such as its clocks.
+        transfer: a speed-up on a device similar to the measured one.
+        quantile: quantile of Student's t for a 95 % interval, at the degrees of freedom of the estimate.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,15 +62,14 @@ class Scatter(BaseModel):
 
 
 class Constants(BaseModel):
-    """What was measured on one device, and is taken for all devices like it.
+    """Constants measured on one device, and used for similar devices.
 
     Attributes:
-        measured_on: the title of that device.
-        kernel: kernels (:data:`KERNEL_OF_RECIPE`, and ``bf16``) -> the share of the peak that they reach.
-        cast: recipe -> the share of the memory's bandwidth that its casts reach.
-        launch_ms: what each kernel of a cast takes apart from its bytes, in milliseconds.
-        bandwidth: the share of the memory's bandwidth that other kernels reach.
-        scatter: how far times are from the model's.
+        measured_on: the title of the measured device.
+        kernel: kernels (:data:`KERNEL_OF_RECIPE`, and ``bf16``) -> share of the peak.
+        cast: recipe -> share of the memory bandwidth reached by its casts.
+        launch_ms: milliseconds of each kernel of a cast in addition to its bytes.
+        bandwidth: share of the memory bandwidth reached by other kernels.
         source: where the measured times are published.
     """
 
@@ -86,17 +85,17 @@ class Constants(BaseModel):
 
 
 class Device(BaseModel):
-    """A device. Figures are of one GPU, dense, and without sparsity.
+    """A device. Figures are for one GPU, dense, without sparsity.
 
     Attributes:
         title: its full name.
-        other_names: further names that ``--device`` takes.
-        reported_as: what ``torch.cuda.get_device_name`` says on it.
+        other_names: further names for ``--device``.
+        reported_as: its names in ``torch.cuda.get_device_name``.
         capability: its compute capability.
-        bf16_tflops, fp8_tflops, fp4_tflops: peaks in 10^12 operations a second; None: there are no such tensor cores.
-        bandwidth_tbs: of its memory, in 10^12 bytes a second.
-        constants: the set of constants.yaml that it takes, or a set of its own.
-        sources: what the figures come from.
+        bf16_tflops, fp8_tflops, fp4_tflops: peaks in 10^12 operations per second; None without such tensor cores.
+        bandwidth_tbs: memory bandwidth in 10^12 bytes per second.
+        constants: a set of constants.yaml, or its own constants.
+        sources: sources of the figures.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -119,22 +118,22 @@ class Device(BaseModel):
 
     @property
     def is_measured(self) -> bool:
-        """Whether its constants were measured on it, and not on a device like it."""
+        """Whether its constants were measured on this device, not on a similar one."""
         return self.fitted.measured_on == self.title
 
     def peak_tflops(self, kernel: str) -> float | None:
-        """The peak of some kernels: ``bf16``, or one of the values of :data:`KERNEL_OF_RECIPE`."""
+        """Return the peak of kernels: ``bf16``, or a value of :data:`KERNEL_OF_RECIPE`."""
         return {HIGH: self.bf16_tflops, "nvfp4": self.fp4_tflops}.get(kernel, self.fp8_tflops)
 
     def is_called(self, name: str) -> bool:
-        """Return whether a name, as a trace or ``torch.cuda.get_device_name`` reports it, is of this device."""
+        """Return whether a trace or ``torch.cuda.get_device_name`` reports this device by a name."""
         return name in (self.title, *self.reported_as)
 
     def check_recipe(self, recipe: str) -> None:
         """Check that the device runs a recipe.
 
         Raises:
-            SpeedError: there is no such recipe, the device does not run it, or nothing is known of its speed.
+            SpeedError: the recipe is unknown, the device does not run it, or its speed is unknown.
         """
         if recipe not in RECIPES:
             from te_precision_callbacks.config.problems import suggestion  # readers load no configs
@@ -154,14 +153,16 @@ class Device(BaseModel):
             )
         if kernel not in self.fitted.kernel or recipe not in self.fitted.cast:
             raise SpeedError(
-                f"Nothing is known of {recipe} on devices like {self.title}, whose constants were measured on"
-                f" {self.fitted.measured_on}. Measure it there with --calibrate."
+                f"The speed of {recipe} on {self.title} is unknown: its constants were measured on"
+                f" {self.fitted.measured_on}. Measure it with --calibrate."
             )
 
 
 def _why_not(recipe: str, capability: tuple[int, int]) -> str:
-    """Why no GPU of a compute capability runs a recipe; empty if it does. As ``pytorch/quantization.py`` of Transformer
-    Engine 2.20.2 has it."""
+    """Return why a compute capability does not run a recipe; empty if it does.
+
+    From ``pytorch/quantization.py`` of Transformer Engine 2.20.2.
+    """
     if recipe in ("mxfp8", "nvfp4") and capability < (10, 0):
         return f"it needs compute capability 10.0, and this device has {capability[0]}.{capability[1]}"
     if recipe == "mxfp8" and capability >= (12, 0):
@@ -175,21 +176,21 @@ def _why_not(recipe: str, capability: tuple[int, int]) -> str:
 
 @functools.cache
 def known_devices() -> Mapping[str, Device]:
-    """Name -> device, of all that come with this package."""
+    """Return the devices of this package by name."""
     return {name: Device.model_validate(fields) for name, fields in _read("devices.yaml").items()}
 
 
 @functools.cache
 def constants() -> Mapping[str, Constants]:
-    """Name -> the constants that were measured."""
+    """Return the measured constants by name."""
     return {name: Constants.model_validate(fields) for name, fields in _read("constants.yaml").items()}
 
 
 def device_named(name: str) -> Device:
-    """A device by its name, or by the path of a device file.
+    """Return a device by its name or the path of a device file.
 
     Raises:
-        DeviceError: there is no such device, or the file cannot be used.
+        DeviceError: the device is unknown, or the file is invalid.
     """
     if name.endswith((".yaml", ".yml")):
         return _from_file(Path(name).expanduser())
@@ -203,14 +204,14 @@ def device_named(name: str) -> Device:
 
         names = [*known, *(other for device in known.values() for other in device.other_names)]
         raise DeviceError(
-            f"There is no device {name!r}.{suggestion(word, names)} The path of a YAML file with your own device works,"
-            " too; docs/speed.md shows one."
+            f"There is no device {name!r}.{suggestion(word, names)} A path of a YAML file with your own device also"
+            " works; docs/speed.md shows one."
         )
     return found
 
 
 def device_reported(name: str) -> Device | None:
-    """The device of a name that ``torch.cuda.get_device_name`` gives; None if it is not known."""
+    """Return the device with this name in ``torch.cuda.get_device_name``; None if unknown."""
     return next((device for device in known_devices().values() if name in device.reported_as), None)
 
 
@@ -218,37 +219,21 @@ def _from_file(path: Path) -> Device:
     from te_precision_callbacks.config.problems import suggestion
 
     try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        keys = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise DeviceError(f"The device file {path} cannot be read: {why_unreadable(error)}.") from None
     except yaml.YAMLError as error:
-        raise DeviceError(f"The device file {path} is no YAML: {error}") from None
-    if not isinstance(read, dict):
-        raise DeviceError(
-            f"The device file {path} holds no keys. It needs those of docs/speed.md, such as bf16_tflops."
-        )
-    unknown = read.get("constants")
-    if isinstance(unknown, str) and unknown not in constants():
-        raise DeviceError(f"{path}: constants: there is no set {unknown!r}.{suggestion(unknown, constants())}")
+        raise DeviceError(f"The device file {path} is not valid YAML: {error}") from None
+    name = keys.get("constants") if isinstance(keys, dict) else None
+    if isinstance(name, str) and name not in constants():
+        raise DeviceError(f"{path}: constants: there is no set {name!r}.{suggestion(name, constants())}")
     try:
-        return Device.model_validate(read)
+        return Device.model_validate(keys)
     except ValidationError as error:
-        raise DeviceError(f"The device file {path} cannot be used: {_in_words(error)}") from None
-
-
-def _in_words(error: ValidationError) -> str:
-    from te_precision_callbacks.config.problems import suggestion
-
-    found = []
-    for one in error.errors():
-        key = ".".join(str(part) for part in one["loc"] if part != "Constants")
-        if one["type"] == "missing":
-            found.append(f"field {key} is missing")
-        elif one["type"] == "extra_forbidden":
-            found.append(f"{key} is no key of a device.{suggestion(key, Device.model_fields)}")
-        else:
-            found.append(f"field {key} is {one['input']!r}, and {one['msg'].removeprefix('Input ')}")
-    return "; ".join(dict.fromkeys(found))
+        problems = dict.fromkeys(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise DeviceError(
+            f"The device file {path} is not valid: {'; '.join(problems)}. docs/speed.md shows a device file."
+        ) from None
 
 
 def _read(name: str) -> dict[str, Any]:

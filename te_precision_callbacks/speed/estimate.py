@@ -1,4 +1,4 @@
-"""The expected speed of a step: its products, their total, and advice.
+"""Expected speed of a step: its products, their total, and advice.
 
 speed = estimate_step(step_of_run(open_run("logs")), device_named("h200"))
 speed.times, speed.total, speed.advice, speed.notes
@@ -34,12 +34,12 @@ from te_precision_callbacks.speed.expected import (
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a training, of which times are estimated.
+    """A training step to estimate.
 
     Attributes:
         coverage: its products.
-        recipes: layer -> the recipe under which it ran; or one for all.
-        notes: what the reader of its times has to know.
+        recipes: layer -> its recipe; or one for all.
+        notes: limits of its times.
     """
 
     coverage: Coverage
@@ -48,20 +48,20 @@ class Step:
 
     @classmethod
     def of(cls, coverage: Coverage, precision: Iterable[GemmPrecision]) -> Step:
-        """Return the step of a session: its coverage, and the recipes of its ``precision``."""
+        """Return the step of a session, from its coverage and ``precision``."""
         return cls(coverage, {one.layer: one.recipe for one in precision if one.recipe})
 
 
 @dataclass(frozen=True)
 class StepSpeed:
-    """The expected speed of a step.
+    """Expected speed of a step.
 
     Attributes:
         device: the device.
-        times: the products, in their order.
-        total: all of them together.
-        advice: what to do, what saves most first.
-        notes: what the reader has to know about the figures.
+        times: times of the products, in their order.
+        total: all products together.
+        advice: changes that save time, the largest saving first.
+        notes: limits of these times.
     """
 
     device: Device
@@ -71,7 +71,7 @@ class StepSpeed:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that ``te-precision speed --json`` prints."""
+        """Return the JSON object of ``te-precision speed``."""
         return {
             "device": self.device.title,
             "products": [one.as_json() for one in self.times],
@@ -86,9 +86,9 @@ def estimate_step(step: Step, device: Device, *, recipe: str = "", table: Calibr
 
     Args:
         step: the step.
-        device: the device, which need not be here.
-        recipe: what layers in high precision could run in; the default is the recipe of most others.
-        table: measured times, which come before those of the model.
+        device: the device, which need not be on this machine.
+        recipe: a recipe for layers in high precision; the default is the most common recipe of the step.
+        table: measured times, which take precedence over the model's.
 
     Raises:
         SpeedError: the device does not run a recipe.
@@ -113,16 +113,16 @@ def estimate_step(step: Step, device: Device, *, recipe: str = "", table: Calibr
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Alike layers, of which a table has one row.
+    """A table row for layers that are alike.
 
     Attributes:
         layers: their names.
         shapes: tokens x in x out of their products.
-        recipes: their recipe, or those of their GEMMs.
-        times: of all of them together; the interval is that of one layer.
+        recipes: their recipe, or the recipes of their GEMMs.
+        times: of all layers together; the interval is for one layer.
         gains_nothing: whether low precision takes at least as long as BF16.
-        why: why products are not in low precision, and how the mask of attention counts.
-        measured_ms: the measured time of their GEMMs and casts; None if it is not known.
+        why: reasons for high precision, and how the mask of attention counts.
+        measured_ms: measured time of their GEMMs and casts; None if unknown.
     """
 
     layers: tuple[str, ...]
@@ -135,11 +135,11 @@ class LayerRow:
 
 
 def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> list[LayerRow]:
-    """Return the rows of a step's layers, those that take longest first.
+    """Return a row for each kind of layer, longest first.
 
     Args:
         speed: the expected speed.
-        measured: layer -> the measured milliseconds of its GEMMs and casts.
+        measured: layer -> measured milliseconds of its GEMMs and casts.
     """
     without_gain = layers_without_gain(speed.times)
     rows = []
@@ -173,7 +173,7 @@ def _why_high(time: ProductTime) -> str:
 
 
 def _mask_text(time: ProductTime) -> str:
-    """Return how the mask of attention counts; empty for a product without one."""
+    """Return how the mask of attention counts; empty without a mask."""
     share = time.product.mask_share
     if time.product.family != "attention" or share == 1:
         return ""
@@ -181,7 +181,7 @@ def _mask_text(time: ProductTime) -> str:
 
 
 def notes_of_shapes(shapes: Iterable[Shape], recipe: str, device: Device) -> list[str]:
-    """Return notes on shapes, tokens x in_features x out_features, that Transformer Engine refuses in a recipe."""
+    """Return notes on shapes that Transformer Engine refuses in a recipe."""
     notes = []
     for shape in shapes:
         sizes = {"tokens": shape.m, "in_features": shape.k, "out_features": shape.n}
@@ -192,25 +192,25 @@ def notes_of_shapes(shapes: Iterable[Shape], recipe: str, device: Device) -> lis
         if rules:
             good = Shape(*(-(-size // multiples[name]) * multiples[name] for name, size in sizes.items()))
             notes.append(
-                f"Transformer Engine refuses {shape} in {recipe}: it needs {', '.join(rules)}. The next shape that"
-                f" works is {good}. The time is an estimate of the padded shape."
+                f"Transformer Engine refuses {shape} in {recipe}: it needs {', '.join(rules)}. The next valid shape"
+                f" is {good}. The time is an estimate for the padded shape."
             )
     return notes
 
 
 def _notes(times: Sequence[ProductTime], device: Device) -> Iterable[str]:
-    """Return notes on what limits expected times."""
+    """Return notes on the limits of expected times."""
     if not device.is_measured and any(one.cost is not None and one.source == "model" for one in times):
         yield (
-            f"The constants were measured on {device.fitted.measured_on}, not on {device.title}: intervals are wider"
-            " for that. --calibrate measures on the GPU itself."
+            f"The constants were measured on {device.fitted.measured_on}, not on {device.title}, which widens the"
+            " intervals. --calibrate measures on the GPU itself."
         )
     unknown = sum(1 for one in times if one.recipe and one.cost is None)
     if unknown:
         yield (
-            f"The cost of {many(unknown, 'product')} in low precision is unknown: attention and products without a"
-            " weight, or FP8 of a recipe that is not known. They are in no total."
+            f"The cost of {many(unknown, 'product')} in low precision is unknown: attention, products without a weight,"
+            " or FP8 in an unknown recipe. No total includes them."
         )
     wide = sum(1 for one in times if not one.recipe and one.product.precision not in ("bf16", "fp16", ""))
     if wide:
-        yield f"{many(wide, 'product')} wider than 16 bits count as if in BF16: their own time is longer."
+        yield f"{many(wide, 'product')} wider than 16 bits count as if in BF16; they take longer."

@@ -1,12 +1,12 @@
-"""Expected times of products: in BF16, and as they run, with an interval for the speed-up.
+"""Expected times of products, in BF16 and as they run, with a confidence interval of the speed-up.
 
-    times = expected(products, recipes, device)            # of a plan or a run
-    for one in times:
-        one.layer, one.gemm, one.high_ms, one.low_ms, one.speedup, one.interval, one.verdict
+    times = timed(with_recipes(products, recipes), device)     # of a plan or a run
+    for time in times:
+        time.layer, time.gemm, time.high_ms, time.low_ms, time.speedup, time.interval, time.verdict
     total(times, device).speedup
 
-The input, the weight and the gradient of a layer are cast once for its three GEMMs, each in the directions that its
-GEMMs in low precision read; the weight once an optimizer step, as with ``is_first_microbatch``, and the others in each
+The input, the weight and the gradient of a layer are cast once for its three GEMMs, in the directions that its GEMMs in
+low precision read: the weight once per optimizer step, as with ``is_first_microbatch``, and the others in each
 micro-batch. A cast counts with the first GEMM that reads it: the input and the weight with fprop, the gradient with
 dgrad.
 """
@@ -17,7 +17,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
@@ -40,29 +40,29 @@ from te_precision_callbacks.speed.devices import HIGH, Device
 Source = Literal["model", "calibrated"]
 """Origin of a time: the cost model, or a table of times measured for the same shapes."""
 
-Verdict = Literal["faster", "slower", "not resolved", "unknown", ""]
+Verdict = Literal["faster", "slower", "not resolved", "unknown"]
 
 Interval: TypeAlias = tuple[float, float]
 """A 95 % confidence interval."""
 
 _NORMAL = 1.96
-"""The quantile of a normal distribution for an interval of 95 %."""
+"""Quantile of a normal distribution for a 95 % interval."""
 
 _UNKNOWN_INTERVAL = math.nan, math.nan
 
 UNKNOWN = "unknown"
-"""The recipe of a product in low precision whose recipe is not known."""
+"""Recipe of a product in low precision whose recipe is unknown."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one product or of several, in milliseconds of a step.
+    """Times of one product or several, in milliseconds per step.
 
     Attributes:
         high_ms: in BF16.
-        low_ms: as they run: in BF16 for products in high precision; nan if it is not known.
-        cast_ms: of it casts with their launches.
-        interval: the 95 % confidence interval of the speed-up; (nan, nan) if it is not known.
+        low_ms: as they run; in BF16 for products in high precision; nan if unknown.
+        cast_ms: the part of ``low_ms`` spent in casts and their launches.
+        interval: the confidence interval of the speed-up; (nan, nan) if unknown.
         source: the origin of the times.
     """
 
@@ -74,17 +74,17 @@ class Times:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as in BF16."""
+        """The speed-up over BF16."""
         return self.high_ms / self.low_ms if self.low_ms else math.nan
 
     @property
     def verdict(self) -> Verdict:
-        """Whether low precision makes it faster: ``not resolved`` if the interval includes 1."""
+        """Whether low precision is faster: ``not resolved`` if the interval includes 1."""
         low, high = self.interval
         return "unknown" if math.isnan(low) else "faster" if low > 1 else "slower" if high < 1 else "not resolved"
 
     def figures(self) -> dict[str, object]:
-        """Return the times for JSON, with None for an unknown one."""
+        """Return the times for JSON, with None for unknown ones."""
         low, high = self.interval
         figures = {"high_ms": self.high_ms, "low_ms": self.low_ms, "cast_ms": self.cast_ms, "speedup": self.speedup}
         figures |= {"speedup_low": low, "speedup_high": high}
@@ -96,12 +96,12 @@ class Times:
 
 @dataclass(frozen=True)
 class ProductTime(Times):
-    """The expected time of a product in a step, over its calls.
+    """Expected time of a product in a step, over its calls.
 
     Attributes:
         product: the product.
-        recipe: the recipe that it runs in; empty for high precision, :data:`UNKNOWN` if that is not known.
-        cost: as it runs in low precision; None where it does not, or where the cost is not known.
+        recipe: its recipe; empty for high precision, :data:`UNKNOWN` if unknown.
+        cost: its cost in low precision; None in high precision, or if unknown.
     """
 
     product: Product
@@ -130,7 +130,7 @@ class ProductTime(Times):
         return str(Shape(*layer_sizes(product.gemm, product.n, product.m, product.k), product.batch))
 
     def as_json(self) -> dict[str, object]:
-        """Return a row of ``te-precision speed --json``; m, n and k as :class:`Shape` has them."""
+        """Return a row of ``te-precision speed --json``; m, n and k as in :class:`Shape`."""
         names = {"layer": self.layer, "gemm": self.gemm, "m": self.shape.m, "n": self.shape.n, "k": self.shape.k}
         figures = self.figures()
         if self.cost is None:
@@ -140,12 +140,12 @@ class ProductTime(Times):
 
 @dataclass(frozen=True)
 class Total(Times):
-    """The time of several products. A product in high precision counts with its time in BF16 on both sides.
+    """Time of several products. A product in high precision counts with its time in BF16 on both sides.
 
     Attributes:
-        unknown: products in low precision whose cost is not known; they are in no figure.
-        known: the others.
-        is_low: whether any of those runs in low precision.
+        unknown: the number of products in low precision of unknown cost, which no time includes.
+        known: the number of all others.
+        is_low: whether any known product runs in low precision.
     """
 
     unknown: int = 0
@@ -154,14 +154,14 @@ class Total(Times):
 
 
 def recipe_of_product(product: Product, given: str = "") -> str:
-    """Return the recipe of a product: as its operands' formats say, or as it is given.
+    """Return the recipe of a product, from its operands' formats or as given.
 
     Args:
         product: the product.
-        given: the recipe under which its layer ran, as ``GemmPrecision.recipe`` has it; empty if it is not known.
+        given: the recipe of its layer, as in ``GemmPrecision.recipe``; empty if unknown.
 
     Returns:
-        One of :data:`RECIPES`; empty in high precision; :data:`UNKNOWN` where FP8 of one scale is of no known recipe.
+        One of :data:`RECIPES`; empty in high precision; :data:`UNKNOWN` for FP8 with one scale of an unknown recipe.
     """
     if not product.is_low:
         return ""
@@ -172,19 +172,19 @@ def recipe_of_product(product: Product, given: str = "") -> str:
 def _recipe_of_formats(formats: tuple[str, ...], given: str) -> str:
     if given in RECIPES:
         return given
-    found = {text.rpartition("->")[2].strip() for text in formats}
-    for name in ("mxfp8", "nvfp4", "fp8_block_scaling"):
-        if all(text.startswith(RECIPES[name].format) for text in found):
-            return name
+    names = {text.rpartition("->")[2].strip() for text in formats}
+    for recipe in ("mxfp8", "nvfp4", "fp8_block_scaling"):
+        if all(name.startswith(RECIPES[recipe].format) for name in names):
+            return recipe
     return UNKNOWN
 
 
 def with_recipes(products: Iterable[Product], recipes: Mapping[str, str] | str) -> list[tuple[Product, str]]:
-    """Return the products that have a time, without look-ups and what is not counted, and the recipe of each.
+    """Return the products that take time, and the recipe of each.
 
     Args:
-        products: of a coverage, a plan or a recorded run; sizes are local to the rank.
-        recipes: layer -> its recipe, or one for all; needed for FP8 with one scale, where formats do not tell.
+        products: products of a coverage, a plan or a recorded run; sizes are local to the rank.
+        recipes: layer -> its recipe, or one for all; needed for FP8 with one scale.
     """
     return [
         (product, recipe_of_product(product, recipes if isinstance(recipes, str) else recipes.get(product.layer, "")))
@@ -193,87 +193,69 @@ def with_recipes(products: Iterable[Product], recipes: Mapping[str, str] | str) 
     ]
 
 
-def expected(
-    products: Iterable[Product],
-    recipes: Mapping[str, str] | str,
-    device: Device,
-    *,
-    table: Calibration | None = None,
-) -> list[ProductTime]:
-    """Return the expected times of the products of a step that run.
-
-    Args:
-        products, recipes: as of :func:`with_recipes`.
-        device, table: as of :func:`timed`.
-
-    Raises:
-        SpeedError: the device does not run the recipe of a product.
-    """
-    return timed(with_recipes(products, recipes), device, table=table)
-
-
 def timed(
     products: Iterable[tuple[Product, str]], device: Device, *, table: Calibration | None = None
 ) -> list[ProductTime]:
     """Return the expected times of products.
 
     Args:
-        products: products that have a time, and the recipe of each; empty for high precision.
-        device: the device, which need not be here.
-        table: times that were measured on the device, which come before those of the model.
+        products: products, and the recipe of each; empty for high precision.
+        device: the device, which need not be on this machine.
+        table: times measured on the device, which take precedence over the model's.
 
     Raises:
         SpeedError: the device does not run a recipe.
     """
-    layers: dict[str, list[tuple[int, Product, str]]] = defaultdict(list)
-    for place, (product, recipe) in enumerate(products):
-        layers[product.layer].append((place, product, recipe))
-    found: dict[int, ProductTime] = {}
-    known: dict[object, list[ProductTime]] = {}  # layers of a model are alike
-    for of_layer in layers.values():
+    layers: dict[str, list[tuple[Product, str]]] = defaultdict(list)
+    order = []
+    for product, recipe in products:
+        order.append((product.layer, len(layers[product.layer])))
+        layers[product.layer].append((product, recipe))
+    cache: dict[object, list[ProductTime]] = {}  # many layers of a model are alike
+    times: dict[str, list[ProductTime]] = {}
+    for name, layer in layers.items():
         kind = tuple(
-            (p.gemm, p.family, p.n, p.m, p.k, p.batch, p.calls, p.macs, p.mask_share, recipe)
-            for _, p, recipe in of_layer
+            (p.gemm, p.family, p.n, p.m, p.k, p.batch, p.calls, p.macs, p.mask_share, recipe) for p, recipe in layer
         )
-        if kind not in known:
-            casts = _casts_of_layer([(product, recipe) for _, product, recipe in of_layer], device, table)
-            known[kind] = [
-                _time_of(p, recipe, *casts.get(p.gemm, _NO_CASTS), device, table) for _, p, recipe in of_layer
-            ]
-        for (place, product, _), like in zip(of_layer, known[kind], strict=True):
-            found[place] = ProductTime(**{**vars(like), "product": product})
-    return [found[place] for place in sorted(found)]
+        if kind not in cache:
+            casts = _casts_of_layer(layer, device, table)
+            cache[kind] = [_time_of(p, recipe, *casts.get(p.gemm, _NO_CASTS), device, table) for p, recipe in layer]
+        times[name] = [replace(time, product=product) for time, (product, _) in zip(cache[kind], layer, strict=True)]
+    return [times[layer][number] for layer, number in order]
 
 
 def alike(times: Sequence[ProductTime]) -> list[list[list[ProductTime]]]:
-    """Return groups of layers, with the products of each: products and times are the same, and names differ in their
-    numbers alone, so that one text names them."""
-    of_layer: dict[str, list[ProductTime]] = defaultdict(list)
-    for one in times:
-        of_layer[one.layer].append(one)
+    """Group layers whose products and times are equal, and whose names differ only in numbers.
+
+    Returns:
+        Groups of layers, each with its products.
+    """
+    layers: dict[str, list[ProductTime]] = defaultdict(list)
+    for time in times:
+        layers[time.layer].append(time)
     groups: dict[object, list[list[ProductTime]]] = defaultdict(list)
-    for layer, found in of_layer.items():
+    for layer, products in layers.items():
         kinds = (
             (t.gemm, p.backward, t.shape, p.calls, t.recipe, t.source, p.why, p.mask_share)
-            for t, p in ((t, t.product) for t in found)
+            for t, p in ((t, t.product) for t in products)
         )
-        groups[form_of(layer), tuple(kinds)].append(found)
+        groups[form_of(layer), tuple(kinds)].append(products)
     return list(groups.values())
 
 
 def layers_without_gain(times: Iterable[ProductTime]) -> set[str]:
-    """Return the layers whose products in low precision take at least as long as in BF16, casts included."""
+    """Return the layers whose products in low precision, including casts, take at least as long as in BF16."""
     added: dict[str, float] = defaultdict(float)
-    for one in times:
-        if one.cost is not None:
-            added[one.layer] += one.low_ms - one.high_ms
+    for time in times:
+        if time.cost is not None:
+            added[time.layer] += time.low_ms - time.high_ms
     return {layer for layer, ms in added.items() if ms >= 0}
 
 
 def products_of_shapes(shapes: Iterable[Shape], recipe: str) -> list[Product]:
     """Return the three GEMMs of a linear layer of each shape, named after it."""
-    kind = RECIPES[recipe].format
-    found = []
+    form = RECIPES[recipe].format
+    products = []
     for shape in shapes:
         tokens, k, n = shape[:3]
         sizes: dict[GemmName, tuple[int, int, int]] = {
@@ -282,10 +264,10 @@ def products_of_shapes(shapes: Iterable[Shape], recipe: str) -> list[Product]:
             "wgrad": (n, k, tokens),
         }
         for gemm, of_product in sizes.items():
-            operands: dict[str, str] = {str(tensor): kind for tensor in OPERANDS[gemm]}
+            operands: dict[str, str] = {str(tensor): form for tensor in OPERANDS[gemm]}
             macs = shape.operations // 2
-            found.append(Product(str(shape), "te", gemm, gemm != "fprop", *of_product, 1, 1, macs, operands))
-    return found
+            products.append(Product(str(shape), "te", gemm, gemm != "fprop", *of_product, 1, 1, macs, operands))
+    return products
 
 
 _NO_CASTS: tuple[Cost, Cost | None] = Cost(0.0), Cost(0.0)
@@ -299,12 +281,12 @@ def _time_of(
     device: Device,
     table: Calibration | None,
 ) -> ProductTime:
-    """Return the time of a product, with the casts that count with it as modeled and as measured."""
+    """Return the time of a product, including the casts that count with it."""
     shape = shape_of(product)
-    count = calls_of(product)
+    count = _calls_of(product)
     measured_ms = None if table is None else table.ms(high_key(shape))
     if product.family == "attention":
-        # Fused kernels keep the scores on the chip: the operations alone count.
+        # Fused kernels keep the scores on the chip: only operations count.
         share = 1 if product.mask_share is None else product.mask_share
         model_ms = shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH]) * share
     else:
@@ -320,65 +302,64 @@ def _time_of(
     if table is not None and measured_ms is not None and gemm_ms is not None and measured_casts is not None:
         cost = Cost(gemm_ms).times(count).plus(measured_casts)
         spread = math.hypot(*(table.times[key].spread for key in (high_key(shape), gemm_key(shape, recipe))))
-        around = _around(high / cost.low_ms, _NORMAL * spread)
-        return ProductTime(high, cost.low_ms, _casts_ms(cost), around, "calibrated", product, recipe, cost)
+        interval = _around(high / cost.low_ms, _NORMAL * spread)
+        return ProductTime(high, cost.low_ms, cost.cast_ms, interval, "calibrated", product, recipe, cost)
     cost = gemm_cost(shape, recipe, device).times(count).plus(modeled_casts)
     high = high_ms(shape, device) * count  # both sides from one source
-    around = interval(high, cost, device)
-    return ProductTime(high, cost.low_ms, _casts_ms(cost), around, "model", product, recipe, cost)
+    interval = speedup_interval(high, cost.low_ms, [(high, cost)], device)
+    return ProductTime(high, cost.low_ms, cost.cast_ms, interval, "model", product, recipe, cost)
 
 
-def _casts_ms(cost: Cost) -> float:
-    return cost.cast_ms + cost.launch_ms
-
-
-def calls_of(product: Product) -> float:
-    """Return how often the product of the shape of its first call runs in a step: calls may differ in size."""
+def _calls_of(product: Product) -> float:
+    """Return how often the shape of the first call runs in a step; other calls may differ in size."""
     return product.macs / (product.n * product.m * product.k * product.batch)
 
 
 def _casts_of_layer(
     layer: Iterable[tuple[Product, str]], device: Device, table: Calibration | None
 ) -> dict[str, tuple[Cost, Cost | None]]:
-    """Return GEMM -> the casts that count with it in a step, as modeled, and as measured; None if one was not."""
+    """Return GEMM -> the casts that count with it, as modeled and as measured; None if one was not measured."""
     low = {product.gemm: (product, recipe) for product, recipe in layer if recipe in RECIPES and product.gemm in GEMMS}
-    found: dict[str, tuple[Cost, Cost | None]] = {}
+    casts: dict[str, tuple[Cost, Cost | None]] = {}
     for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in low.items()}):
         product, recipe = low[first]
         device.check_recipe(recipe)
         rows, columns = operand_sizes(operand, first, shape_of(product))
-        calls = 1.0 if operand == "weight" else calls_of(product)
+        calls = 1.0 if operand == "weight" else _calls_of(product)
         elements = rows * columns * product.batch
         cost = cast_cost(recipe, operand, elements, device, rowwise=directions[0], columnwise=directions[1])
         ms = None if table is None else table.ms(cast_key(recipe, operand, rows, columns, directions))
-        modeled, measured = found.get(first, _NO_CASTS)
-        found[first] = (
+        modeled, measured = casts.get(first, _NO_CASTS)
+        casts[first] = (
             modeled.plus(cost.times(calls)),
             None if ms is None or measured is None else measured.plus(Cost(0.0, ms).times(calls)),
         )
-    return found
+    return casts
 
 
-def interval(high: float, cost: Cost, device: Device) -> Interval:
-    """Return the interval of 95 % of a speed-up, from how far published times of shapes are from the model.
+def speedup_interval(
+    high: float, low: float, parts: Iterable[tuple[float, Cost]], device: Device, *, measured: float = 0.0
+) -> Interval:
+    """Return the interval of a speed-up, from the scatter of published times around the model.
 
-    Errors of kernels and casts are independent, and relative; those of a run are its own. The interval is symmetric in
-    the logarithm. A device whose constants were measured on another one has the error of that transfer, too.
+    Errors of kernels and casts are relative, and independent between parts; a run has an error of its own. The interval
+    is symmetric in the logarithm. Constants measured on another device add the error of that transfer.
+
+    Args:
+        high, low: the time in BF16 and as it runs, in milliseconds.
+        parts: of products whose errors are independent, the time in BF16 and the cost in low precision.
+        device: the device.
+        measured: the variance of measured times that ``low`` includes, in square milliseconds.
     """
-    low = cost.low_ms
-    if not low or not high:
-        return _UNKNOWN_INTERVAL
     scatter = device.fitted.scatter
-    kernel = (cost.kernel_ms + cost.padding_ms) / low
-    variance = scatter.kernel**2 * (1 + kernel**2) + (scatter.cast * _casts_ms(cost) / low) ** 2
-    return _around(high / low, _width(variance, device))
-
-
-def _width(variance: float, device: Device) -> float:
-    scatter = device.fitted.scatter
-    return scatter.quantile * math.sqrt(
-        variance + 2 * scatter.run**2 + (0 if device.is_measured else scatter.transfer**2)
+    variance = measured / low**2 + sum(
+        (scatter.kernel * h / high) ** 2
+        + (scatter.kernel * cost.kernel_ms / low) ** 2
+        + (scatter.cast * cost.cast_ms / low) ** 2
+        for h, cost in parts
     )
+    transfer = 0 if device.is_measured else scatter.transfer**2
+    return _around(high / low, scatter.quantile * math.sqrt(variance + 2 * scatter.run**2 + transfer))
 
 
 def _around(speedup: float, width: float) -> Interval:
@@ -386,38 +367,31 @@ def _around(speedup: float, width: float) -> Interval:
 
 
 def total(times: Iterable[ProductTime], device: Device) -> Total:
-    """Return the time of several products together.
+    """Return the time of several products together; no time includes products of unknown cost.
 
-    Modeled times of one shape and recipe err together, all others independently. Products of which the cost is not
-    known are in no figure.
+    Modeled times of one shape and recipe err together, all others independently.
     """
     times = list(times)
-    known = [one for one in times if not one.recipe or one.cost is not None]
-    unknown = len(times) - len(known)
-    high, low = sum(one.high_ms for one in known), sum(one.low_ms for one in known)
-    casts = sum(one.cast_ms for one in known)
-    of_kind: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    of_measured = 0.0
-    in_low = [one for one in known if one.cost is not None]
-    for one in in_low:
-        if one.source == "calibrated":
-            of_measured += (one.low_ms * math.log(one.interval[1] / one.interval[0]) / 2 / _NORMAL) ** 2
+    known = [time for time in times if not time.recipe or time.cost is not None]
+    high, low = sum(time.high_ms for time in known), sum(time.low_ms for time in known)
+    parts: dict[object, tuple[float, Cost]] = {}
+    measured = 0.0
+    is_low = False
+    for time in known:
+        if time.cost is None:
+            continue
+        is_low = True
+        if time.source == "calibrated":
+            measured += (time.low_ms * math.log(time.interval[1] / time.interval[0]) / 2 / _NORMAL) ** 2
         else:
-            sums = of_kind[one.shape, one.recipe]
-            sums[0] += one.high_ms
-            sums[1] += one.low_ms - one.cast_ms
-            sums[2] += one.cast_ms
-    if not known or not low:
-        return Total(high, low, casts, _UNKNOWN_INTERVAL, "model", unknown, len(known))
-    if not in_low:
-        return Total(high, low, casts, (1.0, 1.0), "model", unknown, len(known))
-    if not of_kind:
-        around = _around(high / low, _NORMAL * math.sqrt(of_measured) / low)
-        return Total(high, low, casts, around, "calibrated", unknown, len(known), is_low=True)
-    scatter = device.fitted.scatter
-    variance = of_measured / low**2 + sum(
-        (scatter.kernel * h / high) ** 2 + (scatter.kernel * k / low) ** 2 + (scatter.cast * c / low) ** 2
-        for h, k, c in of_kind.values()
-    )
-    around = _around(high / low, _width(variance, device))
-    return Total(high, low, casts, around, "model", unknown, len(known), is_low=True)
+            part_ms, cost = parts.get((time.shape, time.recipe), (0.0, Cost(0.0)))
+            parts[time.shape, time.recipe] = part_ms + time.high_ms, cost.plus(time.cost)
+    if parts:
+        interval = speedup_interval(high, low, parts.values(), device, measured=measured)
+    elif is_low:
+        interval = _around(high / low, _NORMAL * math.sqrt(measured) / low)
+    else:
+        interval = (1.0, 1.0) if known else _UNKNOWN_INTERVAL
+    source: Source = "calibrated" if is_low and not parts else "model"
+    casts = sum(time.cast_ms for time in known)
+    return Total(high, low, casts, interval, source, len(times) - len(known), len(known), is_low)

@@ -1,7 +1,4 @@
-"""Print expected times: tables for the terminal, and a line for other outputs.
-
-show_step(speed)
-"""
+"""Print expected times."""
 
 from __future__ import annotations
 
@@ -33,20 +30,20 @@ def times_faster(speedup: float, interval: Interval) -> str:
 
 
 def in_short(speed: StepSpeed) -> str:
-    """Return the expected speed-up of the matrix products, in one line without a full stop."""
-    whole, where = speed.total, speed.device.title
-    if not whole.is_low:
-        why = "no product with a known cost" if whole.unknown else "no matrix product"
-        return f"no speed-up expected on {where}: {why} runs in low precision"
-    text = f"expected {times_faster(whole.speedup, whole.interval)} times as fast as BF16 on {where}"
+    """Return the expected speed-up of the matrix products in one line."""
+    total, device = speed.total, speed.device.title
+    if not total.is_low:
+        why = "no product with a known cost" if total.unknown else "no matrix product"
+        return f"no speed-up expected on {device}: {why} runs in low precision"
+    text = f"expected {times_faster(total.speedup, total.interval)} times as fast as BF16 on {device}"
     count = len(layers_without_gain(speed.times))
     return f"{text}; {many(count, 'layer')} {'gains' if count == 1 else 'gain'} nothing" if count else text
 
 
 def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:
-    """Print a row for each kind of layer, with measured times of layers if there are any."""
+    """Print a row for each kind of layer, with measured times if known."""
     terminal.show_text(f"{speed.device.title}. Expected times, in milliseconds per step.")
-    columns = ["layer", "tokens x in x out", "recipe", "BF16", "as it runs", "of it casts"]
+    columns = ["layer", "tokens x in x out", "recipe", "BF16", "as it runs", "casts"]
     columns += ["measured"] if measured else []
     table = terminal.table(*columns, "times as fast", "verdict, or why not low")
     rows = layer_rows(speed, measured)
@@ -70,7 +67,7 @@ def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
     if rows[_MOST_ROWS:]:
         left = sum(len(row.layers) for row in rows[_MOST_ROWS:])
         terminal.show_text(
-            f"and {many(len(rows) - _MOST_ROWS, 'more row')} with {many(left, 'layer')}, which --json has."
+            f"and {many(len(rows) - _MOST_ROWS, 'more row')} with {many(left, 'layer')}; --json lists all."
         )
     whole = speed.total
     terminal.show_text(
@@ -85,17 +82,18 @@ def show_step(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> 
     show_times(speed, measured)
     terminal.show_text("")
     if not speed.advice:
-        terminal.show_text("No change that saves time was found.")
-    for one in speed.advice:
-        around = " to ".join(map(milliseconds, one.interval))
-        note = f"; {one.note}" if one.note else ""
-        terminal.show_text(f"{one.text}; saves {milliseconds(one.saves_ms)} ms per step ({around}){note}", hanging=2)
-        terminal.show_as_it_is(one.patch, indent=4)
+        terminal.show_text("No advice: no change was found that saves time.")
+    for advice in speed.advice:
+        interval = " to ".join(map(milliseconds, advice.interval))
+        note = f"; {advice.note}" if advice.note else ""
+        saves = f"saves {milliseconds(advice.saves_ms)} ms per step ({interval})"
+        terminal.show_text(f"{advice.text}; {saves}{note}", hanging=2)
+        terminal.show_as_it_is(advice.patch, indent=4)
     terminal.show_notes(speed.notes)
 
 
 def show_run(known: RunSpeed) -> None:
-    """Print the speed of a run: expected times with measured ones beside them, and the measured step."""
+    """Print the speed of a run: expected times beside measured ones, and the measured step."""
     if known.expected is not None:
         show_step(known.expected, known.measured_layers)
     if known.measured is not None:

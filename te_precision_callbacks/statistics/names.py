@@ -76,7 +76,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Request:
-    """One number that is asked for.
+    """A requested value.
 
     Attributes:
         label: the statistic's name in logs.
@@ -114,7 +114,7 @@ class Request:
         return replace(self, label=f"{self.label}_max_over_orientations", blocks=replace(self.blocks, both=True))
 
     def is_same(self, other: Request) -> bool:
-        """Whether both requests ask for the same number, however their recipe is spelled."""
+        """Return whether both requests mean the same value, in any spelling of the recipe."""
         return replace(self, label=other.label) == other
 
     def under(self, recipe: str) -> Request:
@@ -311,7 +311,7 @@ def _any_of(patterns: Iterable[str]) -> str:
 
 
 def no_blocks(recipe: str) -> str:
-    """Why a recipe that scales per tensor has no statistics of blocks, and which statistics to use instead."""
+    """Return the error for block statistics of a recipe that scales per tensor."""
     return (
         f"{recipe} has one scale for the whole tensor, and no blocks; it has 'scale_inv_max' and 'underflows%'. To see"
         " what blocks would give, put 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' in front of the name"

@@ -8,8 +8,8 @@
 
 The meaning is Transformer Engine's (2.20.2, ``debug/features/utils/__init__.py: next_enabled_iter``): an iteration is
 in the schedule if it is a multiple of ``freq`` and lies in an interval, both ends included. Unlike in its code, an end
-of -1 means no end, as its documentation says. Early steps are this project's own: an option of the session says them,
-since no key of upstream's can.
+of -1 means no end, as its documentation says. Early steps are an extension of this project, set by an option of
+the session.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Schedule:
-    """The iterations in which something is due.
+    """The due iterations.
 
     Attributes:
         freq: only multiples of this number are in the schedule.
@@ -43,17 +43,17 @@ class Schedule:
         end_step: int | None = None,
         start_end_list: Sequence[Sequence[int | None]] | None = None,
     ) -> Schedule:
-        """The schedule that the keys of a feature ask for."""
+        """Return the schedule of a feature's keys."""
         pairs = start_end_list or [(start_step, end_step)]
         return cls(freq, tuple(sorted((start or 0, _end(end)) for start, end in pairs)))
 
     def with_early(self, steps: Iterable[int]) -> Schedule:
-        """The same with steps in which it is due as well, as far as they are in an interval."""
+        """Return the schedule with additional due steps inside its intervals."""
         added = {step for step in steps if step % self.freq and self._within(step)}
         return replace(self, early=tuple(sorted(added.union(self.early))))
 
     def at(self, iteration: int) -> tuple[bool, int | None]:
-        """Whether something is due in an iteration, and the next iteration in which something is; None for never."""
+        """Return whether an iteration is due, and the next due iteration; None for never."""
         following = next((step for step in self.early if step > iteration), None)
         for start, end in self.intervals:
             first = max(iteration + 1, start)
@@ -64,7 +64,7 @@ class Schedule:
         return self._holds(iteration), following
 
     def meets(self, other: Schedule) -> bool:
-        """Whether an iteration is in both schedules."""
+        """Return whether two schedules share an iteration."""
         if any(map(other._holds, self.early)) or any(map(self._holds, other.early)):
             return True
         both = math.lcm(self.freq, other.freq)

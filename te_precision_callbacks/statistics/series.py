@@ -49,26 +49,26 @@ class Family:
 
     @property
     def worse(self) -> Worse | None:
-        """The direction in which its values get worse; None for a user's own."""
+        """The direction of worse values; None for a custom statistic."""
         return None if self.request is None else self.request.statistic.worse
 
     @property
     def is_of_delayed_scaling(self) -> bool:
-        """Whether the statistic describes what delayed scaling did in a layer that runs it."""
+        """True if the statistic describes delayed scaling in a layer that runs it."""
         return self.request is not None and self.request.recipe in (OWN_RECIPE, "fp8_delayed_scaling")
 
     @property
     def has_direction(self) -> bool:
-        """Whether its values get worse in a direction."""
+        """Return whether larger or smaller values are worse."""
         return self.worse not in (None, Worse.NEITHER)
 
     @property
     def is_signed(self) -> bool:
-        """Whether values of either sign are ordinary."""
+        """Return whether values of both signs are normal."""
         return self.request is not None and self.request.statistic.signed
 
     def leaves_out(self, flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """Which numbers are of delayed scaling's first step, which says nothing of others: of those of its statistics.
+        """Return which values belong to delayed scaling's first step, which is not representative.
 
         Args:
             flags: of each number, as in records.
@@ -126,7 +126,7 @@ class Series(NamedTuple):
     """One statistic of one tensor of one layer.
 
     Attributes:
-        layer: the layer's name; empty for a number that a user's own feature logged under a name of its own.
+        layer: the layer's name; empty for a value logged by a custom feature under its own name.
         family: the tensor and the statistic.
     """
 
@@ -159,7 +159,7 @@ class SeriesTable:
         return self._series[number]
 
     def find(self, layer: str, tensor: str, statistic: str) -> int | None:
-        """The number of a series; None for an unknown series. The arguments are those of :meth:`intern`."""
+        """Return the number of a series; None if unknown. For the arguments see :meth:`intern`."""
         return self._numbers.get((layer, tensor, statistic, None))
 
     def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
@@ -184,7 +184,7 @@ class Measurement(NamedTuple):
     """One statistic of one tensor in one step.
 
     Attributes:
-        layer, tensor: what was watched.
+        layer, tensor: the watched tensor.
         statistic: its name in logs.
         value: float; a tuple of floats for a histogram.
     """
@@ -197,7 +197,7 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured in a step; iterating gives :class:`Measurement` objects.
+    """Measurements of a step; iterating yields :class:`Measurement` objects.
 
     Attributes:
         table: the run's series.
@@ -217,7 +217,7 @@ class Measured:
         return len(self.series) + len(self.histograms)
 
     def value(self, layer: str, tensor: str, statistic: str) -> float | None:
-        """The value of a statistic; None if the step has none.
+        """Return the value of a statistic; None if missing.
 
         Args:
             layer, tensor: the names of layer and tensor.
@@ -247,7 +247,7 @@ def parsed_log_name(name: str, layers: Collection[str]) -> tuple[str, str, str]:
 
     Args:
         name: as a feature logs it through nvidia-dlfw-inspect.
-        layers: the names of all layers; the longest one that matches is taken.
+        layers: the names of all layers; the longest match counts.
     """
     best = ("", "", name)
     for tensor in TENSORS:

@@ -10,6 +10,7 @@ te_precision_callbacks.statistics.table``). Upstream's names and formulas: Trans
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -33,7 +34,7 @@ SYMBOLS = (
 
 
 class Of(Enum):
-    """What a statistic is computed from; statistics with the same source are measured and kept together."""
+    """Source of a statistic; statistics with the same source are measured and kept together."""
 
     TENSOR = "the high-precision tensor"
     QUANTIZED = "the tensor and its quantized form"
@@ -54,7 +55,7 @@ class Of(Enum):
 
 
 class Worse(Enum):
-    """The direction in which a statistic gets worse, as in the table of docs/statistics.md.
+    """Direction of worse values, as in the table of docs/statistics.md.
 
     A magnitude has none: a layer with the largest amax, std or scale may be as healthy as the others.
     """
@@ -88,7 +89,7 @@ class Bins:
     above the last one count in that bin.
 
     Attributes:
-        lowest: the power of two at which the first bin begins.
+        lowest: the power of two of the first bin's lower edge.
         steps: the number of bins per factor of 2.
         number: the number of bins.
     """
@@ -104,7 +105,7 @@ class Bins:
 
     @property
     def edges(self) -> Values:
-        """Where bins begin and end, as powers of two: float64, one more than there are bins."""
+        """Edges of the bins, as powers of two: float64, one more than bins."""
         return self.lowest + np.arange(self.number + 1) / self.steps
 
     def counts(self, columns: Columns) -> Values:
@@ -112,7 +113,7 @@ class Bins:
         return np.stack([columns[name] for name in self.columns], axis=-1)
 
     def percentile(self, percent: int, columns: Columns) -> tuple[npt.NDArray[np.bool_], Values]:
-        """The lower edge of the bin in which a percentile (the nearest rank) lies, as a power of two.
+        """Return the lower edge of a percentile's bin (nearest rank), as a power of two.
 
         Returns:
             Whether each row has any count, and the edges.
@@ -144,12 +145,12 @@ class Statistic:
         name: as in a config, without recipe and direction.
         formula: in words and symbols; sums are over the finite elements of all micro-batches and ranks.
         unit: the unit of the value.
-        value: computes the value from merged columns. None for a histogram, whose value is the columns of its bins.
-        of: what it is computed from.
+        value: computes the value from merged columns; None for a histogram, which consists of the columns of its bins.
+        of: its source.
         merge: how micro-batches and ranks are merged.
         upstream: whether Transformer Engine 2.20 has the statistic.
         bins: the bins of a histogram.
-        worse: the direction in which a value is worse. Lists of the worst layers are sorted by it, and have only
+        worse: the direction of worse values. Lists of the worst layers are sorted by it, and have only
             statistics with one.
         signed: whether values of either sign are ordinary.
         misses: statistics of the same quantized tensor that show losses which this one does not; a list of the worst
@@ -170,7 +171,7 @@ class Statistic:
 
     @property
     def is_count(self) -> bool:
-        """Whether it counts elements or blocks, as a histogram does too."""
+        """Return whether it counts elements or blocks, like a histogram."""
         return self.unit in (_COUNT, _BLOCKS)
 
     def __reduce__(self) -> tuple[Callable[[str], Statistic], tuple[str]]:
@@ -187,7 +188,6 @@ def _or_zero(condition: npt.NDArray[np.bool_], values: Values) -> Values:
 
 
 def _ratio(numerator: Values, denominator: Values) -> Values:
-    """numerator / denominator, and 0 where there is nothing to divide by."""
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
 
 
@@ -271,7 +271,7 @@ _ELEMENT, _COUNT, _BLOCKS, _POWERS, _PERCENT = "of the tensor", "elements", "blo
 _LOSSES = ("underflows%", "overflows%")
 
 _BEYOND = "|x| > largest code * its factor"
-_LIMITED = "; the product is rounded to float32, and a block with the factor 0 has no such x"
+_LIMITED = "; none in a block with the factor 0"
 
 
 def _share(column: str, of: str) -> Callable[[Columns], Values]:
@@ -310,8 +310,8 @@ def _statistics() -> Iterable[Statistic]:
     )
     yield Statistic(
         "exponent_histogram",
-        "for each e from 0 to 255 the number of x with 2^(e - 127) <= |x| < 2^(e - 126); e = 0 has the x != 0 below"
-        " 2^-126, e = 255 those of float64 from 2^128 on",
+        "for each e from 0 to 255 the number of x with 2^(e - 127) <= |x| < 2^(e - 126); e = 0 also counts smaller"
+        " x != 0, e = 255 larger x (float64 only)",
         _COUNT,
         None,
         of=Of.EXPONENTS,
@@ -388,23 +388,26 @@ RANK_BITS = (1 << 29) - 1
 ranks brings its rank along."""
 
 
+_SYMBOLS_OF_GEMMS = "; docs/gemm-error.md has the symbols"
+
+
 def _of_gemms() -> Iterable[Statistic]:
     """The statistics of LogGemmError. C is the result, A and B are the operands as Transformer Engine names them."""
-    symbols = "; docs/gemm-error.md has the symbols"
+    symbols = _SYMBOLS_OF_GEMMS
     relative, ratio = "relative", "tolerances"
     of_gemm = functools.partial(Statistic, of=Of.GEMM, merge=_ADD)
     extreme = functools.partial(Statistic, of=Of.GEMM, merge=_EXTREME)
     yield of_gemm(
         "gemm_kernel_error",
-        f"|v_run - v_deq| / |v_deq|: what the kernel gave, against what codes and scales give{symbols}",
+        f"|v_run - v_deq| / |v_deq|: the kernel's result against the product of the decoded operands{symbols}",
         relative,
         _norm_ratio("kernel_error_square", "expected_square"),
     )
     yield of_gemm("gemm_gain", "<v_run, v_deq> / |v_deq|^2", relative, _gain, worse=Worse.NEITHER)
     yield extreme(
         "gemm_kernel_ratio",
-        "the largest error over its tolerance: of the whole product, of each row, of each column; above 1 it is more"
-        " than rounding",
+        "the largest ratio of an error to its tolerance, over the whole product, its rows and its columns; above 1, the"
+        " error exceeds rounding",
         ratio,
         lambda c: np.maximum(c["kernel_ratio"], 0.0),
     )
@@ -415,7 +418,7 @@ def _of_gemms() -> Iterable[Statistic]:
             column = f"bad_{name}_last" if end == "last" else f"negated_bad_{name}_first"
             yield extreme(
                 f"gemm_kernel_{name}_{end}",
-                f"the {end} {what} whose error is above its tolerance; -1 if none is",
+                f"the {end} {what} whose error is above its tolerance; otherwise -1",
                 unit,
                 _place(column, first=end == "first"),
                 worse=Worse.NEITHER,
@@ -423,13 +426,14 @@ def _of_gemms() -> Iterable[Statistic]:
     for name in ("rows", "columns"):
         yield extreme(
             f"gemm_kernel_{name}",
-            f"the number of {name} of C whose error is above its tolerance, in the GEMM that has most",
+            f"the number of {name} of C whose error is above its tolerance; the largest number over the GEMMs",
             _COUNT,
             lambda c, column=f"bad_{name}": np.maximum(c[column], 0.0),  # type: ignore[misc]
         )
     yield of_gemm(
         "gemm_unjudged%",
-        "100 * (GEMMs whose product is too small beside what it is added to, or has inf or nan in each row) / GEMMs",
+        "100 * (GEMMs that could not be checked: the product is lost in the sum it is added to, or every row has inf or"
+        " nan) / GEMMs",
         _PERCENT,
         lambda c: 100 * _ratio(c["unjudged"], c["judged"] + c["unjudged"]),
         worse=Worse.NEITHER,
@@ -437,12 +441,12 @@ def _of_gemms() -> Iterable[Statistic]:
     formats = functools.partial(Statistic, of=Of.GEMM_FORMAT, merge=_ADD, unit=relative)
     yield formats(
         "gemm_error",
-        f"|v_run - v_hp| / |v_hp|: what the kernel gave, against the product in high precision{symbols}",
+        f"|v_run - v_hp| / |v_hp|: the kernel's result against the product in high precision{symbols}",
         value=_norm_ratio("output_error_square", "high_square"),
     )
     yield formats(
         "gemm_format_error",
-        "|v_deq - v_hp| / |v_hp|: what codes and scales give, against the product in high precision",
+        "|v_deq - v_hp| / |v_hp|: the product of the decoded operands against the product in high precision",
         value=_norm_ratio("format_error_square", "high_square"),
     )
     for name in "ab":
@@ -461,19 +465,20 @@ def _of_gemms() -> Iterable[Statistic]:
         codes = functools.partial(Statistic, of=of, merge=_ADD)
         yield codes(
             f"gemm_wrong_codes_{name}%",
-            "100 * (codes that are not the nearest ones, or rounded stochastically no neighbour) / codes, in a window",
+            "100 * (codes that are not the nearest value; with stochastic rounding: not a neighbor) / codes, in a"
+            " window",
             _PERCENT,
             _share("wrong", of="codes"),
         )
         yield codes(
             f"gemm_wrong_scales_{name}%",
-            "100 * (scales that do not follow from the amax of what they scale) / scales, in a window",
+            "100 * (scales that do not follow from the amax of their block or tensor) / scales, in a window",
             _PERCENT,
             _share("wrong_scales", of="scales"),
         )
         yield codes(
             f"gemm_rounding_bias_{name}",
-            "mean of (|y| - |x|) / (distance of the numbers next to x), of elements that are rounded stochastically",
+            "mean of (|y| - |x|) / (distance between the neighbors of x), over stochastically rounded elements",
             "distance of two numbers",
             lambda c: _ratio(c["rounding_bias"], c["rounded"]),
             worse=Worse.NEITHER,
@@ -481,7 +486,7 @@ def _of_gemms() -> Iterable[Statistic]:
         )
         yield codes(
             f"gemm_zeros_excess_{name}%",
-            "100 * (codes that are 0, less those that are expected to be) / elements that are rounded stochastically",
+            "100 * (zero codes - expected zero codes) / stochastically rounded elements",
             _PERCENT,
             lambda c: 100 * _ratio(c["rounded_to_0"] - c["expected_0"], c["rounded"]),
             worse=Worse.NEITHER,
@@ -494,14 +499,14 @@ def _of_blocks() -> Iterable[Statistic]:
     scale_bins = functools.partial(Statistic, of=Of.SCALE_BINS, merge=_BINNED, worse=Worse.NEITHER)
     for percent in PERCENTILES:
         formula = (
-            f"the factor that {percent} % of them do not exceed, rounded down to 2^(k / 8), but in any case"
-            " from `scale_inv_min` to `scale_inv_max`"
+            f"percentile {percent} of the factors, rounded down to 2^(k / 8), but not below `scale_inv_min` or above"
+            " `scale_inv_max`"
         )
         yield scale_bins(f"scale_inv_p{percent}", formula, _ELEMENT, _scale_percentile(percent))
     yield scale_bins(
         "scale_inv_histogram",
         "for each i from 0 to 2039 the number of factors from 2^(-127 + i / 8) to below 2^(-127 + (i + 1) / 8); i = 0"
-        " has the smaller ones too",
+        " also counts smaller ones",
         _BLOCKS,
         None,
         bins=SCALES,
@@ -518,12 +523,12 @@ def _of_blocks() -> Iterable[Statistic]:
         left_out = "; such a block is left out of `scale_inv_*`" if column == "zero_blocks" else ""
         formula = f"100 * (number of blocks {what}) / blocks{left_out}"
         yield Statistic(name, formula, _PERCENT, _share(column, of="blocks"), of=Of.SCALE_LIMITS, merge=_ADD)
-    for name, what, more in (("underflow", "an x != 0 with y = 0", ""), ("overflow", f"an {_BEYOND}", _LIMITED)):
+    for name, what, more in (("underflow", "an underflow", ""), ("overflow", "an overflow", _LIMITED)):
         column, formula = f"{name}_blocks", f"100 * (number of blocks with {what}) / blocks{more}"
         yield Statistic(f"{column}%", formula, _PERCENT, _share(column, of="blocks"), of=Of.LOSSES, merge=_ADD)
     yield Statistic(
         "block_underflows%_max",
-        "`underflows%` of the block that has most",
+        "the largest `underflows%` of a block",
         _PERCENT,
         lambda c: 100 * np.maximum(c["underflow_share"], 0.0),
         of=Of.LOSSES,
@@ -542,13 +547,14 @@ def _of_blocks() -> Iterable[Statistic]:
     range_bins = functools.partial(Statistic, of=Of.RANGE_BINS, merge=_BINNED)
     for percent in PERCENTILES:
         formula = (
-            f"the range that {percent} % of the blocks do not exceed, rounded down to k / 8, above 64 to 64, but in any"
-            " case at least `block_dynamic_range_min`"
+            f"percentile {percent} of the blocks' dynamic ranges, rounded down to k / 8, at most 64, at least"
+            " `block_dynamic_range_min`"
         )
         yield range_bins(f"block_dynamic_range_p{percent}", formula, _POWERS, _range_percentile(percent))
     yield range_bins(
         "block_dynamic_range_histogram",
-        "for each i from 0 to 512 the number of blocks from i / 8 to below (i + 1) / 8; i = 512 has the larger ones",
+        "for each i from 0 to 512 the number of blocks from i / 8 to below (i + 1) / 8; i = 512 also counts larger"
+        " ones",
         _BLOCKS,
         None,
         bins=RANGES,
@@ -571,13 +577,52 @@ GEMM_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in OF_GEM
 """The statistics of LogGemmError, of the tensor that a GEMM makes."""
 
 
+_GROUPS = (
+    ("The tensor before quantization: `LogTensorStats`", (Of.TENSOR, Of.BLOCKS, Of.EXPONENTS)),
+    ("The quantized tensor: `LogFp8TensorStats` and `LogNvfp4TensorStats`", (Of.QUANTIZED, Of.SCALES)),
+    ("The same, block by block: only for recipes with a scale per block", tuple(OF_BLOCKS)),
+    ("GEMMs: `LogGemmError`", OF_GEMMS),
+)
+"""The tables of docs/statistics.md: title and sources."""
+
+_FAMILIES = (
+    (r"(.*)_p\d+", r"\1_pN", r"percentile \d+", "percentile N (1, 10, 50, 90, 99)"),
+    (r"(gemm_\w+)_[ab](%?)", r"\1_X\2", r"operand [AB]", "operand X"),
+    (
+        r"gemm_kernel_(?:row|column)_(?:first|last)",
+        "gemm_kernel_{row,column}_{first,last}",
+        r"first|last",
+        "first or last",
+    ),
+    (r"gemm_kernel_rank_(?:first|last)", "gemm_kernel_rank_{first,last}", r"first|last", "first or last"),
+    (r"gemm_kernel_(?:rows|columns)", "gemm_kernel_{rows,columns}", r"rows of|columns of", "rows or columns of"),
+)
+"""Statistics that share a row: pattern and placeholder of their names, and the part of their formulas that differs."""
+
+
 def table() -> str:
-    """The table of docs/statistics.md, in Markdown."""
-    lines = ["| statistic | of | formula | merged by | unit | worse | in TE 2.20 |", "|---|---|---|---|---|---|---|"]
+    """The tables of docs/statistics.md, in Markdown: one row per statistic or family of statistics."""
+    return "\n\n".join(f"**{title}**\n\n{_rows(sources)}" for title, sources in _GROUPS)
+
+
+def _rows(sources: Iterable[Of]) -> str:
+    lines = ["| statistic | formula | unit | worse | in TE 2.20 |", "|---|---|---|---|---|"]
     for s in STATISTICS.values():
-        formula, upstream = s.formula.replace("|", "\\|"), "yes" if s.upstream else ""
-        lines.append(f"| `{s.name}` | {s.of.value} | {formula} | {s.merge} | {s.unit} | {s.worse.value} | {upstream} |")
-    return "\n".join(lines)
+        if s.of in sources:
+            name, formula = _row_of(s)
+            upstream = "yes" if s.upstream else ""
+            lines.append(f"| `{name}` | {formula} | {s.unit} | {s.worse.value} | {upstream} |")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _row_of(statistic: Statistic) -> tuple[str, str]:
+    """The name and the formula of a statistic in its row, with placeholders if others share the row."""
+    name, formula = statistic.name, statistic.formula.removesuffix(_SYMBOLS_OF_GEMMS).replace("|", "\\|")
+    for pattern, placeholder, part, replaced in _FAMILIES:
+        if re.fullmatch(pattern, name):
+            formula = re.sub(part, replaced, formula, count=1)
+            return re.sub(pattern, placeholder, name), re.sub(r"(?:row|column) of C", "row or column of C", formula)
+    return name, formula
 
 
 if __name__ == "__main__":

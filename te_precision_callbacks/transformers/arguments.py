@@ -1,4 +1,4 @@
-"""TrainingArguments with the debug options of this package and those of transformers."""
+"""TrainingArguments that also take the debug options of this package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from te_precision_callbacks.config.contract import read_contract
 from te_precision_callbacks.diagnosis.reaction import reads_stop
 from te_precision_callbacks.options import read_statistics_log
 from te_precision_callbacks.runs.limits import record_limit
-from te_precision_callbacks.transformers.unwatched import warn_where_unwatched
 
 
 class PrecisionDebugOption(ExplicitEnum):
@@ -40,7 +39,7 @@ VALID = (*(option.value for option in DebugOption), *DEBUG_OPTIONS)
 
 
 def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
-    """Gives the options in a value of ``debug=``, each once.
+    """Return the options in a value of ``debug=``, each once.
 
     Args:
         value: a text such as ``"a b"``, a list of such texts or of options, or None.
@@ -59,18 +58,17 @@ _HELP = {flag.keyword: {"help": f"With --debug {TE_PRECISION}: {flag.help}."} fo
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """``transformers.TrainingArguments`` whose ``debug`` also takes ``activation_overflow`` and ``te_precision``.
+    """``transformers.TrainingArguments`` with a ``debug`` that also takes ``activation_overflow`` and ``te_precision``.
 
-    Both values take effect in :class:`te_precision_callbacks.transformers.Trainer` and its subclasses. Any other
-    Trainer warns when training begins that nothing is watched. To combine the class with another trainer's arguments,
-    in any order::
+    Both values take effect in :class:`te_precision_callbacks.transformers.Trainer` and its subclasses. To combine the
+    class with another trainer's arguments, in any order::
 
         @dataclass
         class Arguments(TrainingArguments, Seq2SeqTrainingArguments): ...
 
     Args:
-        debug: names separated by spaces, or a list of names: ``activation_overflow``, ``te_precision``, and all that
-            transformers takes.
+        debug: names separated by spaces, or a list of names: ``activation_overflow``, ``te_precision``, and the options
+            of transformers.
         te_precision_config: with ``te_precision``, the path of the config, or a mapping. None: statistics on every
             Transformer Engine layer.
         te_precision_require: the callback's ``require``. It and the four arguments below need ``te_precision``.
@@ -81,8 +79,8 @@ class TrainingArguments(transformers.TrainingArguments):
 
     Raises:
         UnknownDebugOptionError: a name is unknown, also inside a list; a ValueError.
-        OptionError: an argument ``te_precision_...`` without ``te_precision``, or of a type that it does not take.
-        ConfigError: ``te_precision_require`` is no contract.
+        OptionError: an argument ``te_precision_...`` without ``te_precision``, or of a wrong type.
+        ConfigError: ``te_precision_require`` is not a contract.
     """
 
     debug: str | list[str] = field(  # type: ignore[assignment]  # upstream's enum takes no further members
@@ -121,5 +119,3 @@ class TrainingArguments(transformers.TrainingArguments):
         self.debug = [option for option in options if isinstance(option, DebugOption)]
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.debug = list(options)
-        if any(isinstance(option, PrecisionDebugOption) for option in options):
-            warn_where_unwatched()

@@ -5,34 +5,36 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
-from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted, warn_of_unheld
+from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted
 from te_precision_callbacks.accelerate.unconverted import expects_low_precision
-from te_precision_callbacks.base.debug_values import TE_PRECISION
-from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.session import InspectSession, SessionError, running_session
-from te_precision_callbacks.session.resume import loss_after_resume, losses_before
+from te_precision_callbacks.session.resume import losses_before
 from te_precision_callbacks.sinks import MetricSelection
-from te_precision_callbacks.transformers.closing import DebugCallback, close_with, refuse_data_parallel
-from te_precision_callbacks.transformers.log_history import HistorySummary
-from te_precision_callbacks.transformers.loop import find_handler, find_loop
+from te_precision_callbacks.transformers.closing import (
+    DebugCallback,
+    RunningTraining,
+    find_training,
+    refuse_data_parallel,
+)
 from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
 from te_precision_callbacks.transformers.restoring import restore_states
-from te_precision_callbacks.transformers.training import Training, close_abandoned
 
 logger = logging.getLogger(__name__)
+
+_TRAININGS: weakref.WeakKeyDictionary[InspectSession, tuple[TrainerState, Reporting | None]]
+_TRAININGS = weakref.WeakKeyDictionary()
+"""The session of each training -> its state, which is new in each training, and its reporting."""
 
 
 class PrecisionDebugTrainerCallback(DebugCallback):
@@ -40,28 +42,21 @@ class PrecisionDebugTrainerCallback(DebugCallback):
 
     Logged to the reporting integrations of ``report_to``, on the main process, at ``state.global_step``:
 
-    - ``te.<layer>/<tensor>/<statistic>`` for each statistic that the config asks for, such as
-      ``te.model.layers.0.self_attn.q_proj/activation/max`` (in MLflow with ``_pct`` for ``%``).
-      Units are those of the tensor; a statistic whose name ends in ``%`` is in percent.
-    - ``te/worst_underflows%`` and its kin, ``te/all/<tensor>/<statistic>/max`` and its kin: of the whole model, see
-      :mod:`te_precision_callbacks.sinks.metrics`.
-
-    Added to the entries of ``state.log_history`` that have the training loss: the worst values since the previous
-    entry, at most twelve keys: ``te/worst_underflows%``, ``te/worst_overflows%``, ``te/worst_sqnr_db``,
-    ``te/nonfinite_num``, each with ``_layer`` and ``_tensor``.
+    - ``te.<layer>/<tensor>/<statistic>`` for each statistic of the config, such as
+      ``te.model.layers.0.self_attn.q_proj/activation/max`` (in MLflow with ``_pct`` for ``%``). Units are the tensor's;
+      a statistic with a name that ends in ``%`` is in percent.
+    - metrics of the whole model, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
 
     Written below ``log_dir``, by default ``args.output_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a
-    file a rank) and ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
+    file per rank) and ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     Evaluation and prediction are not observed. Features that change precision act there as in training. The Trainer
-    does not notify callbacks when a training fails: with :class:`te_precision_callbacks.transformers.Trainer`, or with
-    ``trainer=``, the session is closed at once; otherwise at the next forward of the model or the next training, when
-    the callback is collected, or when the process ends.
+    does not notify callbacks when a training fails: :class:`te_precision_callbacks.transformers.Trainer` closes the
+    session at once; otherwise it is closed by :meth:`close`, by the next training, or when the process ends.
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
-        trainer: the trainer that the callback is added to with ``trainer.add_callback``.
-        **keywords: the options of every front door, see :class:`te_precision_callbacks.options.SessionOptions`.
+        **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
         ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
@@ -77,23 +72,12 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         print(callback.session.precision)
     """
 
-    def __init__(
-        self,
-        config: ConfigSource = None,
-        *,
-        trainer: transformers.Trainer | None = None,
-        **keywords: Unpack[SessionKeywords],
-    ) -> None:
+    def __init__(self, config: ConfigSource = None, **keywords: Unpack[SessionKeywords]) -> None:
         self._options = SessionOptions.from_keywords(config, **keywords)
-        self._training: Training | None = None
+        self._session: InspectSession | None = None
+        self._reporting: Reporting | None = None
         self._finalizer: Any = None
-        self._resumed_at: int | None = None
-        self._trainer: weakref.ref[transformers.Trainer] | None = None
-        if trainer is not None:
-            if not isinstance(trainer, transformers.Trainer):
-                raise OptionError(f"trainer= must be a transformers.Trainer, not {trainer!r}.")
-            self._trainer = weakref.ref(trainer)
-            close_with(trainer, self)
+        self._has_stepped = False
 
     @property
     def session(self) -> InspectSession:
@@ -102,23 +86,16 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         Raises:
             SessionError: nothing was trained yet.
         """
-        if self._training is None:
+        if self._session is None:
             raise SessionError("The callback has no session yet: it starts one when trainer.train() begins.")
-        return self._training.session
+        return self._session
 
     @property
-    def watches(self) -> tuple[str, ...]:
-        """The debug options that the callback acts on."""
-        return TE_PRECISION, *self._options.debug
-
-    def release(self) -> None:
-        """Remove the features that ``keep_precision=True`` has left acting on the model after the training."""
-        if self._training is not None:
-            self._training.session.release()
+    def _running(self) -> InspectSession | None:
+        return self._session if self._session is not None and self._session.running else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: a hyperparameter search pickles the trainer."""
-        return {**self.__dict__, "_training": None, "_finalizer": None, "_trainer": None}
+        return {**self.__dict__, "_session": None, "_reporting": None, "_finalizer": None}
 
     # ------------------------------------------------------------------ start
 
@@ -131,66 +108,78 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         **keywords: Any,
     ) -> None:
         """Start the session: ``accelerator.prepare`` has replaced layers and wrapped the model by now."""
-        self._close(SessionError("Another training began."), at_once=False)
-        close_abandoned()
         if model is None:
             raise SessionError("on_train_begin: the event has no model. Pass model=, as transformers' Trainer does.")
         refuse_data_parallel(args)
-        handler = self._find_handler()
-        if running_session() is not None:
-            _say_observed_already([] if handler is None else handler.callbacks)
-            return
-        reporting = None
-        if handler is None:
+        former = running_session()
+        former_state, reporting = (None, None) if former is None else _TRAININGS.get(former, (state, None))
+        if former is not None and former_state is not state:
+            logger.warning("The session of a training that has not ended normally is closed, as another one begins.")
+            if reporting is not None:
+                reporting.is_open = False  # its integrations may log the new training by now
+            former.stop(SessionError("Another training began before this one had ended."))
+        elif former is not None:
             logger.warning(
-                "The callback handler that called PrecisionDebugTrainerCallback could not be found, so no integration"
-                " of report_to gets statistics; the statistics log and sinks= do. Give the callback trainer=."
+                "A session is running already, of another callback of this trainer or of the script, and a process can"
+                " have only one at a time. This callback does nothing. Give one callback all options."
+            )
+            return
+        training = find_training()
+        self._reporting, self._has_stepped = None, False
+        if training is None:
+            logger.warning(
+                "PrecisionDebugTrainerCallback was not called by transformers' Trainer.train(), so the integrations of"
+                " report_to get no statistics; the statistics log and sinks= do."
             )
         elif state.is_world_process_zero:
-            reporting = Reporting(handler, MetricSelection(self._options.prefix, self._options.log_filter))
-        session = InspectSession.from_options(self._options)
+            select = MetricSelection(self._options.prefix, self._options.log_filter)
+            event = TrainerEvent(args, state, control, {"model": model, **keywords})
+            self._reporting = Reporting(training.trainer.callback_handler, event, select)
+        self._session = session = InspectSession.from_options(self._options)
         session.start(
             log_dir=Path(args.output_dir or "."),
-            sinks=reporting.sinks if reporting else (),
+            sinks=self._reporting.sinks if self._reporting else (),
             counts_from=1,
             front_door="transformers",
             trainer_steps=True,
         )
+        _TRAININGS[session] = state, self._reporting
         try:
             if self._options.start_step is None:
                 session.iteration = state.global_step
             session.attach(model)
             session.observing = False
-            loop = find_loop(handler, state) if handler is not None else None
-            resumes = loop is not None and loop.checkpoint is not None
-            self._resumed_at = state.global_step if resumes and state.is_world_process_zero else None
-            if loop is not None and loop.checkpoint is not None:
-                session.resumed_loss.restored = losses_before(state.log_history, state.global_step)
-                if loop.accelerator is not None:
-                    restore_states(loop.accelerator, model, loop.checkpoint)
-                session.load_fingerprint(loop.checkpoint)
-            if loop is not None and loop.accelerator is not None:
-                session.expect_low_precision(expects_low_precision(loop.accelerator))
-                session.unconverted = warn_of_unconverted(loop.accelerator, model)
-                warn_of_unheld(loop.accelerator, model)
-                if session.overflow is not None:
-                    session.overflow.loss_scaled = scales_loss(loop.accelerator)
-            history = HistorySummary(self._options.prefix)
-            self._training = Training(session, reporting, history, loop, model)
             if args.logging_nan_inf_filter:
                 session.note_filtered_loss()
-            if loop is not None and loop.accelerator is not None and args.logging_nan_inf_filter:
-                self._training.follow(loop.accelerator)
+            if training is not None:
+                self._take_over(session, training, args, state, model)
         except BaseException as error:
             session.stop(error)
             raise
         gone = SessionError("The callback was collected while its session was running.")
-        self._finalizer = weakref.finalize(self, self._training.close, gone, at_once=False)
+        self._finalizer = weakref.finalize(self, session.stop, gone)
         self._finalizer.atexit = False  # the session ends with the process by itself
 
-    def _find_handler(self) -> CallbackHandler | None:
-        trainer = None if self._trainer is None else self._trainer()
-        return trainer.callback_handler if trainer is not None else find_handler()
+    def _take_over(
+        self,
+        session: InspectSession,
+        training: RunningTraining,
+        args: TrainingArguments,
+        state: TrainerState,
+        model: torch.nn.Module,
+    ) -> None:
+        """Give a session the trainer's settings and the checkpoint that the training is resumed from."""
+        accelerator = training.trainer.accelerator
+        if training.checkpoint is not None:
+            session.resumed_loss.restored = losses_before(state.log_history, state.global_step)
+            restore_states(accelerator, model, training.checkpoint)
+            session.load_fingerprint(training.checkpoint)
+        session.expect_low_precision(expects_low_precision(accelerator))
+        session.unconverted = warn_of_unconverted(accelerator, model)
+        if session.overflow is not None:
+            session.overflow.loss_scaled = scales_loss(accelerator)
+        if args.logging_nan_inf_filter:  # the Trainer then logs only finite losses
+            session.follow(accelerator, "loss_step", total=True)
 
     # ------------------------------------------------------------------ step
 
@@ -198,61 +187,53 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
         """Observe the micro-batches of a step."""
-        if self._training is not None and self._training.running:
-            self._training.begin_step(TrainerEvent(args, state, control, keywords))
+        if self._running is not None:
+            self._running.observing = True
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
-        """Stop observing: all micro-batches are done, and other callbacks may run the model from here on."""
-        if self._training is not None and self._training.running:
-            self._training.pause()
+        """Stop observing: other callbacks may run the model from here on."""
+        if self._running is not None:
+            self._running.observing = False
+
+    on_epoch_end = on_pre_optimizer_step  # of an epoch that is stopped inside an accumulation
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
         """End a debug iteration, which holds all micro-batches of an accumulation."""
-        if self._training is not None and self._training.running:
-            self._training.end_step(TrainerEvent(args, state, control, keywords))
-
-    on_epoch_end = on_pre_optimizer_step  # of an epoch that is stopped inside an accumulation
+        session = self._running
+        if session is None:
+            return
+        self._has_stepped = True
+        try:
+            session.step(state.global_step)
+        except BaseException as error:  # the Trainer raises no event for it
+            self.close(error)
+            raise
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
         """Warn if the features that changed precision in training no longer act."""
-        if self._training is not None:
-            self._training.session.tell_of_evaluation("An evaluation after the training")
+        if self._session is not None:
+            self._session.warn_of_evaluation("An evaluation after the training")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
-        """Add the summary to the entry that the trainer has just appended to its history."""
-        if self._training is None or not self._training.running or not state.log_history:
+        """Record the numbers that the trainer logs."""
+        if self._running is None:
             return
-        entry: dict[str, Any] = state.log_history[-1]
         numbers = _numbers(keywords.get("logs") or {})
-        if not self._training.has_stepped:
-            numbers.pop("train_loss", None)  # the Trainer's mean over no steps, 0, which is no loss of the training
-        self._training.session.log(numbers, state.global_step)
-        if entry.get("step") == state.global_step:
-            self._training.history.update(entry)
-        self._tell_of_loss(state)
-
-    def _tell_of_loss(self, state: TrainerState) -> None:
-        """Log once what the resume did to the loss, if it has not restored everything."""
-        report = None if self._resumed_at is None else self.session.resume_report
-        if self._resumed_at is None or report is None:
-            return
-        told = loss_after_resume(state.log_history, self._resumed_at)
-        if told is not None:
-            self._resumed_at = None
-            if report.findings:
-                logger.warning("%s", told)
+        if not self._has_stepped:
+            numbers.pop("train_loss", None)  # the Trainer's mean over no steps, 0
+        self._running.log(numbers, state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
-        """Write the fingerprint of the state of low precision into the checkpoint, on each process."""
+        """Write the fingerprint of the low-precision state into the checkpoint, on each process."""
         folder = Path(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        if self._training is not None and self._training.running and folder.is_dir():
-            self._training.session.save_fingerprint(folder)
+        if self._running is not None and folder.is_dir():
+            self._running.save_fingerprint(folder)
 
     # ------------------------------------------------------------------ end
 
@@ -260,45 +241,29 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
         """End the session. The integrations got their last event before, and may be closed."""
-        self._close(None, at_once=False)
+        if self._reporting is not None:
+            self._reporting.is_open = False
+        self._close(None)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session of a training that has just failed, if the callback does not know the trainer.
+        """End the session of a training that has just failed, where the Trainer does not.
 
         Args:
-            error: what ended the training. None: the exception that is handled now, as in an ``except`` block.
+            error: the error that ended the training. None: the exception that is handled now, as in an ``except``
+                block.
         """
         failed = SessionError("callback.close() was called before the training had ended.")
-        self._close(error or sys.exc_info()[1] or failed, at_once=True)
+        self._close(error or sys.exc_info()[1] or failed)
 
-    def _close(self, error: BaseException | None, *, at_once: bool) -> None:
+    def _close(self, error: BaseException | None) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()
             self._finalizer = None
-        if self._training is not None:
-            self._training.close(error, at_once=at_once)
-
-
-def _say_observed_already(callbacks: Sequence[TrainerCallback]) -> None:
-    """Warn that a training has no session of this callback, since another one is running.
-
-    Args:
-        callbacks: of the trainer.
-    """
-    if sum(isinstance(callback, PrecisionDebugTrainerCallback) for callback in callbacks) > 1:
-        logger.warning(
-            "The trainer has several PrecisionDebugTrainerCallback. The first one observes the training, and the others"
-            " do nothing. Give one callback all options."
-        )
-    else:
-        logger.warning(
-            "A session of another trainer or of the script is running, and a process can have only one at a time."
-            " This training goes on without precision debugging."
-        )
+        if self._session is not None:
+            self._session.stop(error)
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the trainer logs, without what only counts or measures time."""
     skipped = ("epoch", "step", "total_flos")
     known = {"learning_rate": "lr"}
     return {known.get(name, name): value for name, value in logs.items() if name not in skipped}

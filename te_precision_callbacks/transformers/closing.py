@@ -1,17 +1,18 @@
-"""Closes debug callbacks when a training fails: the Trainer raises no event then."""
+"""Debug callbacks, and their end when a training fails: the Trainer raises no event then."""
 
 from __future__ import annotations
 
 import logging
-import weakref
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
-import transformers
-from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from te_precision_callbacks.base.errors import OptionError
 
@@ -19,20 +20,43 @@ logger = logging.getLogger(__name__)
 
 
 class DataParallelError(OptionError, ValueError):
-    """Debugging was requested under ``torch.nn.DataParallel``, whose copies of the model cannot be watched."""
+    """Debugging was requested under ``torch.nn.DataParallel``, where copies of the model cannot be observed."""
 
 
 class DebugCallback(TrainerCallback, ABC):
     """A callback that opens resources when training begins, and closes them when training ends or fails."""
 
-    @property
-    @abstractmethod
-    def watches(self) -> tuple[str, ...]:
-        """The debug options that the callback acts on."""
-
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
         """Close open resources after the training has failed with ``error``; does nothing if nothing is open."""
+
+
+class RunningTraining(NamedTuple):
+    """A call of ``trainer.train()``.
+
+    Attributes:
+        trainer: the trainer.
+        checkpoint: the folder that the training is resumed from; None for a new one.
+    """
+
+    trainer: Trainer
+    checkpoint: Path | None
+
+
+def find_training() -> RunningTraining | None:
+    """Find the Trainer that called a callback, which receives neither the trainer nor the checkpoint.
+
+    Read from transformers 4.57 to 5.23: ``Trainer.train`` runs the whole loop. Its parameter ``resume_from_checkpoint``
+    is the folder by then, even if the caller gave True.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "train" else None
+        if isinstance(owner, Trainer):
+            resumed = frame.f_locals.get("resume_from_checkpoint")
+            return RunningTraining(owner, Path(resumed) if isinstance(resumed, (str, os.PathLike)) else None)
+        frame = frame.f_back
+    return None
 
 
 def refuse_data_parallel(args: TrainingArguments) -> None:
@@ -49,52 +73,15 @@ def refuse_data_parallel(args: TrainingArguments) -> None:
 
 
 @contextmanager
-def closing(handler: CallbackHandler) -> Iterator[None]:
-    """Closes a known trainer's debug callbacks at once when its training raises."""
+def closing(trainer: Trainer) -> Iterator[None]:
+    """Close a trainer's debug callbacks at once when its training raises."""
     try:
         yield
     except BaseException as error:
-        for callback in handler.callbacks:
+        for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, DebugCallback):
                 try:
                     callback.close(error)
-                except Exception as failure:  # what ended the training is what the user has to see
+                except Exception as failure:  # must not hide the error that ended the training
                     logger.error("%s could not be closed.", type(callback).__name__, exc_info=failure)
         raise
-
-
-def close_with(trainer: transformers.Trainer, callback: DebugCallback) -> None:
-    """Put :func:`closing` around ``train`` of this one trainer, as long as the callback lives."""
-    train = _ClosingTrain(trainer, callback)
-    trainer.train = train  # type: ignore[method-assign]
-    weakref.finalize(callback, _restore_train, weakref.ref(trainer), weakref.ref(train))
-
-
-class _ClosingTrain:
-    """Replaces a trainer's method ``train``; a copy or pickle of the trainer has the original method."""
-
-    def __init__(self, trainer: transformers.Trainer, callback: DebugCallback) -> None:
-        self._trainer = trainer
-        self._own = trainer.train
-        self._callback = weakref.ref(callback)
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        handler, callback = self._trainer.callback_handler, self._callback()
-        if callback is not None and callback not in handler.callbacks:
-            logger.warning(
-                "%s was given this trainer but is not one of its callbacks, so it does nothing. Add it with"
-                " trainer.add_callback(callback).",
-                type(callback).__name__,
-            )
-        with closing(handler):
-            return self._own(*args, **keywords)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._trainer, "train")
-
-
-def _restore_train(trainer: weakref.ref[transformers.Trainer], train: weakref.ref[_ClosingTrain]) -> None:
-    """Restore the trainer's own method, unless other code has replaced it since."""
-    found = trainer()
-    if found is not None and found.__dict__.get("train") is train():
-        del found.__dict__["train"]

@@ -8,9 +8,7 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from te_precision_callbacks.accelerate import scales_loss
-from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
-from te_precision_callbacks.transformers.closing import DebugCallback, refuse_data_parallel
-from te_precision_callbacks.transformers.loop import find_handler, find_loop
+from te_precision_callbacks.transformers.closing import DebugCallback, find_training, refuse_data_parallel
 
 if TYPE_CHECKING:
     from te_precision_callbacks.overflow import DebugActivationOverflow
@@ -21,11 +19,6 @@ class ActivationOverflowCallback(DebugCallback):
 
     def __init__(self) -> None:
         self._watch: DebugActivationOverflow | None = None
-
-    @property
-    def watches(self) -> tuple[str, ...]:
-        """The debug options that the callback acts on."""
-        return (ACTIVATION_OVERFLOW,)
 
     def on_train_begin(  # type: ignore[override]  # the events of a Trainer have model=
         self,
@@ -42,11 +35,8 @@ class ActivationOverflowCallback(DebugCallback):
         self.close()
         refuse_data_parallel(args)
         self._watch = DebugActivationOverflow(model, distributed=True)
-        handler = find_handler()
-        loop = find_loop(handler, state) if handler is not None else None
-        accelerator = None if loop is None else loop.accelerator
-        if accelerator is not None:
-            self._watch.loss_scaled = scales_loss(accelerator)
+        if (training := find_training()) is not None:
+            self._watch.loss_scaled = scales_loss(training.trainer.accelerator)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any

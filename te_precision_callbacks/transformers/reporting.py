@@ -40,7 +40,7 @@ class ReportingError(PrecisionDebugError, RuntimeError):
 
 
 class TrainerEvent(NamedTuple):
-    """The arguments with which a callback is called."""
+    """The arguments of a callback's event."""
 
     args: TrainingArguments
     state: TrainerState
@@ -49,26 +49,19 @@ class TrainerEvent(NamedTuple):
 
 
 class Reporting:
-    """The sinks of a training on the main process, one for each reporting integration of a handler.
+    """The sinks of a training on the main process, one for each reporting integration of a trainer.
 
     Attributes:
-        event: the last event of the training. None: the integrations are not open, and get no statistics.
+        is_open: whether the integrations are open; afterwards they get no statistics.
         sinks: one for each integration.
     """
 
-    def __init__(self, handler: CallbackHandler, select: MetricSelection) -> None:
+    def __init__(self, handler: CallbackHandler, event: TrainerEvent, select: MetricSelection) -> None:
         classes: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())  # those registered by now
         integrations = [callback for callback in handler.callbacks if isinstance(callback, classes)]
-        self.event: TrainerEvent | None = None
-        self.select = select
-        self.sinks = [_IntegrationSink(integration, self) for integration in integrations]
-
-    def take(self, event: TrainerEvent | None) -> None:
-        """Take the event that the training is at. With one, the integrations are open."""
+        self.is_open = True
         self.event = event
-        if event is not None:
-            for sink in self.sinks:
-                sink.find_run()
+        self.sinks = [_IntegrationSink(integration, self, select) for integration in integrations]
 
 
 class _OwnName(str):
@@ -84,35 +77,34 @@ class _OwnName(str):
 
 
 class _IntegrationSink(LoggerSink):
-    """The sink that hands a step's metrics to one integration, in one call."""
-
-    def __init__(self, integration: TrainerCallback, reporting: Reporting) -> None:
-        super().__init__(reporting.select)
+    def __init__(self, integration: TrainerCallback, reporting: Reporting, select: MetricSelection) -> None:
+        super().__init__(select)
         self._integration = integration
         self._reporting = reporting
         self._known: set[str] = set()
         self._run: Any = None
 
-    def find_run(self) -> None:
-        """Keep the run that the integration writes, once it is open: of MLflow its number, of TensorBoard its writer.
-        An integration forgets it, or closes it, when the training ends, which is before the page is written."""
-        if self._run is not None:
-            return
+    def _find_run(self) -> Any:
+        """The run that the integration writes: of MLflow its number, of TensorBoard its writer.
+
+        It is needed for the report, which is written after the integration has closed it.
+        """
         integration = self._integration
         if isinstance(integration, WandbCallback):
-            self._run = integration._wandb.run
-        elif isinstance(integration, TensorBoardCallback):
-            self._run = integration.tb_writer
-        elif isinstance(integration, MLflowCallback) and (active := integration._ml_flow.active_run()) is not None:
-            self._run = active.info.run_id
+            return integration._wandb.run
+        if isinstance(integration, TensorBoardCallback):
+            return integration.tb_writer
+        if isinstance(integration, MLflowCallback) and (active := integration._ml_flow.active_run()) is not None:
+            return active.info.run_id
+        return None
 
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
         """Log at the step of the trainer's own metrics; does nothing after the training."""
-        event = self._reporting.event
-        if event is None:
+        if not self._reporting.is_open:
             return
         try:
-            self._log(event, metrics, step)
+            self._run = self._run or self._find_run()
+            self._log(self._reporting.event, metrics, step)
             for name, counts in histograms.items():
                 _log_histogram(self._integration, name, counts, step)
         except Exception as error:
@@ -120,7 +112,7 @@ class _IntegrationSink(LoggerSink):
             raise ReportingError(f"{name} could not log statistics: {type(error).__name__}: {error}") from error
 
     def report(self, path: Path) -> None:
-        """Attach the page of the run to W&B's, or write its path into those of TensorBoard and MLflow."""
+        """Attach the page of the run to W&B's run, or write its path into the runs of TensorBoard and MLflow."""
         integration, run = self._integration, self._run
         if run is None:
             return
@@ -151,7 +143,7 @@ class _IntegrationSink(LoggerSink):
 
 
 def _at_step(state: TrainerState, step: int) -> TrainerState:
-    """The state at the end of a step; a different state if that step could not be completed."""
+    """Return the state at the end of a step; another state if that step could not be completed."""
     if state.global_step == step:
         return state
     state = copy.copy(state)
@@ -160,7 +152,6 @@ def _at_step(state: TrainerState, step: int) -> TrainerState:
 
 
 def _log_histogram(integration: TrainerCallback, name: str, counts: Sequence[float], step: int) -> None:
-    """Log an exponent histogram to an integration that takes histograms."""
     if isinstance(integration, TensorBoardCallback) and integration.tb_writer is not None:
         add_to_tensorboard(integration.tb_writer, name, counts, step)
     elif isinstance(integration, WandbCallback):

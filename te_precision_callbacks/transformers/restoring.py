@@ -1,8 +1,8 @@
 """Restores scales and amax histories that the Trainer has loaded too early.
 
 Read from transformers 4.57 to 5.23: ``Trainer.train`` loads the weights of a checkpoint before ``accelerator.prepare``
-replaces layers by those of Transformer Engine. Their ``_extra_state`` fits no module then, and is left out as
-"unexpected". Behind ``prepare``, before the first forward, it fits.
+replaces layers by layers of Transformer Engine, and skips their ``_extra_state`` as "unexpected". After ``prepare``,
+before the first forward, it fits.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _KEY = "_extra_state"
 
 
 def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path) -> None:
-    """Give layers that ``accelerator.prepare`` has converted the state that the checkpoint has for them.
+    """Load the state of layers that ``accelerator.prepare`` has converted from a checkpoint.
 
-    Layers that have a state already were loaded with it. State of delayed scaling is a pickle, which Transformer Engine
-    loads only where ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1`` says that the checkpoint is trusted; without it, and for
-    a checkpoint that cannot be read, a warning says what was not restored.
+    Layers that already have a state are skipped. State of delayed scaling is a pickle, which Transformer Engine loads
+    only
+    with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. A warning names the state that was not restored.
 
     Args:
-        accelerator: the trainer's.
+        accelerator: the trainer's accelerator.
         model: the model, prepared, before its first forward.
-        checkpoint: the folder that the training is resumed from.
+        checkpoint: the folder of the checkpoint.
     """
     if accelerator.fp8_backend != "TE":
         return
@@ -75,7 +75,6 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
 
 
 def _saved(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor]:
-    """The states in the files of a checkpoint that are wanted and not empty."""
     keys = set(wanted)
     found: dict[str, torch.Tensor] = {}
     for path in _files(checkpoint):
@@ -89,7 +88,7 @@ def _saved(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    """The files with the model's weights; none where the weights lie otherwise, as those of FSDP and DeepSpeed do."""
+    """Return the files with the model's weights; none for the formats of FSDP and DeepSpeed."""
     for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if (checkpoint / whole).is_file():
             return [checkpoint / whole]

@@ -33,20 +33,21 @@ class Trainer(transformers.Trainer):
     The class is also a mixin, in any order: ``class MyTrainer(Trainer, Seq2SeqTrainer)``. If the other class comes
     first, its constructor does not take the keywords below: put the options into ``args``.
 
-    Every exception that ends a training, including KeyboardInterrupt, also ends the debugging at once. The same holds
-    for a :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
+    Every exception that ends a training, including KeyboardInterrupt, also ends the debugging at once, and the session
+    of a
+    :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
 
     Args:
-        *arguments: as transformers' Trainer takes them.
-        debug: debug options in addition to those of ``args.debug``, in the same form; the options of transformers too.
-        te_precision_config: replaces the argument of the same name in ``args``, unless it is None. The four keywords
+        *arguments: as in transformers' Trainer.
+        debug: debug options in addition to ``args.debug``, in the same form.
+        te_precision_config: replaces the argument of the same name in ``args``, unless it is None. The five keywords
             below do the same.
         te_precision_require: a contract.
         te_precision_records: whether to record the run, or how much of it.
         te_precision_statistics_log: which ranks write the statistics log.
-        te_precision_on_finding: what happens when a rule finds something.
+        te_precision_on_finding: the reaction to a finding.
         te_precision_report: whether to write the page of the run.
-        **keywords: as transformers' Trainer takes them.
+        **keywords: as in transformers' Trainer.
 
     Raises:
         UnknownDebugOptionError: a name is unknown; a ValueError.
@@ -113,7 +114,7 @@ class Trainer(transformers.Trainer):
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """Train as transformers' Trainer does; every exception ends the debugging."""
-        with closing(self.callback_handler):
+        with closing(self):
             return super().train(*arguments, **keywords)
 
     def _refuse_second_callback(self) -> None:

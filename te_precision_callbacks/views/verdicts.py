@@ -13,10 +13,10 @@ MOST_FINDINGS = 5
 
 
 def not_judged_in_words(verdict: Verdict) -> str:
-    """Which rules were not checked, in one line; empty if all were."""
+    """The rules that were not checked, in one line; empty if all were."""
     return f"Not checked: {', '.join(each.rule for each in verdict.not_judged)}." if verdict.not_judged else ""
 
 
 def more_findings(count: int, shown: int = MOST_FINDINGS) -> str:
-    """How many findings are left out of an output; empty if none is."""
+    """The number of findings left out of an output; empty for none."""
     return f"and {many(count - shown, 'more finding')}" if count > shown else ""

@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformer_engine.pytorch as te
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 
 from te_precision_callbacks import ConfigError, PrecisionDebugger
 from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.session import SessionError
 from tests.accelerate.loops import Plain, batch_of, largest, prepared, run, train
-from tests.conftest import Keeper, feature, module_state, statistics
+from tests.conftest import Keeper, module_state, statistics
 from tests.lightning.models import logged_lines
 
 
@@ -32,10 +30,6 @@ def observe(tmp_path: Path, batches: int = 6, accumulate: int = 1, **keywords: A
         run(accelerator, debugger, model, optimizer, loader)
     lines = logged_lines(tmp_path)
     return {step: value for (name, step), value in lines.items() if name == "fc1_activation_max"}
-
-
-def test_every_optimizer_step_is_an_iteration(tmp_path: Path) -> None:
-    assert observe(tmp_path) == {step: largest(step) for step in range(6)}
 
 
 def test_an_accumulation_is_one_iteration(tmp_path: Path) -> None:
@@ -65,36 +59,6 @@ def test_start_and_stop_instead_of_a_block(tmp_path: Path, keeper: Keeper) -> No
     with debugger:  # again: it counts on
         run(accelerator, debugger, model, optimizer, loader)
     assert keeper.iterations == [0, 1, 2, 3]
-
-
-def test_step_gives_the_records_of_an_iteration_that_has_ended(tmp_path: Path) -> None:
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    model, optimizer, loader = prepared(accelerator, Plain(), batches=2)
-    given = []
-    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path) as debugger:
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(batch).sum())
-                optimizer.step()
-            given.append(debugger.step())
-    assert given[0] is None
-    assert given[1] is not None
-    assert (given[1].iteration, given[1].logging_step, len(given[1])) == (0, 1, 4)
-
-
-@pytest.mark.parametrize(
-    ("folders", "expected"),
-    [({}, "."), ({"project_dir": "run"}, "run"), ({"project_dir": "run", "logging_dir": "run/logs"}, "run/logs")],
-)
-def test_logs_go_to_the_accelerators_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], expected: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    accelerator = Accelerator(project_config=ProjectConfiguration(**folders))
-    model, optimizer, loader = prepared(accelerator, Plain(), batches=1)
-    with PrecisionDebugger(accelerator, model, statistics()) as debugger:
-        run(accelerator, debugger, model, optimizer, loader)
-    assert logged_lines(tmp_path / expected)
 
 
 def test_only_training_is_observed(tmp_path: Path) -> None:
@@ -140,19 +104,6 @@ def test_a_debugger_that_is_gone_leaves_nothing_with_the_accelerator() -> None:
     assert accelerator._save_model_state_pre_hook == accelerator._load_model_state_pre_hook == OrderedDict()
 
 
-def test_features_that_change_precision_act(tmp_path: Path) -> None:
-    """FakeQuant rounds fc1's input as torch's own cast does."""
-    accelerator = Accelerator()
-    model, _, loader = prepared(accelerator, Plain(), batches=1)
-    config = {"fake": feature("FakeQuant", ["fc1"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E5M2")}
-    (batch,) = loader
-    with PrecisionDebugger(accelerator, model, config, log_dir=tmp_path):
-        output = model.fc1(batch)
-    scale = 57344 / batch.abs().max()
-    rounded = (batch * scale).to(torch.float8_e5m2).float() / scale
-    torch.testing.assert_close(output, torch.nn.functional.linear(rounded, model.fc1.weight, model.fc1.bias))
-
-
 # ---------------------------------------------------------------------- what cannot be
 
 
@@ -170,25 +121,6 @@ def test_a_model_that_was_not_prepared_is_refused() -> None:
     prepared(accelerator, Plain())
     with pytest.raises(SessionError, match=r"prepare\(\) was not given this Plain, but another one"):
         PrecisionDebugger(accelerator, Plain())
-
-
-def test_a_part_of_what_was_prepared_is_a_model_too(tmp_path: Path, keeper: Keeper) -> None:
-    accelerator = Accelerator()
-    model, optimizer, loader = prepared(accelerator, torch.nn.Sequential(OrderedDict(inner=Plain())), batches=2)
-    with PrecisionDebugger(accelerator, model.inner, statistics(), log_dir=tmp_path, sinks=[keeper]) as debugger:
-        run(accelerator, debugger, model, optimizer, loader)
-    assert keeper.values("max", "fc1") == {0: largest(0), 1: largest(1)}
-
-
-def test_two_models_are_observed_together(tmp_path: Path) -> None:
-    accelerator = Accelerator()
-    models = [prepared(accelerator, Plain(), batches=1)[0] for _ in range(2)]
-    with PrecisionDebugger(accelerator, models, statistics(), log_dir=tmp_path) as debugger:
-        for model in models:
-            model(batch_of(0).to(accelerator.device)).sum().backward()
-        debugger.step()
-    assert [layer.name for layer in debugger.session.layers] == ["chunk0.fc1", "chunk0.fc2", "chunk1.fc1", "chunk1.fc2"]
-    assert logged_lines(tmp_path)["chunk1.fc1_activation_max", 0] == largest(0)
 
 
 def test_bad_arguments_are_refused_at_once() -> None:
@@ -228,25 +160,3 @@ def test_steps_out_of_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert [record.message for record in caplog.records if "the debugger was stopped" in record.message] == [
         "step(): the debugger was stopped, so nothing more is observed. Training goes on."
     ]
-
-
-def test_strict_refuses_a_step_after_the_end(tmp_path: Path) -> None:
-    accelerator = Accelerator()
-    model, *_ = prepared(accelerator, Plain())
-    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path, strict=True) as debugger:
-        pass
-    with pytest.raises(SessionError, match="not running"):
-        debugger.step()
-
-
-def test_a_model_without_te_layers_trains_on_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    accelerator = Accelerator()
-    model, optimizer, loader = prepared(accelerator, torch.nn.Linear(32, 32), batches=2)
-    config = statistics()
-    with PrecisionDebugger(accelerator, model, config, log_dir=tmp_path, allow_unmatched=True) as debugger:
-        run(accelerator, debugger, model, optimizer, loader)
-        assert debugger.session.iteration == 2
-    assert "no Transformer Engine layer" in caplog.text
-    assert "Accelerator(mixed_precision='fp8', kwargs_handlers=[TERecipeKwargs()])" in caplog.text
-    assert debugger.unconverted == {}, "Accelerate was not asked for FP8"
-    assert not any(isinstance(module, te.Linear) for module in model.modules())

@@ -19,7 +19,7 @@ from torch.nn import LayerNorm, Linear, ModuleList, Sequential
 
 from te_precision_callbacks.accelerate import PrecisionDebugger, unconverted_layers
 from tests.accelerate.loops import Torch, prepared, run, sample
-from tests.conftest import Keeper, feature
+from tests.conftest import Keeper
 from tests.docs.pages import blocks
 
 STATISTICS: dict[str, Any] = {
@@ -56,17 +56,6 @@ def test_the_layers_that_accelerate_makes_run_in_fp8(tmp_path: Path, keeper: Kee
     for layer in ("fc1", "fc2"):
         assert precision(debugger)[layer, "fprop"] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
         assert precision(debugger)[layer, "wgrad"] == {"activation": "FP8 E4M3", "gradient": "FP8 E5M2"}
-    assert precision(debugger)["fc2", "dgrad"] == {"weight": "FP8 E4M3", "gradient": "FP8 E5M2"}
-
-
-def test_a_gemm_kept_in_high_precision(tmp_path: Path) -> None:
-    """It runs in the bfloat16 of Accelerate's autocast."""
-    prepares = accelerator()
-    model, optimizer, loader = prepared(prepares, Torch(), batches=1, size=16)
-    config = {"high": feature("DisableFP8GEMM", ["fc2"], gemms=["fprop"])}
-    with PrecisionDebugger(prepares, model, config, log_dir=tmp_path) as debugger:
-        run(prepares, debugger, model, optimizer, loader)
-    assert precision(debugger)["fc2", "fprop"] == {"activation": "BF16", "weight": "BF16"}
     assert precision(debugger)["fc2", "dgrad"] == {"weight": "FP8 E4M3", "gradient": "FP8 E5M2"}
 
 
@@ -108,14 +97,6 @@ def converted(model: torch.nn.Module) -> tuple[Accelerator, torch.nn.Module]:
     ("model", "expected"),
     [
         (Torch(), {"head": "32 x 10: 10 is no multiple of 16"}),
-        (Sequential(Linear(16, 32), Linear(32, 64)), {}),
-        (
-            Sequential(OrderedDict(fc1=Linear(16, 32), fc2=Linear(30, 10), fc3=Linear(32, 32))),
-            {
-                "fc2": "30 x 10: 30 and 10 are no multiples of 16",
-                "fc3": "skipped, because fc2 before it stopped the conversion",
-            },
-        ),
         (  # one container stops and skips what is inside of later siblings too; the one around it goes on
             Sequential(
                 OrderedDict(
@@ -168,34 +149,6 @@ def test_what_multiplies_without_being_a_linear_is_named_too() -> None:
     }
 
 
-@pytest.mark.slow
-def test_the_same_behind_wrappers() -> None:
-    _, model = converted(Sequential(OrderedDict(fc1=Linear(16, 24), fc2=Linear(16, 16))))
-    expected = unconverted_layers(model)
-    assert list(expected) == ["fc1", "fc2"]
-
-    class DistributedDataParallel(torch.nn.Module):
-        def __init__(self, module: torch.nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    assert unconverted_layers(DistributedDataParallel(model)) == expected
-    compiled: Any = torch.compile(model)
-    assert unconverted_layers(compiled) == expected
-    model.fc1 = torch.compile(model.fc1)  # type: ignore[assignment]
-    assert unconverted_layers(model) == expected
-    assert list(unconverted_layers([model, model])) == ["chunk0.fc1", "chunk0.fc2", "chunk1.fc1", "chunk1.fc2"]
-
-
-def test_a_second_name_of_a_converted_layer() -> None:
-    shared = Linear(16, 16)
-    _, model = converted(Sequential(OrderedDict(one=shared, two=shared)))
-    assert isinstance(model.one, te.Linear)
-    assert unconverted_layers(model) == {
-        "two": "it was added later, or also has another name, under which it was converted"
-    }
-
-
 def test_a_run_without_fp8_has_that_as_the_reason_of_all_layers() -> None:
     prepares = Accelerator(mixed_precision="bf16", cpu=True)
     model = prepares.prepare(Sequential(Linear(16, 10), Linear(16, 16), te.Linear(16, 16)))
@@ -231,21 +184,7 @@ def test_the_debugger_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.L
     assert "fc1     FP8 E4M3" in shown
 
 
-def test_many_of_them_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    prepares, model = converted(Sequential(*(Linear(10, 10) for _ in range(8)), Sequential(Linear(16, 16))))
-    with PrecisionDebugger(prepares, model, log_dir=tmp_path, allow_unmatched=True) as debugger:
-        pass
-    assert len(debugger.unconverted) == 9
-    (said,) = [record.message for record in caplog.records if "unconverted" in record.message]
-    assert said.startswith("Accelerate left 9 layers unconverted, which run without FP8: 100 % of the weights")
-    assert said.endswith("; and 4 more: te_precision_callbacks.accelerate.unconverted_layers(model) has all.")
-
-
 # ---------------------------------------------------------------------- what was frozen or tied
-
-
-def said_of_optimizers(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "No optimizer holds" in record.getMessage()]
 
 
 def q_and_k() -> Sequential:
@@ -255,25 +194,7 @@ def q_and_k() -> Sequential:
     return model
 
 
-def test_frozen_layers_that_the_conversion_unfreezes_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    prepares, model = accelerator(), q_and_k()
-    trains = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer = prepares.prepare(model, torch.optim.AdamW(trains))
-    with PrecisionDebugger(prepares, model, log_dir=tmp_path) as debugger:
-        prepares.backward(model(torch.randn(16, 32, device=prepares.device)).sum())
-        assert model.k_proj.weight.grad is not None, "a fact of Accelerate"
-        optimizer.step()
-        debugger.step()
-    (said,) = said_of_optimizers(caplog)
-    assert said.startswith(
-        "No optimizer holds these parameters of converted layers, which require gradients: k_proj.weight, k_proj.bias. "
-    )
-    assert said.endswith("freeze or tie them again after it, as docs/accelerate.md shows.")
-
-
-def test_the_way_of_the_page_keeps_them_frozen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_way_of_the_page_keeps_them_frozen(tmp_path: Path) -> None:
     prepares = accelerator()
     (block,) = (block for block in blocks("docs/accelerate.md", "python") if "convert_model" in block)
     names: dict[str, Any] = {"torch": torch, "accelerator": prepares}
@@ -290,16 +211,3 @@ def test_the_way_of_the_page_keeps_them_frozen(tmp_path: Path, caplog: pytest.Lo
     ]
     assert torch.equal(model.k_proj.weight, before)
     assert precision(debugger)["q_proj", "wgrad"] == {"activation": "FP8 E4M3", "gradient": "FP8 E5M2"}
-    assert not said_of_optimizers(caplog)
-
-
-def test_an_optimizer_that_holds_other_parameters_shows_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As one that steps flat copies does."""
-    prepares, model = converted(Torch())
-    for group in prepares._optimizers[0].param_groups:
-        group["params"] = [torch.nn.Parameter(parameter.detach().clone()) for parameter in group["params"]]
-    with PrecisionDebugger(prepares, model, log_dir=tmp_path):
-        pass
-    assert not said_of_optimizers(caplog)

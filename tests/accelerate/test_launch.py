@@ -85,11 +85,9 @@ def test_two_processes_log_one_set_of_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("failing_rank", ["0", "1"])
-def test_a_process_that_raises_ends_both(tmp_path: Path, failing_rank: str) -> None:
-    result = launch(tmp_path, failing_rank)
+def test_a_process_that_raises_ends_both(tmp_path: Path) -> None:
+    result = launch(tmp_path, "1")
     assert result.returncode != 0
-    assert f"rank {failing_rank} has a bad batch" in result.stderr
-    steps = sorted({step for _, step in logged_lines(tmp_path / "first", int(failing_rank))})
-    expected = {"0": [0, 1], "1": [1]}[failing_rank]
-    assert steps == expected, "what the rank had gathered is written, without a collective"
+    assert "rank 1 has a bad batch" in result.stderr
+    steps = {step for _, step in logged_lines(tmp_path / "first", 1)}
+    assert steps == {1}, "what the rank had collected is written, without a collective"

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from te_precision_callbacks.accelerate import PrecisionDebugger
 from te_precision_callbacks.overflow import ActivationOverflowError
-from tests.accelerate.loops import Plain, batch_of, largest, prepared
+from tests.accelerate.loops import Plain, batch_of, prepared
 from tests.conftest import Keeper, module_state, statistics
 
 
@@ -57,40 +57,3 @@ def test_the_weights_are_those_of_the_step_before(
     assert debugger.session.overflow is None
     assert module_state(model) == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_run_without_an_overflow(tmp_path: Path, keeper: Keeper) -> None:
-    accelerator = Accelerator()
-    model, optimizer, _ = prepared(accelerator, Plain())
-    options: dict[str, Any] = {"debug": "activation_overflow te_precision", "log_dir": tmp_path, "sinks": [keeper]}
-    with PrecisionDebugger(accelerator, model, statistics(), **options) as debugger:
-        overflow_at(-1, accelerator, model, optimizer, debugger)
-    assert keeper.values("max", "fc1") == {index: largest(index) for index in range(6)}
-    assert keeper.closed == [None]
-
-
-def test_a_session_without_statistics_says_what_is_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    accelerator = Accelerator()
-    model, _ = accelerator.prepare(torch.nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)], lr=0.1))
-    for debug in ("activation_overflow", ""):
-        caplog.clear()
-        with PrecisionDebugger(accelerator, model, log_dir=tmp_path, debug=debug, allow_unmatched=True):
-            (said,) = [text for text in caplog.messages if "there are no statistics" in text]
-        assert ("Training goes on with activation overflow detection alone." in said) == bool(debug)
-
-
-def test_an_optimizer_of_an_earlier_model_has_not_stepped_this_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where a cell of a notebook is run again: the accelerator keeps what it has prepared before."""
-    accelerator = Accelerator()
-    for fresh in (True, True, False):
-        if fresh:
-            inner = Plain()
-            model, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters()))
-        caplog.clear()
-        with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path) as debugger:
-            accelerator.backward(model(batch_of(0).to(accelerator.device)).mean())
-            optimizer.step()
-            debugger.step()
-        assert ("The optimizer has stepped before" in caplog.text) == (not fresh)

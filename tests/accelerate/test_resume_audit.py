@@ -107,36 +107,6 @@ def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert warned(caplog) == []
 
 
-@pytest.mark.parametrize("before_start", [True, False])
-def test_what_a_bad_resume_did_to_the_loss(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, before_start: bool
-) -> None:
-    """As far as the script logs it: here as 0.5 in the last step before the checkpoint, and 0.75 in the first after."""
-    accelerator, model, optimizer, batches = fresh(InFp8(DELAYED))
-    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path / "first") as debugger:
-        for step, batch in enumerate(batches, 1):
-            _train(accelerator, model, optimizer, batch)
-            debugger.step()
-            accelerator.log({"train/loss": torch.tensor(0.25 * step), "lr": 1.0}, step=step)
-        accelerator.save_state(str(tmp_path / "checkpoint"), safe_serialization=False)
-    assert "log" not in vars(accelerator), "the session listens no longer"
-    checkpoint = changed(tmp_path / "checkpoint", without_extra_state)
-
-    accelerator, model, optimizer, batches = fresh(InFp8(DELAYED))
-    debugger = PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path / "second")
-    if before_start:
-        accelerator.load_state(str(checkpoint), strict=False)
-    with debugger:
-        if not before_start:
-            accelerator.load_state(str(checkpoint), strict=False)
-        for step, batch in enumerate(batches, 3):
-            _train(accelerator, model, optimizer, batch)
-            debugger.step()
-            accelerator.log({"train/loss": 0.25 * step}, step=step)
-    assert caplog.text.count("Training loss") == 1
-    assert "Training loss: 0.5 at step 2, before the resume; 0.75 at step 3, after it." in caplog.text
-
-
 def _train(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> None:
     accelerator.backward(model(batch).pow(2).mean())
     optimizer.step()

@@ -299,16 +299,6 @@ def test_a_mask_of_torch_is_known(make: Callable[[], torch.nn.Module], left: flo
     assert {product.mask_share for product in attention} == {left}, "of the backward, too"
 
 
-def test_attention_that_no_kernel_takes() -> None:
-    case = Case(Attention, lambda: torch.ones(128, BATCH, WIDTH, dtype=BF16))
-    with any_capability():
-        stand_for((9, 0))
-        checked = plan(case, recipes.Float8CurrentScaling(fp8_dpa=True), on_meta=True)
-    [finding] = checked.findings
-    assert finding.layers == ("inner.core_attention",)
-    assert "has attention in FP8 for compute capability 10.0 alone" in finding.text
-
-
 def wrong(batch: Any, model: torch.nn.Module | None = None) -> str:
     with pytest.raises(BatchError) as caught:
         check_model(model or te.Linear(WIDTH, WIDTH), load_config({}), recipe="none", batch=batch)

@@ -159,15 +159,6 @@ def test_all_errors_of_a_config(here: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_early_steps() -> None:
-    found = as_json("config.yaml", "--model", "my_models:build", "--early-steps", "5,1")
-    assert {feature["steps"] for row in found["plan"] for feature in row["features"]} == {
-        "steps 0 on that are multiples of 10, and steps 1, 5",
-        "every step",
-    }
-
-
-@pytest.mark.usefixtures("here")
 def test_the_plan_as_json() -> None:
     found = as_json("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling")
     assert (found["recipe"], found["device"], found["tokens"]) == ("fp8_current_scaling", "meta", None)
@@ -268,9 +259,7 @@ FACTORIES = {
     "nowhere:build": "There is no module 'nowhere', neither in the current folder",
     "my_model:build": "There is no module 'my_model'.* Did you mean 'my_models'?",
     "my_models:buidl": "'my_models' has no function 'buidl'. Did you mean 'my_models:build'?",
-    "my_models:Net.foo": "'my_models:Net' has no function 'foo'. Write package.module:function",
-    "my_models:Net.build": "'my_models:Net' has no function 'build'. Did you mean 'my_models:build'?",
-    "my_models:torch.foo": "'my_models:torch' has no function 'foo'. Write package.module:function",
+    "my_models:Net.foo": "'my_models' has no function 'Net.foo'.* Write package.module:function",
     "my_models:not_a_function": "'my_models:not_a_function' is no function, but 3",
     "my_models:model": "is a model, which has been made already",
     "my_models:with_argument": "missing 1 required positional argument: 'width'. Write package.module:function",
@@ -307,9 +296,6 @@ PLAN = "config.yaml --model my_models:build"
         ("config.yaml --tokens 3", "--tokens: it is for a plan; give --model, too"),
         ("config.yaml --allow-unmatched", "--allow-unmatched: it is for a plan"),
         ("config.yaml --recipe mxfp8", "--recipe: it is for a plan"),
-        ("config.yaml --early-steps on", "--early-steps: it is for a plan"),
-        (f"{PLAN} --early-steps 1;2", "'1;2' is none of on, off, and steps such as 1,2,5"),
-        (f"{PLAN} --early-steps -1", "'-1' is none of on, off, and steps such as 1,2,5"),
         (f"{PLAN} --observe fast", "--observe= must be one of 'debug', 'fused', 'auto', not 'fast'"),
         (f"{PLAN} --require fp8", "--require= has 'fp8'"),
         ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),

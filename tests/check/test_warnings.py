@@ -101,15 +101,15 @@ CASES = {
         selected(exact_layer_names=["0", "5"]), two, "config/problems.py:warn", (("allow_unmatched", True),)
     ),
     "a layer that is refused": Case(
-        {"s": REPLACED}, delayed, "instrumentation/refusals.py:say", (("observe", "debug"),)
+        {"s": REPLACED}, delayed, "instrumentation/refusals.py:warn", (("observe", "debug"),)
     ),
     "a version that is not known": Case({"s": WATCHED}, two, "instrumentation/upstream.py:warn_unless_supported"),
 }
 
 LATER = {
     "session/model.py:_name_by_number": "ranks that have different layers at one path",
-    "session/model.py:_say_recomputed": "a checkpoint that computes a forward again outside of te.autocast",
-    "session/model.py:follow": "a module that trains outside of the model",
+    "session/model.py:_warn_of_recomputed": "a checkpoint that computes a forward again outside of te.autocast",
+    "session/model.py:_warn_of_unwatched": "a module that trains outside of the model",
 }
 """Warnings of these modules that only a training can give, and of what."""
 
@@ -158,7 +158,7 @@ def test_what_a_session_warns_of_is_said_by_check(
     said = json.loads(done.stdout)
     texts = " ".join([*said["notes"], *(finding["text"] for finding in said["findings"])])
     for record in told:
-        if record.funcName == "say":  # in other words: which layers, and why
+        if record.funcName == "warn":  # in other words: which layers, and why
             reason = record.getMessage().partition(" (")[2].rpartition(")")[0]
             assert reason in texts
         else:

@@ -2,7 +2,7 @@
 
 Usage::
 
-    python -m tests.clients --src FOLDER [--cache FOLDER] [--table docs/clients.md] [NAME ...]
+    python -m tests.clients --src FOLDER [--cache FOLDER] [--table tests/clients/README.md] [NAME ...]
 
 Each client gets an environment of its own in the cache, outside of this repository, and runs in a copy of its folder.
 Rows of clients that this call does not run stay as they are.

@@ -117,7 +117,7 @@ def _accelerate(
 
 _FUSED_NORM = (
     "under delayed scaling Transformer Engine's norm writes FP8 directly, but in a watched layer the norm writes BF16, "
-    "which is then quantized; see [observing.md](observing.md)"
+    "which is then quantized; see [observing.md](../../docs/observing.md)"
 )
 _ESM_SMALL = (
     "num_train_steps=3",

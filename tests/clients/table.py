@@ -1,4 +1,4 @@
-"""The table of docs/clients.md, written by ``make clients``.
+"""The table of tests/clients/README.md, written by ``make clients``.
 
 The page has the table between two comments; what stands around it is left alone.
 """

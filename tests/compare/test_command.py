@@ -55,35 +55,6 @@ def test_without_a_finding_the_code_is_0(folder: Path) -> None:
     assert not compare(folder / "a", folder / "b").output.startswith("A and B are")
 
 
-def test_the_names_of_facts_leave_most_of_a_line_to_what_differs(tmp_path: Path) -> None:
-    names = [f"transformer.{part}.layers.{n}.self_attention.layernorm_qkv" for part in ("a", "b", "c") for n in (0, 1)]
-    for run, precision in (("a", "bf16"), ("b", "mxfp8")):
-        rows = [{"gemm_id": n, "layer": name, "gemm": "fprop", "precision": precision} for n, name in enumerate(names)]
-        record(tmp_path / run, {(name, "weight", "cur_amax"): np.ones(STEPS) for name in names}, gemms=rows)
-    result = compare(tmp_path / "a", tmp_path / "b")
-    (line,) = (line for line in result.output.splitlines() if "MXFP8" in line and "fprop" in line)
-    assert line.index("BF16") < 45
-    assert "layernorm_qkv" in result.output
-
-
-def test_what_differs_has_60_columns_in_a_pipe(tmp_path: Path) -> None:
-    layers = ", ".join(f"decoder.layers.{n}.mlp" for n in range(30))
-    for run in ("a", "b"):
-        record(tmp_path / run, {("fc1", "weight", "cur_amax"): np.ones(STEPS)}, started_by=f"{run} of {layers}")
-    result = compare(tmp_path / "a", tmp_path / "b")
-    lines = [line for line in result.output.splitlines() if "decoder.layers." in line]
-    assert len(lines) > 5
-    assert max(map(len, result.output.splitlines())) < 36 + 2 * 60 + 12
-
-
-def test_with_noise_it_says_of_what(folder: Path) -> None:
-    result = compare(folder / "a", folder / "b", "--noise", folder / "a")
-    assert result.exit_code == 1
-    text = " ".join(result.output.split())
-    assert "Noise floor: how much A differs from" in text
-    assert "its ordinary spread" in text
-
-
 def test_json_has_it_all(folder: Path) -> None:
     result = compare(folder / "a", folder / "b", "--json")
     assert result.exit_code == 1

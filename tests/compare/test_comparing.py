@@ -23,11 +23,9 @@ from te_precision_callbacks.views.compare.wording import (
     difference,
     first_lines,
     of_losses,
-    times,
     what_was_compared,
     where_first,
 )
-from te_precision_callbacks.views.report import facts as report_facts
 from tests.compare.recorded import Subject, Values, layers, record
 
 Floats = npt.NDArray[np.float64]
@@ -140,11 +138,6 @@ def test_the_first_step_counts_before_the_first_layer(runs: Runs) -> None:
     ]
 
 
-def test_within_a_step_the_forward_comes_first(runs: Runs) -> None:
-    result = runs.with_floor(changed(numbers(2), {(LAYERS[0], "gradient"): 16.0, (LAYERS[5], "weight"): 16.0}))
-    assert [parting.name for parting in result.parted] == [f"{LAYERS[5]} weight", f"{LAYERS[0]} gradient"]
-
-
 def test_a_difference_that_does_not_last_does_not_count(runs: Runs) -> None:
     values = numbers(2)
     values[LAYERS[2], "weight", "cur_amax"][30:34] *= 64
@@ -232,48 +225,18 @@ def test_equal_runs_are_equal_to_the_last_bit(runs: Runs) -> None:
     result = compare(runs.a, runs.record("b", numbers(0)), noise=[runs.noise])
     assert not result.has_findings
     assert result.first_unequal is None
-    assert result.pairing.values == len(numbers(0)) * STEPS
 
 
 def test_steps_pair_by_their_number(tmp_path: Path) -> None:
     a = record(tmp_path / "a", numbers(0), order=LAYERS)
     tenth = {subject: curve[::10] for subject, curve in changed(numbers(0), {(LAYERS[3], "weight"): 16.0}).items()}
     result = compare(a, record(tmp_path / "b", tenth, freq=10), lasting=2)
-    assert result.pairing.values == 6 * len(tenth)
+    assert (result.pairing.series, result.pairing.steps) == (len(tenth), 6)
     assert result.first is not None
     assert (result.first.name, result.first.iteration) == (f"{LAYERS[3]} weight", 30)
 
 
-@pytest.mark.parametrize(
-    ("steps", "freq", "pair", "lasts"),
-    [
-        (25, 1, "in 25 steps, from 0 to 24.", "lasts 5 steps."),
-        (5, 6, "in 5 steps, from 0 to 24.", "lasts 5 steps."),
-        (3, 1, "in 3 steps, from 0 to 2.", "lasts all 3 steps."),
-        (1, 1, "in step 0 alone.", "in this one step"),
-    ],
-)
-def test_the_steps_that_pair_are_counted(tmp_path: Path, steps: int, freq: int, pair: str, lasts: str) -> None:
-    a = record(tmp_path / "a", numbers(0, steps=25))
-    b = record(tmp_path / "b", numbers(0, steps=steps), freq=freq)
-    result = compare(a, b)
-    assert result.pairing.steps == steps
-    assert result.pairing.shorter == (24 if steps < 5 else 0)
-    first, *_, counts, _ = what_was_compared(result)
-    assert first == f"24 series of 6 layers pair {pair}"
-    assert lasts in counts
-
-
-def test_series_with_fewer_steps_than_others_are_counted(tmp_path: Path) -> None:
-    values = numbers(0)
-    values[LAYERS[0], "weight", "cur_amax"][4:] = math.nan
-    result = compare(record(tmp_path / "a", values, order=LAYERS), record(tmp_path / "b", numbers(0), order=LAYERS))
-    assert (result.pairing.steps, result.pairing.shorter) == (STEPS, 1)
-    *_, counts = what_was_compared(result)
-    assert counts == "A difference counts if it lasts 5 steps; in 1 series with fewer steps, all of them."
-
-
-@pytest.mark.parametrize("since", [30, 32, 34])
+@pytest.mark.parametrize("since", [30, 34])
 def test_a_weight_with_fewer_numbers_comes_before_the_activations_that_it_made(runs: Runs, since: int) -> None:
     """Schedules of freq 1 and freq 5 in one config: the weight is seen to depart up to four steps later."""
 
@@ -367,36 +330,27 @@ def test_facts_that_differ_come_with_their_values(runs: Runs) -> None:
     b = runs.record("others", numbers(0), config_text=config.replace("all", "fc1"), **other)
     told = [(fact.name, fact.a, fact.b) for fact in compare(a, b).facts]
     assert told == [
-        ("config", "s: layers: {layer_types: [all]}", "s: layers: {layer_types: [fc1]}"),
+        ("config.s.layers.layer_types", '["all"]', '["fc1"]'),
         ("versions.torch", "2.9", "2.10"),
         ("recipes", '["none"]', '["mxfp8"]'),
     ]
 
 
-def test_the_reduction_of_amaxes_differs_in_words(runs: Runs) -> None:
-    names = [f"layers.{n}.fc1" for n in range(24)]
-    rows = [{"reduced": reduced, "ranks": 2, "tensor_parallel": 1, "outside": 0, "layers": names} for reduced in (1, 0)]
-    a, b = (runs.record(f"amaxes {n}", numbers(0), settings={"amaxes": [row]}) for n, row in enumerate(rows))
-    (fact,) = compare(a, b).facts
-    assert fact.name == "settings.amaxes"
-    assert (fact.a, fact.b) == ("reduced over ranks: 2, in layers.{0-23}.fc1", "not reduced, in layers.{0-23}.fc1")
-    assert report_facts.segments(a)[0]["facts"]["settings"]["amaxes"] == fact.a
-
-
-def test_a_line_of_the_config_comes_after_the_keys_that_it_is_under(runs: Runs) -> None:
+def test_options_of_the_config_differ_by_their_path(runs: Runs) -> None:
     config = (
         "of all:\n  enabled: true\n  transformer_engine:\n    # each step\n    LogTensorStats:\n      tensors_struct:\n"
         "      - tensor: activation\n        stats: [max]\n      freq: 1\nlast:\n  enabled: true\n"
     )
-    other = config.replace("[max]", "[min]").replace("freq: 1", "freq: 5").replace("last:\n  enabled: true\n", "")
-    a, b = (runs.record(f"config {n}", numbers(0), config_text=text) for n, text in enumerate((config, other)))
-    feature = "of all / LogTensorStats"
-    item = f"{feature} / tensors_struct / tensor: activation"
-    assert [(fact.a, fact.b) for fact in compare(a, b).facts] == [
-        (f"{item}: stats: [max]", f"{item}: stats: [min]"),
-        (f"{feature}: freq: 1", f"{feature}: freq: 5"),
-        ("last:", ""),
-        ("last: enabled: true", ""),
+    other = (
+        config.replace("# each step", "# rarely").replace("freq: 1", "freq: 5").replace("last:\n  enabled: true\n", "")
+    )
+    a, b = (
+        runs.record(f"config {n}", numbers(0), config_text=text, config_hash=str(n))
+        for n, text in enumerate((config, other))
+    )
+    assert [(fact.name, fact.a, fact.b) for fact in compare(a, b).facts] == [
+        ("config.last.enabled", "true", ""),
+        ("config.of all.transformer_engine.LogTensorStats.freq", "1", "5"),
     ]
 
 
@@ -424,58 +378,19 @@ def products(rows: int, calls: int = 1) -> list[dict[str, Any]]:
     return [{"gemm_id": number, "layer": layer, **names, **sizes} for number, layer in enumerate(LAYERS)]
 
 
-SIZED = (("activation", "l2_norm"), ("activation", "l1_norm"), ("activation", "nonfinite_num"), ("activation", "numel"))
-
-
-def of_rows(seed: int, rows: int, gradients: float) -> dict[Subject, Floats]:
-    """A training with this many rows in a step, whose gradients are so large; weights have no rows."""
-    found = numbers(seed)
-    growth = {"l2_norm": (rows * 16) ** 0.5, "l1_norm": rows * 16, "nonfinite_num": rows, "numel": rows * 16}
-    draw = np.random.default_rng(seed)
-    for layer in LAYERS:
-        found[layer, "gradient", "cur_amax"] *= gradients
-        found[layer, "weight", "l2_norm"] = np.exp(draw.normal(0, 0.1, STEPS))
-        for tensor, statistic in SIZED:
-            found[layer, tensor, statistic] = growth[statistic] * np.exp(draw.normal(0, 0.1, STEPS))
-    return found
-
-
-@pytest.mark.parametrize(("rows", "calls"), [(256, 1), (32, 1), (128, 8)])
-@pytest.mark.parametrize("of_mean", [True, False])
-def test_another_batch_size_is_a_fact_and_no_layer_is_blamed(
-    runs: Runs, rows: int, calls: int, *, of_mean: bool
-) -> None:
-    total = rows * calls
-    a = runs.record("rows", of_rows(0, 128, 1.0), gemms=products(128))
-    noise = runs.record("again", of_rows(1, 128, 1.0), gemms=products(128))
-    b = runs.record("other rows", of_rows(2, total, 128 / total if of_mean else 1.0), gemms=products(rows, calls))
-    for result in (compare(a, b), compare(a, b, noise=[noise])):
-        assert not result.parted
-        facts = [(fact.name, fact.a, fact.b) for fact in result.facts]
-        assert facts == [("rows in a step of layers.{0-5}.fc", "128", f"{total:,}")]
-        assert result.pairing.with_other_rows == tuple(LAYERS)
-
-
-def test_what_differs_beside_another_batch_size_is_found(runs: Runs) -> None:
-    a = runs.record("rows", of_rows(0, 128, 1.0), gemms=products(128))
-    values = of_rows(2, 256, 0.5)
-    values[LAYERS[2], "activation", "l2_norm"][30:] *= 3
-    values[LAYERS[3], "weight", "l2_norm"][30:] *= 3
-    result = compare(a, runs.record("other rows", values, gemms=products(256)))
-    assert [parting.name for parting in result.parted] == [f"{LAYERS[2]} activation", f"{LAYERS[3]} weight"]
-    norm = result.parted[0].strongest
-    assert 2.0**norm.difference == pytest.approx(3, rel=0.2)
-    assert norm.b / norm.a == pytest.approx(3, rel=0.2)
-
-
-def test_losses_of_other_batch_sizes_have_no_yardstick(runs: Runs) -> None:
+def test_another_batch_size_is_a_fact_and_has_no_yardstick(runs: Runs) -> None:
     curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
     high = [row | {"precision": "bf16"} for row in products(128)]
     a = runs.record("high", numbers(0), gemms=high, scalars={"loss": curve})
-    b = runs.record("low", numbers(0), gemms=products(256), scalars={"loss": curve * 1.1})
-    loss = compare(a, b).loss
-    assert loss is not None
-    assert [each.holds for each in loss.yardsticks] == [None, None]
+    b = runs.record("low", numbers(0), gemms=products(128, calls=8), scalars={"loss": curve * 1.1})
+    result = compare(a, b)
+    assert ("rows in a step of layers.{0-5}.fc", "128", "1,024") in [
+        (fact.name, fact.a, fact.b) for fact in result.facts
+    ]
+    assert result.pairing.with_other_rows == tuple(LAYERS)
+    assert any("such as with another batch size" in sentence for sentence in what_was_compared(result))
+    assert result.loss is not None
+    assert [each.holds for each in result.loss.yardsticks] == [None, None]
 
 
 def test_weights_of_other_sizes_are_a_fact(runs: Runs) -> None:
@@ -489,8 +404,6 @@ def test_weights_of_other_sizes_are_a_fact(runs: Runs) -> None:
     ("statistic", "ours", "theirs", "said"),
     [
         ("min", -0.00119, -0.000297, "x 0.25"),
-        ("min", -0.001, -0.004, "x 4"),
-        ("max", 0.004, 0.001, "x 0.25"),
         ("max", 0.001, -0.001, "another sign"),
         ("cur_amax", 0.0, 0.001, "from 0"),
         ("cur_amax", 0.001, 0.0, "to 0"),
@@ -517,9 +430,7 @@ def test_the_factor_of_a_number_is_that_of_its_magnitude(
         ("fp8", "bf16", 0.003, {"FP8": False, "NVFP4": None}),
         ("nvfp4", "fp8", 0.003, {"FP8": None, "NVFP4": True}),
         ("nvfp4", "fp8", 0.02, {"FP8": None, "NVFP4": False}),
-        ("fp8", "fp8", 0.02, {"FP8": None, "NVFP4": None}),
         ("bf16", "fp8", 0.02, {"FP8": None, "NVFP4": None}),
-        ("bf16", "fp32", 0.02, {"FP8": None, "NVFP4": None}),
         ("fp8", "fp32", 0.003, {"FP8": False, "NVFP4": None}),
     ],
 )
@@ -554,9 +465,9 @@ def test_a_loss_within_the_noise_is_no_finding(runs: Runs) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("since", [0, 3, STEPS - 1])
-def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, value: float, since: int) -> None:
+@pytest.mark.parametrize("since", [0, STEPS - 1])
+def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, since: int) -> None:
+    value = math.nan
     curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
     good, lost = (
         runs.record(f"{name} {value} {since}", numbers(0), scalars={"loss": values})
@@ -580,26 +491,6 @@ def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, value: f
     assert "nan" not in " ".join(of_losses(noisy))
 
 
-@pytest.mark.parametrize(
-    ("lost", "what"),
-    [([math.inf, -math.inf], "-inf or inf"), ([math.nan, -math.inf], "-inf or nan"), ([-math.inf], "-inf")],
-)
-def test_a_loss_that_changes_between_inf_and_nan_departs_for_as_long(runs: Runs, lost: list[float], what: str) -> None:
-    curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
-    values = curve.copy()
-    values[20:] = np.resize(lost, STEPS - 20)
-    a, b = (runs.record(name, numbers(0), scalars={"loss": loss}) for name, loss in (("a", curve), ("b", values)))
-    found = compare(a, b)
-    assert list(first_lines(found)) == [f"The loss of B is {what} from step 20 on; that of A is not."]
-    assert found.first is not None
-    assert (found.first.name, found.first.iteration) == ("loss", 20)
-    assert (found.first.strongest.steps, found.first.strongest.to_the_end) == (STEPS - 20, True)
-    said = " ".join(where_first(found))
-    assert "no number" in said
-    assert "of what counts" not in said
-    assert times(found.first.strongest) == ""
-
-
 def test_a_loss_that_the_trainer_hides_is_not_compared_in_its_place(runs: Runs) -> None:
     """The Hugging Face Trainer logs 0 in the place of a nan, and its session the loss of each step."""
     curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
@@ -612,18 +503,7 @@ def test_a_loss_that_the_trainer_hides_is_not_compared_in_its_place(runs: Runs) 
     assert found.loss.name == "loss_step"
 
 
-@pytest.mark.parametrize("noise", [False, True])
-def test_a_difference_that_does_not_last_is_told_as_that(runs: Runs, noise: bool) -> None:
-    """For a step it is by far more than what counts."""
-    values = {key: curve.copy() for key, curve in numbers(0).items()}
-    values[LAYERS[2], "weight", "cur_amax"][20] = 1e6
-    found = compare(runs.a, runs.record("b", values), noise=[runs.noise] if noise else [])
-    beyond = "beyond the noise floor" if noise else "by as much"
-    assert found.first is None
-    assert next(where_first(found)).startswith(f"Nowhere {beyond} for as long. ")
-
-
-@pytest.mark.parametrize("peak", [1e6, math.inf, math.nan])
+@pytest.mark.parametrize("peak", [1e6, math.nan])
 def test_a_spike_of_the_loss_is_told_though_its_running_median_is_not(runs: Runs, peak: float) -> None:
     curve = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
     spiked = curve.copy()
@@ -689,22 +569,7 @@ def test_the_types_of_what_is_kept_are_facts(runs: Runs) -> None:
     ]
 
 
-def test_comments_of_a_config_are_no_facts(runs: Runs) -> None:
-    text = "# a question\ns:\n  enabled: True  # always\n  layers: {layer_types: ['#1']}\n"
-    other = "s:\n  enabled: True\n\n  # all\n  layers: {layer_types: ['#1']}\n"
-    a, b = (
-        record(runs.folder / name, numbers(0), config_text=each, config_hash="1")
-        for name, each in (("one", text), ("other", other))
-    )
-    assert [fact for fact in compare(a, b).facts if fact.name.startswith("config")] == []
-    c = record(runs.folder / "third", numbers(0), config_text=other.replace("#1", "#2"), config_hash="2")
-    (fact,) = (fact for fact in compare(a, c).facts if fact.name.startswith("config"))
-    assert (fact.a, fact.b) == ("s: layers: {layer_types: ['#1']}", "s: layers: {layer_types: ['#2']}")
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [("", "net."), ("net.", ""), ("model.net.", "module."), ("", "_forward_module.net.")]
-)
+@pytest.mark.parametrize(("ours", "theirs"), [("", "net."), ("model.net.", "module.")])
 def test_layers_pair_by_the_end_of_their_names(runs: Runs, ours: str, theirs: str) -> None:
     """Lightning's names begin at its module, those of other front doors at the model."""
 
@@ -735,23 +600,6 @@ def test_runs_that_share_no_statistic(runs: Runs) -> None:
 def test_runs_that_share_no_step(runs: Runs) -> None:
     with pytest.raises(ComparisonError, match=r"no step of any: .*steps 0 to 59.*steps 100 to 159"):
         compare(runs.a, record(runs.folder / "later", numbers(0), first=100))
-
-
-def test_a_refusal_has_the_notes_of_the_runs(runs: Runs) -> None:
-    """What could not be read may be what is missing."""
-    later = record(runs.folder / "later", numbers(0), first=100, order=LAYERS)
-    empty = record(runs.folder / "empty", {}, order=LAYERS)
-    for run in (later, empty):
-        next(Path(run.path).rglob("layers.parquet")).write_bytes(b"damaged")
-    later, empty = open_run(later.path), open_run(empty.path)
-    for other in (later, empty):
-        with pytest.raises(ComparisonError, match=r"Notes on .*layers\.parquet cannot be read"):
-            compare(runs.a, other)
-
-
-def test_a_run_without_numbers(runs: Runs) -> None:
-    with pytest.raises(ComparisonError, match="has no numbers yet"):
-        compare(runs.a, record(runs.folder / "empty", {}))
 
 
 # ---------------------------------------------------------------------- the parts

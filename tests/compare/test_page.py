@@ -1,4 +1,4 @@
-"""docs/comparing.md and docs/showing.md: their code and commands as they stand there."""
+"""docs/comparing.md, and `show` in docs/report.md: their code and commands as they stand there."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_commands() -> None:
     codes = []
-    for page in ("docs/comparing.md", "docs/showing.md"):
-        for command in "".join(blocks(page, "bash")).splitlines():
+    for page, begin in (("docs/comparing.md", ""), ("docs/report.md", "te-precision show")):
+        for command in "".join(blocks(page, "bash", begin)).splitlines():
             program, *arguments = shlex.split(command)
             assert program == "te-precision"
             recorded = iter(sorted(path.name for path in Path("logs/precision_records").iterdir()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -47,21 +46,6 @@ def test_what_both_have_is_not_listed(bad: Path, tmp_path: Path) -> None:
     found = compare(open_run(bad), open_run(defective(tmp_path / "again"))).verdicts
     assert found is not None
     assert (found.only_a, found.only_b, found.summary) == ((), (), "B has no finding that A has not.")
-
-
-def test_that_a_part_cannot_be_read_is_in_the_first_line(healthy: Path, tmp_path: Path) -> None:
-    damaged = defective(tmp_path / "damaged", power=0)
-    next(damaged.rglob("run.json")).write_text("{")
-    line = command(healthy, damaged).output.splitlines()[0]
-    assert line == "B has no finding that A has not. A part of B cannot be read."
-
-
-def test_json(healthy: Path, bad: Path) -> None:
-    found = json.loads(command(healthy, bad, "--json").output)["verdicts"]
-    (finding,) = found["only_b"]
-    assert (finding["rule"], finding["tensor"], finding["layers"]) == ("sibling", "gradient", [BAD])
-    assert found["only_a"] == []
-    assert found["a"] == diagnose(healthy).summary
 
 
 def test_a_run_with_itself_has_none(bad: Path) -> None:

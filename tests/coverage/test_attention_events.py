@@ -64,7 +64,7 @@ def run(attention: te.DotProductAttention, told: Told, reported: list[str]) -> t
         attention=told,
     )
     tap.watch({}, ())
-    tap.hear({}, {id(attention): "attention"})
+    tap.observe({}, {id(attention): "attention"})
     tap.listen(lambda event: None)
     query, key, value = (
         torch.randn(LENGTH, BATCH, HEADS, SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)

@@ -13,7 +13,7 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from te_precision_callbacks.speed.devices import device_named
-from te_precision_callbacks.speed.expected import expected
+from te_precision_callbacks.speed.expected import timed, with_recipes
 
 WIDTH, WIDE = 64, 1024
 WRITES_NOTHING: dict[str, Any] = {"statistics_log": "off", "records": "off", "strict": True}
@@ -207,18 +207,18 @@ def test_numbers_that_decide_nothing_are_counted_a_few_times(tmp_path: Any) -> N
             super().__init__()
             self.layer = te.Linear(WIDTH, WIDTH)
 
-        def forward(self, x: torch.Tensor, number: float) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
             with te.autocast(enabled=True):
                 return (self.layer(x) * number).sum()
 
     model = Scaled()
     with InspectSession(model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
         for step in range(12):
-            model(torch.randn(16, WIDTH), step / 7).backward()
+            model(torch.randn(16, WIDTH), step).backward()
             counted.append(session._run.hooks.products.counting)  # type: ignore[union-attr]
             session.step()
             assert not session.coverage().is_estimate
-    assert counted == [True] * 3 + [False] * 9
+    assert counted == [True] * 4 + [False] * 8
     assert str(session.coverage()) == "FP8 in 100 % of the multiply-adds (fprop 100, wgrad 100)"
 
 
@@ -255,7 +255,7 @@ def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
         for splits in rows:
             model(torch.randn(sum(splits), WIDTH), list(splits)).backward()
         session.step()
-    times = expected(session.coverage(), "fp8_current_scaling", device_named("H100"))
+    times = timed(with_recipes(session.coverage(), "fp8_current_scaling"), device_named("H100"))
     return {f"{each.layer} {each.gemm}": each.high_ms for each in times}
 
 

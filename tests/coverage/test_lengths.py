@@ -1,4 +1,4 @@
-"""Attention of packed sequences, whose lengths only the device knows, is counted without waiting for it."""
+"""Attention of packed sequences is counted by their lengths, which only the device has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_precision_callbacks.coverage import lengths as lengths_module
+from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 
 HEADS, SIZE = 3, 8
@@ -43,11 +43,8 @@ class Attention(torch.nn.Module):
         return found
 
 
-def counted(micro_batches: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
-    """The multiply-adds of the products of a step, and how often the host has read a tensor before and at its end."""
-    reads = [0]
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(reads.pop() + 1) or tolist(self))
+def counted(micro_batches: list[list[int]]) -> list[int]:
+    """The multiply-adds of the products of a step."""
     model = Attention()
     products = ModelProducts(lambda *told: pytest.fail(str(told)), lambda: False, lambda: False)
     products.watch(model, {id(model): "model"}, ())
@@ -55,26 +52,22 @@ def counted(micro_batches: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> 
         for bounds in micro_batches:
             model.bounds.copy_(torch.tensor(bounds))  # as where a loader fills the same tensor again
             model(torch.zeros(1, bounds[-1], HEADS, SIZE))
-    before = reads[0]
     found = products.end_step()
     products.close()
     assert found is not None
-    return [product.macs for product in found.kinds.products(found.parts)], [before, reads[0] - before]
+    return [product.macs for product in found.kinds.products(found.parts)]
 
 
-def test_lengths_are_read_once_at_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, reads = counted([[0, 4, 9], [0, 1, 9]], monkeypatch)
-    assert found == [(4 * 4 + 5 * 5 + 1 * 1 + 8 * 8) * HEADS * SIZE] * 2
-    assert reads == [0, 1]
+def test_each_sequence_counts_with_its_length() -> None:
+    assert counted([[0, 4, 9], [0, 1, 9]]) == [(4 * 4 + 5 * 5 + 1 * 1 + 8 * 8) * HEADS * SIZE] * 2
 
 
-def test_in_a_capture_sequences_count_as_one_and_that_is_said(
+def test_in_a_capture_sequences_count_as_one_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A copy would be recorded, and reading would end the capture."""
-    monkeypatch.setattr(lengths_module, "is_capturing", lambda: True)
+    """Reading the lengths would end the capture."""
+    monkeypatch.setattr(matrix_products, "is_capturing", lambda: True)
+    matrix_products._warn_of_capture.cache_clear()
     with caplog.at_level(logging.WARNING):
-        found, reads = counted([[0, 4, 9], [0, 4, 9]], monkeypatch)
-    assert found == [2 * 9 * 9 * HEADS * SIZE] * 2
-    assert reads == [0, 0]
+        assert counted([[0, 4, 9], [0, 4, 9]]) == [2 * 9 * 9 * HEADS * SIZE] * 2
     assert caplog.text.count("count as one") == 1

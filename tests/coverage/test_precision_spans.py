@@ -1,4 +1,4 @@
-"""``session.precision(at=...)`` and ``session.layers(at=...)``: the facts of one iteration, and how long they held."""
+"""``session.precision(at=...)``: the facts of one iteration, and how long they held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from te_precision_callbacks.base.vocabulary import GEMMS, name_of_recipe
 from te_precision_callbacks.coverage.precision_history import Format as FormatOf
 from te_precision_callbacks.coverage.precision_history import GemmFact, PrecisionHistory
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.results import SessionOutcome
 from tests.conftest import feature, statistics
 from tests.instrumentation.gemm_spy import ROWS, Handed, Spy, wrong
 from tests.session.injecting_script import Injection
@@ -248,72 +247,6 @@ def test_a_look_between_forward_and_backward_changes_nothing(tmp_path: Path, rec
     for gemm in GEMMS:
         assert spans(looked, gemm) == spans(alone, gemm)
     assert looked.precision == alone.precision
-
-
-def layer_spans(session: InspectSession) -> list[list[tuple[str, int, int | None]]]:
-    """Of each iteration the layers' names with their spans."""
-    return [[(info.name, info.since, info.until) for info in session.layers(at=at)] for at in range(session.iteration)]
-
-
-def test_the_layers_of_an_iteration_of_a_model_that_changes(tmp_path: Path) -> None:
-    net = torch.nn.ModuleDict({"a": te.Linear(32, 32, params_dtype=BF16), "b": te.Linear(32, 32, params_dtype=BF16)})
-
-    def step(session: InspectSession) -> None:
-        train(session, torch.nn.Sequential(*net.values()), None)
-
-    config = {"s": feature("LogTensorStats", [".*"], tensors=["weight"], stats=["max"])}
-    config["s"]["layers"] = {"layer_name_regex_pattern": ".*"}
-    with InspectSession(config, model=net, log_dir=tmp_path) as session:
-        assert [info.name for info in session.layers] == ["a", "b"]
-        with pytest.raises(LookupError, match="None has run yet"):
-            session.layers(at=0)
-        step(session)
-        step(session)
-        net["c"] = te.Linear(32, 32, params_dtype=BF16)
-        del net["b"]
-        step(session)
-        step(session)
-        first, second = [("a", 0, None), ("b", 0, 2)], [("a", 0, None), ("c", 3, None)]
-        assert layer_spans(session) == [first] * 3 + [second]
-        assert [info.name for info in session.layers] == ["a", "c"]
-        assert all(info.sections == ("s",) for at in range(4) for info in session.layers(at=at))
-        session.iteration = 2  # a return to a checkpoint, with the model as it is
-        step(session)
-    assert layer_spans(session) == [[("a", 0, None), ("b", 0, 1)]] * 2 + [[("a", 0, None), ("c", 2, None)]]
-    outcome = pickle.loads(pickle.dumps(SessionOutcome.of(session)))
-    assert outcome.layers(at=2) == session.layers(at=2)
-    with pytest.raises(PrecisionDebugError, match=r"layers\(at=3\): that iteration has not run .* 0 to 2"):
-        session.layers(at=3)
-
-
-def test_the_layers_of_a_resumed_run_begin_with_it(tmp_path: Path) -> None:
-    net = te.Linear(32, 64, params_dtype=BF16)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        session.iteration = 500
-        train(session, net, None)
-    assert [(info.since, info.until) for info in session.layers(at=500)] == [(500, None)]
-    with pytest.raises(LookupError):
-        session.layers(at=0)
-
-
-def test_an_outcome_of_a_running_session_stays_as_it_is(tmp_path: Path) -> None:
-    net = te.Linear(32, 64, params_dtype=BF16)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        train(session, net, CURRENT)
-        outcome = SessionOutcome.of(session)
-        before = (outcome.precision, outcome.last_statistics, outcome.worst_statistics)
-        train(session, net, BLOCK)
-    assert (outcome.precision, outcome.last_statistics, outcome.worst_statistics) == before
-    assert (outcome.iteration, session.iteration) == (1, 2)
-
-
-def test_an_outcome_of_another_process_tells_it_too(tmp_path: Path) -> None:
-    session, _ = watched(tmp_path, off(2, 3), [CURRENT] * 4)
-    outcome = pickle.loads(pickle.dumps(SessionOutcome.of(session)))
-    assert outcome.precision == session.precision
-    assert [outcome.precision(at=at) for at in range(4)] == [session.precision(at=at) for at in range(4)]
-    with pytest.raises(LookupError):
-        outcome.precision(at=4)
 
 
 def test_a_run_that_changes_in_every_step_keeps_a_few_bytes_of_each(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typer.testing import CliRunner, Result
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.cli import app
-from te_precision_callbacks.diagnosis import RULES
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.known import KnownFindingsError, known_line, read_known
 from te_precision_callbacks.session import InspectSession
@@ -51,14 +50,6 @@ def test_json(planted: Path) -> None:
     )
     assert {"severity", "seen", "seen_at", "why", "remedy", "source", "disproof", "patch"} <= set(finding)
     assert all(set(each) == {"rule", "why", "collect", "essential"} for each in told["not_judged"])
-
-
-def test_one_form_in_all_outputs(planted: Path) -> None:
-    told = json.loads(called("diagnose", planted, "--json").output)
-    names = set(told) - {"notes"}
-    assert {"verdict", "judged", "findings", "not_judged"} <= names
-    other = json.loads(called("show", planted, "--json").output)
-    assert {name: other[name] for name in names} == {name: told[name] for name in names}
 
 
 def test_a_run_without_a_step_says_that_it_has_none(tmp_path: Path) -> None:
@@ -162,18 +153,6 @@ def test_wrong_known_findings(planted: Path, tmp_path: Path) -> None:
         assert "Errno" not in told
 
 
-def test_the_rules() -> None:
-    listed = called("rules")
-    assert listed.exit_code == 0
-    assert all(rule.id in listed.output for rule in RULES)
-    explained = called("rules", "stale-scale")
-    assert all(
-        text in explained.output for text in ("fires when:", "source: arXiv", "what to do:", "fp8_delayed_scaling")
-    )
-    assert json.loads(called("rules", "hole", "--json").output)["rules"][0]["id"] == "hole"
-    assert "There is no rule 'nonfinit'. Did you mean 'nonfinite'" in refusal("rules", "nonfinit")
-
-
 def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
     """Nothing wrong in what is left of a damaged run is no good news."""
     train(tmp_path, steps=3, defect=False)
@@ -207,13 +186,3 @@ def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
     next((tmp_path / "odd").rglob("run.json")).write_text("{")
     assert called("diagnose", tmp_path / "odd").exit_code == 1, "what is wrong stays wrong"
     assert called("show", tmp_path / "odd").output.startswith("Note: ")
-
-
-def test_a_run_without_records_is_said_to_be_a_log(tmp_path: Path) -> None:
-    train(tmp_path, steps=3, defect=False, records="off")
-    result = called("diagnose", tmp_path)
-    first, second, *_ = result.output.splitlines()
-    assert "has no records. A log of nvidia-dlfw-inspect: layers, coverage" in f"{first} {second}"
-    assert "Not enough checked: " in result.output
-    told = json.loads(called("diagnose", tmp_path, "--json").output)
-    assert any(note.startswith("A log of nvidia-dlfw-inspect: ") for note in told["notes"])

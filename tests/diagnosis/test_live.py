@@ -471,10 +471,7 @@ def test_arguments_that_the_recipe_does_not_use(tmp_path: Path) -> None:
             net(torch.randn(16, 32)).sum().backward()
         session.step()
     found = [(finding.severity, finding.seen.partition(" has")[0]) for finding in session.findings]
-    assert found == [
-        ("warning", "Float8CurrentScaling: use_power_2_scales (True)"),
-        ("note", "Float8CurrentScaling: fp8_dpa (True)"),
-    ]
+    assert found == [("warning", "Float8CurrentScaling: use_power_2_scales (True)")]
     assert diagnose(tmp_path) == session.findings
 
 
@@ -524,7 +521,7 @@ def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, eve
             session.step()
     unjudged = {each.rule: each.why for each in session.findings.not_judged}
     assert [each.rule for each in session.findings.wrong] == ["missing-gradient"] * (every == 99)
-    assert unjudged["dead-gradient"] == "no backward has reached a layer with statistics in a due step"
+    assert unjudged["dead-gradient"] == "no backward has reached a layer with statistics in a collection step"
     assert diagnose(tmp_path) == session.findings
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from te_precision_callbacks.diagnosis import Verdict, diagnose
-from te_precision_callbacks.diagnosis.replay import Replay
-from te_precision_callbacks.runs import RunWriter, open_run
+from te_precision_callbacks.runs import RunWriter
 from tests.compare.recorded import append
 
 pytestmark = pytest.mark.processes
@@ -67,15 +66,16 @@ def test_a_run_of_one_rank_names_none(tmp_path: Path) -> None:
     assert (found.ranks, found.where) == ((), "")
 
 
-@pytest.mark.parametrize("others", [(1,), (1, 2)])
-def test_a_run_that_is_followed_has_the_same_verdict(tmp_path: Path, others: tuple[int, ...]) -> None:
-    """Also where a rank gets its first numbers later."""
-    replay = Replay()
-    with RunWriter.begin(tmp_path, world=3) as run:
-        for rank in (0, *others):
-            append(run, counts(fc2=3) if rank == others[-1] else counts(), rank=rank)
-            run.flush()
-            assert replay.verdict(open_run(tmp_path)) == diagnose(tmp_path)
-    found = replay.verdict(open_run(tmp_path))
-    assert [each.ranks for each in found] == [(others[-1],)]
-    assert found == diagnose(tmp_path)
+@pytest.mark.parametrize("change", [{}, {"severity": "dire"}, {"rule": "nonfinite"}], ids=str)
+def test_a_finding_of_another_rank_may_come_late_or_damaged(tmp_path: Path, change: dict[str, str]) -> None:
+    """The local values of rank 1 are recorded for the rule nonfinite, so that its finding is not taken over."""
+    with RunWriter.begin(tmp_path) as run, RunWriter(run.folder.parent, run.segment, rank=1) as other:
+        for iteration in range(5):
+            run.add_scalars(iteration, {"loss": 1.0 if iteration < 3 else float("nan")})
+        run.flush()
+        (first,) = diagnose(tmp_path)
+        data = {**first.as_json(), "since": 2, "ranks": [1], **change}
+        other.add_event("finding", "of rank 1", iteration=2, data=data)
+        other.flush()
+        (now,) = diagnose(tmp_path)
+        assert (now.since, now.last_good, now.ranks) == ((3, 2, ()) if change else (2, 1, (1,)))

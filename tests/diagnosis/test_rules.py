@@ -12,12 +12,11 @@ import pytest
 import yaml
 
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_BACKWARD
 from te_precision_callbacks.diagnosis import RULES, Finding, Verdict
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule
+from te_precision_callbacks.diagnosis.rule import Judge
 from te_precision_callbacks.sinks.step_records import Event, Row, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
 
@@ -159,14 +158,6 @@ def test_the_checkpoint_is_from_before_the_last_good_step(checkpoints: Sequence[
     assert (finding.since, finding.last_good, finding.checkpoint) == (20, 10, last)
 
 
-def test_a_step_without_numbers_of_the_rule_is_not_known_to_be_good() -> None:
-    others = {key: value for key, value in ordinary().items() if key[2] == "std"}
-    finding = only(judged([ordinary(), others, NAN], facts(), (0, 5)), "nonfinite")
-    assert (finding.last_good, finding.checkpoint) == (0, 0)
-    first = only(judged([NAN], facts(), (0, 5)), "nonfinite")
-    assert (first.last_good, first.checkpoint) == (None, None)
-
-
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_nonfinite_is_seen_in_amax_too(value: float) -> None:
     step = {("h.0.fc1", "weight", "cur_amax"): value}
@@ -211,15 +202,6 @@ def test_underflow_is_weighed_by_the_norm_that_is_lost() -> None:
     warning = next(finding for finding in judged([stale] * 4, known) if finding.rule == "underflow")
     assert (warning.severity, warning.layers) == ("warning", ("h.3.fc1",))
     assert warning.seen.endswith("with at most 14 % of the tensor's norm")
-
-
-def test_the_patch_of_an_underflow_is_a_config() -> None:
-    lossy = ordinary(b3_fc1_activation_underflows=50.0, b3_fc1_activation_scale_inv_max=1000.0)
-    patch = yaml.safe_load(only(judged([lossy] * 2, facts()), "underflow").patch)
-    (section,) = load_config(patch).enabled_sections
-    assert list(section.effects) == ["DisableFP8Layer"]
-    pattern = patch["keep_in_high_precision"]["layers"]["layer_name_regex_pattern"]
-    assert [layer for layer in LAYERS if re.search(pattern, layer)] == ["h.3.fc1"]
 
 
 def test_the_first_step_of_delayed_scaling_does_not_count() -> None:
@@ -393,15 +375,6 @@ def test_a_backward_that_never_comes(not_run: str, found: int) -> None:
     known = facts(changed={"h.4.fc2": {"runs": "never", "not_run": not_run}})
     verdict = judged([step] * 3, known)
     assert [finding.rule for finding in verdict] == ["dead-gradient"] * found
-
-
-@pytest.mark.parametrize(("not_run", "said"), [(NO_BACKWARD, True), (FROZEN, False)], ids=["reached by none", "frozen"])
-def test_where_no_backward_comes_to_a_layer_with_statistics_that_is_why_not(not_run: str, said: bool) -> None:
-    """Healthy trainings have such layers, as a generator in the steps of its critic: it is no finding."""
-    step = {key: value for key, value in ordinary().items() if key[1] != "gradient"}
-    verdict = judged([step] * 3, facts(changed={layer: {"runs": "never", "not_run": not_run} for layer in LAYERS}))
-    told = "no backward has reached a layer with statistics in a due step"
-    assert (why(verdict, "dead-gradient") == told) == said
 
 
 def test_growth_is_a_note_unless_something_is_lost() -> None:
@@ -620,11 +593,6 @@ def test_gradient_norms_that_are_no_finding(norms: list[float], losses: list[flo
     assert "gradient-norm" not in [finding.rule for finding in logged(norms, losses)]
 
 
-def test_few_logged_steps_are_not_judged() -> None:
-    assert "gradient-norm" in [each.rule for each in logged([1.0] * 29, [2.0] * 29).not_judged]
-    assert "gradient-norm" in logged([1.0] * 30, [2.0] * 30).judged
-
-
 def told(*logged: Mapping[str, float]) -> Verdict:
     """The verdict on what the trainer logs in one iteration after the other."""
     diagnosis = Diagnosis()
@@ -656,31 +624,6 @@ def test_numbers_that_are_not_the_loss_of_the_training(name: str) -> None:
     assert "nonfinite-loss" in [each.rule for each in alone.not_judged]
 
 
-def test_losses_that_may_be_another_ones_are_named() -> None:
-    alone = told(*[{"mlm_loss": 2.0, "val_loss": 2.0, "loss_scale": 1.0, "lr": 0.1}, {"gan/loss_d": 2.0}] * 3)
-    assert why(alone, "nonfinite-loss") == (
-        "no loss was logged under a name that only the loss of the training has, such as loss or train_loss, but"
-        " mlm_loss, gan/loss_d: log it under such a name, too"
-    )
-    assert "nonfinite-loss" in told({"mlm_loss": 2.0}, {"loss": 2.0}).judged
-    assert why(told({"val_loss": 2.0}), "nonfinite-loss") == "it needs the loss, as the trainer logs it"
-
-
-def test_findings_of_a_step_come_in_one_order() -> None:
-    """A trainer logs before a step or after it; a tensor with nan comes first, since it names the layer."""
-    rows = [Row("h.0.fc1", "activation", None, "nonfinite_num", 1.0)]
-    for logs_first in (True, False):
-        diagnosis, table = Diagnosis(), SeriesTable()
-        records = StepRecords.from_rows(0, 0, rows, table=table)
-        step = Splitter(table.__getitem__).step(0, records.series, np.frombuffer(records.values))
-        if logs_first:
-            diagnosis.scalars(0, {"loss": math.nan})
-        diagnosis.step(step)
-        if not logs_first:
-            diagnosis.scalars(0, {"loss": math.nan})
-        assert [finding.rule for finding in diagnosis.verdict] == ["nonfinite", "nonfinite-loss"]
-
-
 def saturated(*blocks: int) -> Numbers:
     return ordinary(**{f"b{block}_fc1_activation_overflows": 1.0 for block in blocks})
 
@@ -697,14 +640,6 @@ def test_the_rule_book_is_complete() -> None:
     for rule in RULES:
         for name in ("title", "needs", "collect", "condition", "silent", "source", "why", "disproof", "remedy"):
             assert getattr(rule, name), f"{rule.id} has no {name}"
-
-
-@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.recipes], ids=lambda rule: rule.id)
-def test_a_remedy_that_is_of_a_recipe_says_of_which(rule: Rule) -> None:
-    """A rule of all recipes does not tell a run in MXFP8 to use MXFP8."""
-    of_a_recipe = re.compile(r"FP8|NVFP4|Scaling|(delayed|current|block) scaling|scale for each block|amax")
-    for sentence in rule.remedy.split(". "):
-        assert not of_a_recipe.search(sentence) or sentence.startswith("With "), sentence
 
 
 @pytest.mark.parametrize(
@@ -740,13 +675,6 @@ def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
     stale: Numbers = {("h.0.fc1", "weight", "stale_codes%"): 0.0}
     assert "stale-weights" in [each.rule for each in judged([stale]).not_judged]
     assert "stale-weights" in judged([stale] * 2).judged
-
-
-def test_a_rule_with_a_finding_is_judged() -> None:
-    """A sibling with a consequence needs two due steps, others need three."""
-    odd = ordinary(b4_fc1_gradient_std=1e-12, b4_fc1_gradient_cur_amax=1e-12, b4_fc1_gradient_underflows=9.0)
-    verdict = judged([odd] * 2, facts())
-    assert "sibling" in {finding.rule for finding in verdict} & set(verdict.judged)
 
 
 KEPT = {"reason": "SECTION", "reason_ref": "DisableFP8Layer in section 'keep' (config.yaml:3)"}
@@ -849,17 +777,6 @@ def test_gradients_that_grow_in_the_first_steps_are_healthy() -> None:
     assert saturated.seen == "amax is 2.1 times the range of its scale"
 
 
-def why(verdict: Verdict, rule: str) -> str:
-    """Why a rule was not judged."""
-    return next(each.why for each in verdict.not_judged if each.rule == rule)
-
-
-def test_too_few_alike_layers_are_the_reason() -> None:
-    verdict = judged([of_blocks(1, ordinary())] * 3, facts(LAYERS[:2]))
-    assert why(verdict, "sibling") == "the model has no alike layers"
-    assert "std or cur_amax" in why(judged([{("h.0.fc1", "wgrad", "zeros%"): 1.0}] * 2), "sibling")
-
-
 def test_what_does_not_apply_is_not_listed() -> None:
     """No layer runs in low precision, so nothing can be lost in it."""
     high = facts(recipe="none", reason="NO_AUTOCAST", reason_ref="runs outside of te.autocast")
@@ -950,13 +867,6 @@ def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
     shown = "in the first of them at step 20, amax is 1.02e+03 times"
     assert str(found).startswith(f"weight of h.{{3,5}}.fc1: {shown}")
     assert found.as_json()["seen_in_words"].startswith(shown)
-
-
-def test_the_number_of_a_finding_of_one_step_needs_no_step() -> None:
-    (found,) = judged([ordinary(), NAN], facts()).wrong
-    assert found.seen_in_words == found.seen
-    (found,) = judged([ordinary(), NAN, NAN], facts()).wrong
-    assert found.seen_in_words == f"at step 10, {found.seen}"
 
 
 def test_a_run_in_which_nothing_ran_is_not_judged() -> None:

@@ -48,15 +48,15 @@ def test_the_site_has_every_page() -> None:
     [
         ("README.md", "![a map](docs/images/map.png)", "![a map](images/map.png)"),
         ("docs/report.md", "![a map](images/map.png)", "![a map](images/map.png)"),
-        ("docs/tour/2-loss.md", "![a map](../images/map.png)", "![a map](../images/map.png)"),
+        ("docs/tour/2.md", "![a map](../images/map.png)", "![a map](../images/map.png)"),
         ("README.md", "[a report](docs/report.md#report)", "[a report](report.md#report)"),
-        ("docs/tour/2-loss.md", "[report.md](../report.md)", "[Report](../report.md)"),
+        ("docs/tour/2.md", "[report.md](../report.md)", "[Look at a run](../report.md)"),
         ("docs/report.md", "[the rules](../CONTRIBUTING.md)", "[the rules](contributing.md)"),
         ("docs/report.md", "[a test](../tests/conftest.py)", "a test"),
     ],
 )
 def test_links_and_images_of_the_site(page: str, text: str, on_the_site: str) -> None:
     pages = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
-    pages |= {name: name.removeprefix("docs/") for name in ("docs/report.md", "docs/tour/2-loss.md")}
+    pages |= {name: name.removeprefix("docs/") for name in ("docs/report.md", "docs/tour/2.md")}
     between_pages = runpy.run_path(str(ROOT / "docs" / "site" / "links.py"))["between_pages"]
     assert between_pages(text, page, pages) == on_the_site

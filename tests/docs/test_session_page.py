@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformer_engine.pytorch as te
 
-from te_precision_callbacks.session import InspectSession, running_session
-from tests.conftest import Keeper, statistics
+from te_precision_callbacks.session import running_session
 from tests.docs.pages import blocks
 from tests.lightning.models import logged_lines
 
@@ -55,37 +51,3 @@ def test_the_blocks_run_one_after_another(names: dict[str, Any], capsys: pytest.
     assert "Precision that really ran" in shown
     assert any(line.startswith("0 activation max ") for line in shown.splitlines())
     assert "Precision that really ran" in Path("run/precision_summary.txt").read_text()
-
-
-def test_what_is_not_to_be_observed_is_not(names: dict[str, Any]) -> None:
-    """What was gathered since the last step is written at the end: here the forward of the evaluation, or nothing."""
-    for log_dir, code in {
-        "paused": EVALUATION,
-        "observed": EVALUATION.replace("observing = False", "observing = True"),
-    }.items():
-        exec(code.replace('"run"', repr(log_dir)), names)
-        iterations = {iteration for _, iteration in logged_lines(Path(log_dir))}
-        assert iterations == set(range(4 if log_dir == "paused" else 5))
-
-
-def test_a_loop_that_fails_ends_its_session(names: dict[str, Any]) -> None:
-    def batches() -> Iterator[torch.Tensor]:
-        yield torch.randn(32, 64)
-        raise OSError("no data")
-
-    with pytest.raises(OSError, match="no data"):
-        exec(PIECES, names | {"loader": batches()})
-    assert running_session() is None
-
-
-def test_a_session_that_was_stopped_begins_anew(tmp_path: Path, keeper: Keeper) -> None:
-    model = torch.nn.Sequential(te.Linear(16, 16))
-    session = InspectSession(statistics(), model=model, log_dir=tmp_path, sinks=[keeper])
-    for _ in range(2):
-        session.start()
-        model(torch.randn(16, 16)).sum().backward()
-        session.step()
-        session.stop()
-        session.stop()
-    assert keeper.iterations == [0, 0]
-    assert keeper.closed == [None, None]

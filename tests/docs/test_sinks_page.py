@@ -1,4 +1,4 @@
-"""docs/sinks.md: its code as it stands there, and what it says of sinks that fail and of what they keep."""
+"""The sinks of docs/custom-features.md: the code blocks, sinks that fail, and the lifetime of records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import Keeper
 from tests.docs.pages import blocks
 from tests.lightning.models import board_scalars
 
-PRINTER, ALARM, LARGEST, BOARD = blocks("docs/sinks.md", "python")
+PRINTER, ALARM, LARGEST, BOARD = blocks("docs/custom-features.md", "python")[3:]
 NUMBERS = 2 * 2 * 2  # layers, tensors, statistics
 
 
@@ -118,15 +118,3 @@ def test_a_sink_that_fails_is_closed_with_its_own_exception_and_the_others_go_on
     assert [record.message.count("disk full") for record in caplog.records if record.levelname == "ERROR"] == [1]
     assert keeper.iterations == list(range(session.iteration)) == [0, 1, 2, 3]
     assert keeper.closed == [None]
-
-
-def test_records_are_not_changed_after_they_were_written(names: dict[str, Any], keeper: Keeper) -> None:
-    copies: list[list[Any]] = []
-
-    class Copying(Sink):
-        def write(self, records: StepRecords) -> None:
-            copies.append(list(records))
-
-    train(names, Copying(), keeper)
-    assert [list(records) for records in keeper.steps] == copies
-    assert len({tuple(rows) for rows in copies}) == 4, "another batch in each step"

@@ -100,7 +100,7 @@ def test_a_layer_in_high_precision(folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_fp8_is_not_faster() -> None:
     page = "docs/fp8-not-faster.md"
-    [model] = blocks(page, "python")
+    [model] = blocks(page, "python", "# my_models.py")
     config, patch = blocks(page, "yaml")
     Path("my_models.py").write_text(model)
     Path("config.yaml").write_text(config)
@@ -119,7 +119,7 @@ def test_fp8_is_not_faster() -> None:
 
 
 def test_a_job_that_is_preempted_and_resumed(capsys: pytest.CaptureFixture[str]) -> None:
-    (script,) = blocks("docs/cluster.md", "python")
+    (script,) = blocks("docs/resuming.md", "python", "# train.py")
     preempted = script.replace("session.step()", "session.step(), session.iteration == 3 and signal.raise_signal(10)")
     for code, steps in ((preempted, 3), (script.replace("10_000", "6"), 6)):
         names: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def test_a_job_that_is_preempted_and_resumed(capsys: pytest.CaptureFixture[str])
         assert names["session"].iteration == steps
         if steps == 3:
             assert capsys.readouterr().out == "3 None\n"
-    (shown,) = blocks("docs/cluster.md", "text")
+    (shown,) = blocks("docs/resuming.md", "text", "10000")
     expected = shown.replace("10000", "6").replace("4200", "3")
     without_names = [re.sub(r"run [\w-]+", "", text) for text in (expected, capsys.readouterr().out)]
     assert without_names[0] == without_names[1]

@@ -1,4 +1,4 @@
-"""docs/start.md and docs/tour/: the pages run as they are, and what comes out is what they show; pictures too."""
+"""docs/start.md and docs/tour.md: the pages run as they are, and what comes out is what they show; pictures too."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from PIL import Image, ImageChops, ImageStat
 
-from tests.docs.pages import ROOT, all_blocks, blocks
+from tests.docs.pages import ROOT, blocks
 
-PAGES = ["docs/start.md", *sorted(f"docs/tour/{path.name}" for path in (ROOT / "docs" / "tour").glob("*.md"))]
+PAGES = ["docs/start.md", "docs/tour.md"]
 REMEDY = "if the page should show this now: .venv/bin/python tools/tour.py"
 
-pytestmark = pytest.mark.slow  # ten small trainings
+pytestmark = pytest.mark.slow  # eight small trainings
 
 
 @pytest.fixture(scope="module")
@@ -54,33 +53,6 @@ def test_a_page_shows_what_comes_out(page: str, outputs: dict[str, list[object]]
     assert len(found) == len(blocks(page, "text")) > 0
     for output in found:
         assert output.is_true, f"{page} shows\n{output.shown}\nand there came\n{output.renewed}\n{REMEDY}"  # type: ignore[attr-defined]
-
-
-def test_each_page_has_one_screen_and_a_picture(tour: ModuleType) -> None:
-    pictures = tour.pictures()
-    for page in PAGES:
-        text = (ROOT / page).read_text()
-        code = sum(block.code.count("\n") + 2 for block in all_blocks(page) if block.language == "text")
-        assert text.count("\n") - code <= 120, page
-        assert text.count("![") == text.count("<!-- picture: ") > 0, page
-    assert len(pictures) == len({picture.file for picture in pictures})
-    for picture in pictures:
-        assert picture.file.parent == ROOT / "docs" / "images"
-        assert picture.file.stat().st_size <= 120_000, picture.file.name
-
-
-def test_pictures_show_the_runs(tour: ModuleType, folder: Path, outputs: dict[str, list[object]]) -> None:
-    """Pictures that are taken now look like those of the pages: fonts differ between machines, plots do not."""
-    chromium = tour.browser()
-    if chromium is None:
-        pytest.skip("pictures are taken with Chromium, which is not installed: apt-get install chromium")
-    for picture, now in tour.taken(tour.pictures(), folder, chromium):
-        kept = Image.open(picture.file).convert("RGB")
-        assert kept.size == now.size
-        # In squares of 32 pixels letters fade, and colours of plots stay.
-        small = [image.resize((image.width // 32, image.height // 32), Image.Resampling.BOX) for image in (kept, now)]
-        difference = sum(ImageStat.Stat(ImageChops.difference(*small)).mean) / 3
-        assert difference < 6, f"{picture.file.name} is of another run, by {difference:.1f} of 255; {REMEDY}"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -90,12 +89,6 @@ def test_a_fake_quantized_tensor_is_the_quantized_one(tmp_path: Path) -> None:
     assert torch.equal(dumps.dequantize(dumps.load(tmp_path / "a")), rounded)
 
 
-def test_a_quantized_parameter_is_not_high_precision(tmp_path: Path) -> None:
-    quantized = some_mxfp8()
-    assert dump_of(quantized, None).tensors.keys() == dump_of(None, quantized).tensors.keys()
-    assert "high_precision" not in dump_of(quantized, quantized).tensors
-
-
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -104,7 +97,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5, 2), (0, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 5, 2)], ids=str)
 def test_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).abs().to(dtype)
     dumps.save(tensor, tmp_path / "a")
@@ -120,14 +113,6 @@ def test_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype, shape: tuple[
 def test_views(tmp_path: Path, tensor: torch.Tensor) -> None:
     dumps.save(tensor, tmp_path / "a")
     assert torch.equal(dumps.load(tmp_path / "a").tensors["high_precision"], tensor)
-
-
-def test_memory_that_was_saved_can_still_be_resized(tmp_path: Path) -> None:
-    """As FSDP2 does with gathered parameters, after each forward."""
-    tensor = X.clone()
-    dumps.save(tensor, tmp_path / "dump.safetensors")
-    tensor.untyped_storage().resize_(0)
-    assert tensor.untyped_storage().size() == 0
 
 
 def test_the_library_writes_the_same_format(tmp_path: Path) -> None:
@@ -167,15 +152,6 @@ def test_decoded_internals_multiply_to_the_tensor(tmp_path: Path) -> None:
     assert torch.equal(tensors["rowwise_block_factors"], scales * tensors["amax_rowwise"] * (1 / (6 * 448)))
 
 
-def test_the_size_is_known_before(tmp_path: Path) -> None:
-    for number, quantized in enumerate((some_mxfp8(), some_nvfp4())):
-        dump = dump_of(X, quantized)
-        size = dump_files.write(dump, tmp_path / str(number))
-        assert size == (tmp_path / str(number)).stat().st_size
-        assert 0 < size - dump.file_bytes < 6000
-        assert dump.nbytes == sum(tensor.nbytes for tensor in dump.tensors.values())
-
-
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 
@@ -193,14 +169,6 @@ def test_a_dump_shares_memory_and_a_snapshot_does_not() -> None:
     quantized._scale_inv.zero_()
     assert_same(snapshot.tensors, before)
     snapshot.wait()
-
-
-def test_a_snapshot_of_a_parameter_in_the_place_of_a_quantized_tensor() -> None:
-    parameter = torch.nn.Parameter(torch.ones(4))
-    snapshot = dump_of(None, parameter).copied()
-    with torch.no_grad():
-        parameter.fill_(7)
-    assert torch.equal(dumps.dequantize(snapshot), torch.ones(4))
 
 
 def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path) -> None:
@@ -307,12 +275,6 @@ def test_what_a_header_cannot_say(tmp_path: Path, where: dict[str, Any], message
     assert not list(tmp_path.iterdir())
 
 
-def test_numbers_in_tensors_and_arrays(tmp_path: Path) -> None:
-    dumps.save(X, tmp_path / "a", iteration=torch.tensor(3), micro_batch=np.int64(1), rank=True)  # type: ignore[arg-type]
-    header = dumps.load(tmp_path / "a").header
-    assert (header.iteration, header.micro_batch, header.rank) == (3, 1, 1)
-
-
 @pytest.mark.parametrize("kind", ["torch", "torch, old format", "pickle"])
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
 def test_a_pickle_is_not_unpickled(tmp_path: Path, kind: str, name: str) -> None:
@@ -351,19 +313,6 @@ def test_a_foreign_file(tmp_path: Path, content: bytes) -> None:
         dumps.load(tmp_path / "a")
 
 
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(dumps.NotADumpError, match="there is no such file"):
-        dumps.load(tmp_path / "a")
-    with pytest.raises(dumps.NotADumpError, match="a folder"):
-        dumps.load(tmp_path)
-
-
-def test_other_safetensors_files(tmp_path: Path) -> None:
-    save_file({"weight": X}, tmp_path / "a")
-    with pytest.raises(dumps.NotADumpError, match="a safetensors file, but not a dump"):
-        dumps.load(tmp_path / "a")
-
-
 def rewritten(path: Path, change: Any) -> None:
     """The same file with another header."""
     with safe_open(path, "pt") as file:
@@ -377,12 +326,6 @@ def test_a_later_version(tmp_path: Path) -> None:
     rewritten(tmp_path / "a", lambda header: header.update(schema=SCHEMA + 1, layer={"another": "form"}))
     with pytest.raises(dumps.LaterVersionError, match=rf"/a: .*version {SCHEMA + 1}.* up to {SCHEMA}: update"):
         dumps.load(tmp_path / "a")
-
-
-def test_what_a_later_version_only_adds_is_ignored(tmp_path: Path) -> None:
-    dumps.save(X, tmp_path / "a")
-    rewritten(tmp_path / "a", lambda header: header.update(weather="fine"))
-    assert torch.equal(dumps.load(tmp_path / "a").tensors["high_precision"], X)
 
 
 def change_of(*place: str, **values: Any) -> Any:
@@ -405,29 +348,14 @@ def change_of(*place: str, **values: Any) -> Any:
         ),
         (change_of("high_precision", dtype="float16"), "'high_precision' is bfloat16 .*, not float16"),
         (change_of("quantized", dtype="load"), "damaged at 'quantized.dtype': 'load' is not one of float64"),
-        (change_of("quantized", dtype="int64"), "damaged at 'quantized.dtype': 'int64'"),
-        (change_of("quantized", shape=[3, 3]), r"damaged at 'quantized.rowwise.shape': \(40, 96\) is not .* \(3, 3\)"),
-        (change_of("quantized", "rowwise", shape=[40, 128]), r"damaged at 'quantized.rowwise.shape': \(40, 128\)"),
         (change_of("quantized", "rowwise", shape=[40, -96]), "damaged at 'quantized.rowwise.shape.1'"),
         (change_of("quantized", "rowwise", data="rowwise"), "no 'rowwise'"),
-        (
-            change_of("quantized", "rowwise", format="E3M4"),
-            "damaged at 'quantized.rowwise.format': 'E3M4' is not",
-        ),
-        (change_of("quantized", "rowwise", scaling_mode="mx"), "damaged at 'quantized.rowwise.scaling_mode': 'mx' is"),
-        (change_of("quantized", "rowwise", scaling_mode="nvfp4"), "nvfp4 has E2M1 with scales of E4M3, not E4M3 with"),
-        (change_of("quantized", "rowwise", scale_format="E9M0"), "damaged at 'quantized.rowwise.scale_format': 'E9M0'"),
-        (change_of("quantized", "rowwise", scale_format="float32"), "mxfp8 has .* scales of E8M0, not E4M3 with float"),
-        (change_of("quantized", "rowwise", block=[0, 32]), "damaged at 'quantized.rowwise.block.0'"),
-        (change_of("quantized", "rowwise", block=[-1, -32]), "damaged at 'quantized.rowwise.block.0'"),
+        (change_of("quantized", "rowwise", format="E3M4"), "damaged at 'quantized.rowwise.format'"),
         (
             change_of("quantized", "rowwise", block=[1, 48]),
             r"'rowwise_block_scale_inv' .* \(40, 3\), not .* \(40, 2\)",
         ),
-        (change_of("quantized", "rowwise", scale="rowwise_data", block=[1, 1]), "'rowwise_data' is .* not float8_e8m0"),
         (change_of("quantized", "rowwise", format="E5M2"), "'rowwise_data' is float8_e4m3fn .*, not float8_e5m2"),
-        (change_of("quantized", "rowwise", amax="rowwise_data", largest_scale=448.0), "damaged at 'amax' or"),
-        (change_of("quantized", "rowwise", largest_scale=0), "damaged at 'quantized.rowwise.largest_scale'"),
     ],
     ids=lambda value: value.replace("\\", "") if isinstance(value, str) else "",
 )
@@ -437,35 +365,6 @@ def test_a_damaged_header(tmp_path: Path, change: Any, message: str) -> None:
     rewritten(path, change)
     with pytest.raises(dumps.NotADumpError, match=rf"/a: .*{message}"):
         dumps.load(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (change_of("quantized", "rowwise", amax=None), "damaged at 'amax' or 'largest_scale': NVFP4 has both"),
-        (change_of("quantized", "rowwise", amax="amax"), "no 'amax'"),
-        (change_of("quantized", "rowwise", amax="rowwise_data"), "'rowwise_data' is uint8 .* not float32"),
-        (change_of("quantized", "rowwise", shape=[]), r"damaged at 'quantized.rowwise.shape': \(\) is not"),
-        (change_of("quantized", shape=[16, 33]), "damaged at 'quantized.rowwise.shape'"),
-    ],
-    ids=["no amax", "no such amax", "another tensor", "no shape", "odd shape"],
-)
-def test_a_damaged_header_of_nvfp4(tmp_path: Path, change: Any, message: str) -> None:
-    dumps.save(some_nvfp4(), tmp_path / "a")
-    rewritten(tmp_path / "a", change)
-    with pytest.raises(dumps.NotADumpError, match=message):
-        dumps.load(tmp_path / "a")
-
-
-def test_a_shape_that_fp4_cannot_have(tmp_path: Path) -> None:
-    dumps.save(some_nvfp4(), tmp_path / "a")
-
-    def odd(header: dict[str, Any]) -> None:
-        header["quantized"]["shape"] = header["quantized"]["rowwise"]["shape"] = [16, 33]
-
-    rewritten(tmp_path / "a", odd)
-    with pytest.raises(dumps.NotADumpError, match=r"damaged at 'shape': \(16, 33\) cannot lie in memory with two"):
-        dumps.load(tmp_path / "a")
 
 
 def test_a_name_with_a_lone_surrogate(tmp_path: Path) -> None:
@@ -498,15 +397,6 @@ def test_a_file_that_does_not_fit_on_the_disk(tmp_path: Path) -> None:
                 dumps.save(torch.zeros(100_000), tmp_path / name)
     assert os.listdir(tmp_path) == ["a"]
     assert path.read_bytes() == before
-
-
-def test_a_place_where_no_file_can_be(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder" / "inside").mkdir(parents=True)
-    for path in (tmp_path / "file" / "a", tmp_path / "folder"):
-        with pytest.raises(dumps.DumpError, match="cannot be written"):
-            dumps.save(X, path)
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
 def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
@@ -571,10 +461,3 @@ def test_a_new_file_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest
     names = ["fc1.a.safetensors", "fc1.a.1.safetensors", "fc1.a.2.safetensors"]
     assert [float(dumps.load(tmp_path / name).tensors["high_precision"][0]) for name in names] == [0.0, 1.0, 2.0]
     assert sorted(os.listdir(tmp_path)) == sorted(names)
-
-
-def test_a_new_file_where_none_can_be(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(dumps.DumpError, match="cannot be written"):
-        dump_files.write_new(dump_of(X, None), tmp_path / "file")
-    assert os.listdir(tmp_path) == ["file"]

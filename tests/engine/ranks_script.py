@@ -30,7 +30,6 @@ prepare()  # before anything imports Transformer Engine
 import transformer_engine.pytorch as te
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.engine.engine import StatisticsEngine
@@ -192,21 +191,6 @@ def wide(seed: int, columns: int) -> torch.Tensor:
     )
 
 
-def quantized_statistics(folder: Path, group: dist.ProcessGroup | None, *, sequence_parallel: bool = False) -> Values:
-    """Layers that all get the same input, under FP8 current scaling."""
-    split = Split(group, sequence_parallel=sequence_parallel)
-    x = split.part(wide(0, HIDDEN)).clone().requires_grad_()
-    halves = wide(1, FFN).chunk(split.size, 1)[split.rank].clone().requires_grad_()
-    statistics = {"tensors": ["activation"], "stats": ["underflows%", "mse"], "freq": 1}
-    chosen = {"fp8": feature("LogFp8TensorStats", ["all"], **statistics)}
-    with session(split, folder, config=chosen) as (running, keeper):
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            outputs = [split.column(x), split.norm_column(x), split.mlp(x), split.row(halves)]
-        sum(output.sum() for output in outputs).backward()
-        running.step()
-    return steps(keeper)[0]
-
-
 # ---------------------------------------------------------------------- counting
 
 
@@ -315,38 +299,6 @@ class Counted(TorchDispatchMode):
 
 
 @case(2)
-def upstream_costs(folder: Path) -> dict[str, Any]:
-    """The same counts for Transformer Engine's own feature. First, since a module that was built before is refused."""
-    import nvdlfw_inspect.api as debug_api
-    import transformer_engine.debug.features as te_features
-
-    from te_precision_callbacks.instrumentation.upstream import Snapshot
-
-    found: dict[str, Any] = {}
-    for name, layers, tensors, stats in (
-        ("two layers, three tensors", "ab", ["activation", "weight", "gradient"], ["mean"]),
-        ("one tensor, four statistics", "a", ["activation"], ["min", "max", "mean", "std"]),
-    ):
-        snapshot = Snapshot()
-        chosen = {"all": feature("LogTensorStats", ["all"], tensors=tensors, stats=stats, freq=1)}
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        path = folder / name / f"config-{dist.get_rank()}.yaml"
-        path.write_text(json.dumps(chosen))
-        debug_api.initialize(config_file=str(path), feature_dirs=list(te_features.__path__), log_dir=str(folder / name))
-        try:
-            model = Layers(layers)
-            debug_api.infer_and_assign_layer_names(model)
-            with Counted(str(Path(te_features.__path__[0]).parent)) as counted:
-                model.run([(layer, 0) for layer in layers])
-                debug_api.step()
-        finally:
-            debug_api.end_debug()
-            snapshot.restore()
-        found[name] = {"collectives": counted.kinds, "waits": counted.waits.total()}
-    return found
-
-
-@case(2)
 def programs(folder: Path) -> dict[str, Any]:
     """The statistics of each step of each program, and the collectives of its steps."""
     found = {}
@@ -377,14 +329,6 @@ def tensor_parallel(folder: Path) -> dict[str, Values]:
     return found
 
 
-@case(2)
-def tensor_parallel_in_fp8(folder: Path) -> dict[str, Values]:
-    return {
-        name: quantized_statistics(folder / name, dist.group.WORLD, sequence_parallel=name == "sp")
-        for name in ("tp", "sp")
-    }
-
-
 @case(4)
 def data_and_tensor_parallel(folder: Path) -> dict[str, Values]:
     """Two batches in two tensor-parallel groups; in the second step one of the data-parallel replicas rests."""
@@ -410,32 +354,6 @@ def stages_of_tensor_parallel_layers(folder: Path) -> list[Values]:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = Split(groups[rank // 2])
     with session(torch.nn.ModuleDict({f"stage{rank // 2}": model}), folder) as (running, keeper):
-        model.run(rank // 2)
-        running.step()
-    return steps(keeper)
-
-
-@case(4)
-def own_groups(folder: Path) -> dict[str, Any]:
-    """Statistics over ranks 0 and 2, and over ranks 1 and 3: neither is the world, and one has no global rank 0."""
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = Layers("a")
-    with session(model, folder, process_group=groups[rank % 2]) as (running, keeper):
-        for step in range(2):
-            model.run([("a", 10 * step + rank)])
-            running.step()
-    return {"steps": steps(keeper)}
-
-
-@case(4)
-def groups_across_tensor_parallel_groups(folder: Path) -> list[Values]:
-    """Statistics over the first ranks of two tensor-parallel groups, and over the second ones."""
-    rank = dist.get_rank()
-    parallel = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    reduced = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = Split(parallel[rank // 2])
-    with session(model, folder, process_group=reduced[rank % 2]) as (running, keeper):
         model.run(rank // 2)
         running.step()
     return steps(keeper)

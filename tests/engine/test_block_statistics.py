@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from te_precision_callbacks.base.numerics.recipes import QuantizerSettings, round_blocks
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.layers.watched import Watched
-from te_precision_callbacks.statistics.names import UnknownStatisticError, quantized_request
-from te_precision_callbacks.statistics.series import family_of
-from te_precision_callbacks.statistics.table import PERCENTILES, RANGES, SCALES
+from te_precision_callbacks.statistics.names import quantized_request
+from te_precision_callbacks.statistics.table import PERCENTILES
 from tests.combinations import half
 from tests.drawn import normal
 from tests.engine import recipes
@@ -88,18 +85,6 @@ def test_what_a_recipe_would_give(name: str, of: tuple[str, str], columnwise: bo
     expected = recipes.by_block(recipe, [Pair(matrix_of(x), quantized)])
     assert expected.keys() == set(BLOCK_STATISTICS)
     assert_as_expected(found, expected, form)
-
-
-@pytest.mark.slow
-def test_the_expected_has_something_of_everything() -> None:
-    """Of the tensors above: so that no statistic is 0 in all of them."""
-    found: dict[str, set[Any]] = {}
-    for x in TENSORS.values():
-        for recipe in RECIPES:
-            matrix = matrix_of(x)
-            for name, value in recipes.by_block(recipe, [Pair(matrix, quantize(recipe, matrix))]).items():
-                found.setdefault(name, set()).add(str(value))
-    assert {name for name, values in found.items() if len(values) < 4} == set()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -239,25 +224,6 @@ def test_a_tensor_that_exists_in_its_quantized_form_only() -> None:
 # --- scales at their limits -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("recipe", "x", "saturated", "flushed"),
-    [
-        ("mxfp8", [1e-38, 1.0, 1e38, 0.0], 25, 25),  # 2^-127 reaches 448 * 2^-127 = 2.6e-36; 0 has no scale to speak of
-        ("mxfp8", [2.6e-36, 2.7e-36, 3.4e38, 1.0], 25, 25),  # E8M0 reaches farther than float32
-        ("nvfp4", [1.0, 1e-7, 0.5, 0.0], 50, 25),  # the block of the largest element is at 448 by construction
-        ("nvfp4", [1.0, 1.0, 1.0, 1.0], 100, 0),
-        ("fp8_block_scaling", [1e-37, 1.0, 1e38, 0.0], 25, 25),
-    ],
-)
-def test_scales_at_a_limit(recipe: str, x: list[float], saturated: float, flushed: float) -> None:
-    width = recipes.BLOCKS[recipe][0][1]
-    values = torch.tensor(x).repeat_interleave(width).view(1, -1)
-    found, _ = measured(
-        [Watched("l", "activation", 0, values)], [f"{recipe}_saturated_scales%", f"{recipe}_flushed_scales%"]
-    )
-    assert list(found.values()) == [saturated, flushed]
-
-
 def test_a_scale_that_is_nan_is_saturated() -> None:
     storage, _, _ = mxfp8_storage(torch.ones(32, 64))
     storage._rowwise_scale_inv[5, 1] = 255
@@ -283,43 +249,7 @@ def test_percentiles_of_powers_of_two_are_exact() -> None:
     assert list(found.values()) == expected
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_percentiles_are_within_a_step(recipe: str) -> None:
-    x = spread(64, 1024)
-    names = [f"{recipe}_{name}_p{percent}" for name in ("scale_inv", "block_dynamic_range") for percent in PERCENTILES]
-    found, _ = measured([Watched("l", "activation", 0, x)], names)
-    quantized = quantize(recipe, x.numpy())
-    factors = [block.factor for block in quantized.blocks]
-    ranges = [math.log2(block.max() / block.min()) for block in (np.abs(x.numpy()[b.where]) for b in quantized.blocks)]
-    for percent in PERCENTILES:
-        factor = np.percentile(factors, percent, method="inverted_cdf")
-        assert factor / 2**0.125 < found[f"{recipe}_scale_inv_p{percent}"] <= factor
-        width = np.percentile(ranges, percent, method="inverted_cdf")
-        assert width - 0.125 < found[f"{recipe}_block_dynamic_range_p{percent}"] <= width
-    assert found[f"{recipe}_scale_inv_p1"] >= min(factors)
-    assert found[f"{recipe}_block_dynamic_range_p1"] >= min(ranges)
-
-
-def test_a_range_beyond_the_last_bin() -> None:
-    """1 and 2^-100 in a block: the bins end at 64, the extremes do not."""
-    x = torch.ones(2, 32)
-    x[:, 0] = 2.0**-100
-    names = [f"mxfp8_block_dynamic_range_{name}" for name in ("p50", "max", "histogram")]
-    found, _ = measured([Watched("l", "activation", 0, x)], names)
-    assert [found[name] for name in names] == [100.0, 100.0, {512: 2.0}]
-    x[1, 0] = 2.0**-70
-    found, _ = measured([Watched("l", "activation", 0, x)], names)
-    assert [found[name] for name in names] == [70.0, 100.0, {512: 2.0}]
-
-
 # --- what is asked in vain --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", BLOCK_STATISTICS)
-@pytest.mark.parametrize("recipe", ["fp8_current_scaling", "fp8_delayed_scaling", "current_scaling"])
-def test_scaling_per_tensor_has_no_blocks(recipe: str, name: str) -> None:
-    with pytest.raises(UnknownStatisticError, match=r"has one scale for the whole tensor, and no blocks; .*'mxfp8_'"):
-        quantized_request(f"{recipe}_{name}")
 
 
 def test_a_layer_that_scales_per_tensor_has_no_blocks() -> None:
@@ -331,32 +261,3 @@ def test_a_layer_that_scales_per_tensor_has_no_blocks() -> None:
     assert found.keys() == {"mse", "scale_inv_max", "mxfp8_scale_inv_p50"}
     (failure,) = failures
     assert failure.startswith("scale_inv_p50 of l activation: fp8_current_scaling has one scale")
-
-
-def test_a_layer_without_a_recipe_has_no_blocks_of_its_own() -> None:
-    found, failures = measured([Watched("l", "activation", 0, normal(32, 32))], ["underflow_blocks%", "underflows%"])
-    assert found.keys() == {"fp8_current_scaling_underflows%"}
-    assert "put 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' in front of the name" in failures[0]
-
-
-def test_what_is_not_asked_for_is_not_kept() -> None:
-    engine = StatisticsEngine()
-    engine.note(Watched("l", "activation", 0, normal(8, 32)), [quantized_request("mxfp8_underflow_blocks%")])
-    engine.measure()
-    (segment,) = engine._slots.segments.values()
-    assert len(segment.sums) + len(segment.maxima) == 4
-
-
-def test_the_bins_of_a_histogram_follow_from_its_name() -> None:
-    assert family_of("activation", "mxfp8_scale_inv_histogram_columnwise").bins == SCALES
-    assert family_of("activation", "block_dynamic_range_histogram").bins == RANGES
-    assert family_of("activation", "exponent_histogram").bins.number == 256
-    with pytest.raises(UnknownStatisticError, match="no histogram 'mse'"):
-        _ = family_of("activation", "mse").bins
-
-
-def test_rounded_blocks_take_what_is_not_finite_as_zero() -> None:
-    blocks = torch.tensor([[1.0, INF, NAN, -448.0]])
-    rounded = round_blocks("mxfp8", blocks, torch.tensor(448.0), QuantizerSettings())
-    assert rounded.values.tolist() == [[1.0, 0.0, 0.0, -448.0]]
-    assert rounded.factors.tolist() == [[1.0]]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from te_precision_callbacks.engine.blockwise import largest_range
-from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.statistics.names import Blocks
 from tests.engine import exact
 
@@ -78,18 +77,6 @@ def test_nothing_to_take_a_range_of(values: torch.Tensor, dims: int) -> None:
     assert (found.dtype, found.tolist()) == (torch.float64, [-INF])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dims", [1, 2])
-def test_a_large_tensor(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled, in pieces."""
-    monkeypatch.setattr(compiled, "_PIECE", 20_000)
-    values = normal(210, 150)
-    assert compiled.takes(values)
-    blocks = Blocks(32, dims, both=True)
-    assert largest_range(values, blocks).item() == pytest.approx(by_loop(values, blocks), rel=1e-12)
-    assert not compiled._failed
-
-
 @pytest.mark.parametrize("both", [False, True], ids=["as it is", "both orientations"])
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("size", [4, 32])
@@ -102,12 +89,3 @@ def test_transformer_engines(size: int, dims: int, both: bool) -> None:
         expected = float(theirs(values, stats_computation.BlockwiseDynamicRangeStat(size, dims, both)))
         found = max(largest_range(values, Blocks(size, dims, both)).item(), 0.0)
         assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_transformer_engine_wants_whole_blocks() -> None:
-    from transformer_engine.debug.features.utils import stats_computation
-
-    with pytest.raises(AssertionError, match="not divisible"):
-        stats_computation.compute_max_blockwise_dynamic_range(
-            normal(13, 37), stats_computation.BlockwiseDynamicRangeStat(32, 1, False)
-        )

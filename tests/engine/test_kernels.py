@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.base import compiling
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels import compiled, cpp, eager, measured_by, native
-from te_precision_callbacks.engine.kernels.columns import MOMENT_SUMS
+from te_precision_callbacks.engine.kernels import compiled, eager, measured_by, native
 from tests.drawn import normal
 from tests.engine import exact
 from tests.reference.processes import python
@@ -159,38 +157,11 @@ def test_special_values(measure: Measure, assert_same: Same, name: str) -> None:
     assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
 
 
-CUBES = normal(8192).abs() ** 3
-"""Of one sign, but with so much spread that float does for their sums."""
-
-OF_ONE_SIGN = {
-    "above 0": CUBES,
-    "below 0": -CUBES,
-    "above 0, and -0": torch.where(torch.arange(8192) % 7 == 3, -0.0, CUBES),
-    "below 0, and 0": torch.where(torch.arange(8192) % 7 == 3, 0.0, -CUBES),
-    "a few of the other sign": torch.where(torch.arange(8192) % 1000 == 3, -CUBES, CUBES),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", OF_ONE_SIGN)
-def test_extremes_of_numbers_of_one_sign(measure: Measure, assert_same: Same, dtype: torch.dtype, name: str) -> None:
-    values = OF_ONE_SIGN[name].to(dtype)
-    assert_same(measure(values), exact.columns(values))
-
-
 def test_nothing() -> None:
     for values in (torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.bfloat16)):
         sums, maxima = kernels.measure(values, histogram=True)
         assert not sums.any()
         assert maxima.tolist() == [-INF] * 3
-
-
-def test_moments_of_a_mean_that_is_1000_standard_deviations(measure: Measure) -> None:
-    values = normal(2 * PRIME, seed=1) * 0.01 + 10
-    parts = [measure(values[:PRIME]), measure(values[PRIME:])]
-    count, total, squares = (sum(part[name] for part in parts) for name in ("finite", "sum", "square_sum"))
-    std = math.sqrt((squares - total**2 / count) / (count - 1))
-    assert std == pytest.approx(exact.as_array(values).std(ddof=1), rel=1e-7)
 
 
 def test_sums_of_random_numbers_are_nearer_than_their_bounds(measure: Measure) -> None:
@@ -253,19 +224,6 @@ def test_the_bounds_hold(name: str, measure: Measure, assert_same: Same) -> None
     assert std == pytest.approx(exactly, rel=exact.STD_IN_FLOAT)
 
 
-def test_the_bounds_are_needed() -> None:
-    """Sums in float are seen here, so that the tests above do not pass for want of any.
-
-    The processor's vectors say which of the two orders is the one of its sums.
-    """
-
-    def off(values: torch.Tensor) -> float:
-        return measured_by(native.add, values)[0][MOMENT_SUMS.index("sum")].item() / math.fsum(values.tolist()) - 1
-
-    largest = max(off(ADVERSARIAL[f"all roundings go up{vectors}"]) for vectors in ("", ", in smaller vectors"))
-    assert 2 * 2.0**-24 < largest < 7 * 2.0**-24
-
-
 @pytest.mark.parametrize("scale_inv", [2.0**-120, 2.0**-99, 2.0**99, 2.0**120])
 def test_scales_at_the_ends_of_float32(measure: Measure, assert_same: Same, scale_inv: float) -> None:
     """Where products of codes and scale may be subnormal, or overflow."""
@@ -294,17 +252,6 @@ def test_equal_elements_have_no_spread(measure: Measure, value: float) -> None:
     almost[7] = torch.nextafter(almost[7], torch.tensor(INF))
     expected = exact.as_array(almost).std(ddof=1)
     assert expected / 1.5 < exact.statistic("std", measure(almost)) < expected * 20
-
-
-def test_the_spread_of_many_elements_beside_their_mean(measure: Measure) -> None:
-    """In float32, at |mean| = 10^3 and 10^4 standard deviations."""
-    for mean, rel in ((1e3, 1e-8), (1e4, 1e-6)):
-        values = normal(2**22, seed=3) - mean
-        assert exact.statistic("std", measure(values)) == pytest.approx(exact.as_array(values).std(ddof=1), rel=rel)
-
-
-def test_a_piece_is_counted_exactly_in_float32() -> None:
-    assert max(eager.PIECE, eager.PIECE_ELSEWHERE) <= 2**24
 
 
 def test_a_tensor_of_many_pieces(measure: Measure, assert_same: Same, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,15 +286,6 @@ def test_comparison(measure: Measure, assert_same: Same, dtype: torch.dtype, e5m
             assert expected["underflows"] > 0 or expected["overflows"] > 0
 
 
-def test_comparison_with_wrong_codes(measure: Measure, assert_same: Same) -> None:
-    """A code of 0 where the value is not, one of another value where it is 0, and a value that float32 has as 0."""
-    values = torch.tensor([0.0, 3.0, 1e-60, -0.0] * 100, dtype=torch.float64)
-    codes = torch.tensor([0x38, 0, 0, 0x80] * 100, dtype=torch.uint8)
-    found = measure(values, codes, torch.tensor([0.5]))
-    assert_same(found, exact.columns(values, codes, torch.tensor([0.5])))
-    assert found["underflows"] == 200
-
-
 @pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
 def test_every_code_is_decoded_as_torch_does(measure: Measure, assert_same: Same, e5m2: bool) -> None:
     codes = BYTES.repeat(100)
@@ -356,29 +294,6 @@ def test_every_code_is_decoded_as_torch_does(measure: Measure, assert_same: Same
         values = normal(len(codes)).to(torch.float32 if e5m2 else torch.bfloat16)
         found = measure(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2)
         assert_same(found, exact.columns(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
-def test_codes_of_other_numbers(measure: Measure, assert_same: Same, dtype: torch.dtype, e5m2: bool) -> None:
-    """0 has a code that is not 0, and the other way round."""
-    values = torch.where(torch.arange(8192) % 2 == 0, 0.0, normal(8192)).to(dtype)
-    codes = torch.where(torch.arange(8192) % 3 == 0, 0x80 * (torch.arange(8192) % 2), torch.arange(8192) % 0x70)
-    given = codes.to(torch.uint8), torch.tensor([0.01])
-    expected = exact.columns(values, *given, e5m2=e5m2)
-    assert_same(measure(values, *given, e5m2=e5m2), expected)
-    assert 8192 / 6 < expected["underflows"] + 1 < 8192 / 4
-
-
-@pytest.mark.slow
-def test_codes_of_another_layout(measure: Measure, assert_same: Same) -> None:
-    """A quantized tensor that has only its transpose."""
-    values = normal(163, 201)
-    codes, scale_inv = quantized(values, 0.01, e5m2=True)
-    transposed = codes.t().contiguous().t()
-    expected = exact.columns(values, codes, scale_inv, e5m2=True)
-    assert_same(measure(values, transposed, scale_inv, e5m2=True), expected)
-    assert_same(measure(values.t().contiguous().t(), codes, scale_inv.reshape(()), e5m2=True), expected)
 
 
 @pytest.mark.parametrize("threads", [2, 5])
@@ -392,18 +307,6 @@ def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_length_up_to_two_vectors(dtype: torch.dtype) -> None:
-    """What is filled up counts nowhere; nothing is read beyond the end."""
-    values = special(0.0, INF, NAN, -0.0)[:40].to(dtype)
-    codes, scale_inv = quantized(values, 0.01)
-    for length in range(41):
-        found = measured_by(native.add, values[:length], codes[:length], scale_inv)
-        if length:
-            expected = exact.columns(values[:length], codes[:length], scale_inv)
-            assert_nearly(exact.named(*found, compared=True), expected)
 
 
 # --- when nothing can be compiled -------------------------------------------------------------------------------------
@@ -517,25 +420,6 @@ def test_a_folder_that_cannot_be_written_is_said_and_costs_no_number(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_folder_that_torch_cannot_compile_in_is_said_and_costs_no_number(tmp_path: Path) -> None:
-    cache = str(tmp_path / "a user's cache")
-    same, stderr = in_a_process("print(json.dumps(same))", TORCHINDUCTOR_CACHE_DIR=cache)
-    assert all(same.values()), same
-    assert stderr.count("torch cannot compile where a path has a space or a quote. It keeps compiled code in") == 2
-    assert f"{cache!r}: let TORCHINDUCTOR_CACHE_DIR name another folder." in stderr
-    assert "Install a C++ compiler" not in stderr
-
-
-def test_an_environment_that_torch_cannot_compile_in_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without a process of its own, which would import torch a second time."""
-    monkeypatch.setattr(torch, "__file__", "/home/a user/env/torch/__init__.py")
-    compiling.say_not_compiled(compiling.logger, "This is done by plain torch", "two", RuntimeError("compile error"))
-    assert "It is installed in '/home/a user/env/torch': make the Python environment in another folder." in caplog.text
-
-
-@pytest.mark.slow
 def test_what_happens_to_a_process_after_the_first_compilation_changes_no_number() -> None:
     """A child of a fork has one thread: with more, torch's own operations hang in it, as OpenMP's threads are gone."""
     script = """
@@ -569,16 +453,6 @@ def graphs() -> int:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
-def test_one_compilation_serves_all_shapes() -> None:
-    """A kernel that was compiled before, by another test, is made anew here: torch counts by code object."""
-    before = graphs()
-    for number in range(20):
-        assert_row_sums(normal(2 + number, compiled.SMALLEST + 1023 * number))
-    assert graphs() == before + 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("uncompiled")
 def test_nothing_is_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors, which are never compiled, do not count; the numbers are the same before and after."""
     rows, before = rows_of(normal(PRIME)), graphs()
@@ -588,23 +462,6 @@ def test_nothing_is_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> 
         compiled.run(row_sums, rows[:, : compiled.SMALLEST // len(rows) - 1])
         assert_row_sums(rows)
         assert graphs() == before + (measurement >= 3)
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_the_pass_is_not_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small tensor counts as what a call takes; one that the pass does not read counts for nothing."""
-    monkeypatch.setattr(native.ONE_PASS, "pays_from", 3 * cpp._A_CALL)
-    monkeypatch.setattr(native.ONE_PASS, "in_plain_torch", 0)
-    values = normal(5)
-    for measurement in range(5):
-        kernels.measure(values.double())
-        assert_nearly(exact.named(*kernels.measure(values)), exact.columns(values))
-        assert (native.ONE_PASS.function is not None) is (measurement >= 3)
-
-
-class Seen(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.slow
@@ -644,19 +501,6 @@ def test_the_modes_of_the_caller_have_no_say(monkeypatch: pytest.MonkeyPatch) ->
         check(values)
     assert graphs() <= before + 6
     assert not compiled._failed
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_a_mode_at_the_first_call_does_not_stay() -> None:
-    """Under a dispatch mode, such as one that counts operations, torch would mark the kernel as not to be compiled."""
-    values, before = normal(PRIME), graphs()
-    for surroundings in (Seen(), torch.compiler.set_stance("force_eager")):
-        with surroundings:
-            assert_nearly(exact.named(*kernels.measure(values)), exact.columns(values))
-            assert_row_sums(rows_of(values))
-        assert graphs() == before
-    assert_row_sums(rows_of(values))
-    assert graphs() == before + 1
 
 
 @pytest.mark.slow

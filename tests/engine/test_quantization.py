@@ -16,14 +16,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
-from te_precision_callbacks.base.numerics.layouts import fp8_format, has_scale
 from te_precision_callbacks.base.numerics.recipes import RECIPES as SIMULATED
-from te_precision_callbacks.base.numerics.recipes import QuantizerSettings, round_blocks, round_to_mxfp8
-from te_precision_callbacks.base.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
+from te_precision_callbacks.base.numerics.recipes import QuantizerSettings, round_blocks
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels import compiled, eager, eager_blocks
+from te_precision_callbacks.engine.kernels import compiled, eager_blocks
 from te_precision_callbacks.engine.kernels.columns import InBlocks
 from te_precision_callbacks.engine.quantization import (
     PerTensor,
@@ -39,7 +36,7 @@ from tests.combinations import half
 from tests.drawn import normal
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
-from tests.engine.recipes import BLOCKS, FLOAT32_MAX, FP4, FP8, Codes, Format, Pair, Quantized, factors_of, quantize
+from tests.engine.recipes import BLOCKS, Codes, Pair, Quantized, factors_of, quantize
 
 INF, NAN = math.inf, math.nan
 COMPILED_FROM = compiled.SMALLEST
@@ -120,12 +117,6 @@ def test_simulated_recipes(name: str, recipe: str, weight: bool, columnwise: boo
     assert_simulated(recipe, TENSORS[name], weight=weight, columnwise=columnwise)
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:3])
-@pytest.mark.parametrize("name", ["normal", "of many magnitudes", "subnormal", "huge"])
-def test_simulated_recipes_in_e5m2(recipe: str, name: str) -> None:
-    assert_simulated(recipe, TENSORS[name], e5m2=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8_current_scaling", "mxfp8"])
 def test_simulated_recipes_compiled(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,44 +131,12 @@ def test_simulated_recipes_compiled(recipe: str, monkeypatch: pytest.MonkeyPatch
     assert compiled._kernels
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_nothing_is_simulated(recipe: str) -> None:
-    for x in (torch.empty(0), torch.empty(4, 0), torch.empty(0, 64)):
-        wanted = set(Of) - {Of.TENSOR, Of.EXPONENTS, Of.BLOCKS}
-        if SIMULATED[recipe].side is None:
-            wanted = {Of.QUANTIZED, Of.SCALES}
-        assert simulate(recipe, x, torch.tensor(-INF), wanted, QuantizerSettings(), columnwise=True) == {}
-
-
 def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:
     """The scales of NVFP4 reach 2^-9 / 448 of the largest: what is smaller has a factor of 0."""
     x = torch.full((1, 32), 1e-3)
     x[0, 16] = 448 * 6 * 512
     expected = assert_simulated("nvfp4", x)
     assert (expected["underflows"], expected["overflows"]) == (31, 0)
-
-
-@pytest.mark.parametrize(("amax", "beyond", "counts"), [(33.0, 7.2e-8, 1), (9.0, 1.3e-8, 0), (7.0, 0.0, 0)])
-def test_an_excess_below_the_resolution_of_float32_is_no_overflow(amax: float, beyond: float, counts: int) -> None:
-    """As docs/statistics.md says of the largest element under current scaling, whose factor is rounded."""
-    factor = np.float32(1) / (np.float32(448) / np.float32(amax))
-    assert amax / (448 * float(factor)) - 1 == pytest.approx(beyond, rel=0.05)
-    expected = assert_simulated("fp8_current_scaling", torch.tensor([[amax, 1.0]]))
-    assert expected["overflows"] == counts
-
-
-def test_delayed_scaling_is_not_simulated() -> None:
-    with pytest.raises(QuantizationError, match="its scale comes from the amaxes of earlier steps"):
-        simulated("fp8_delayed_scaling", torch.ones(3))
-
-
-@pytest.mark.parametrize("exponent", [-140, -127, -60, 0, 17, 118])
-def test_the_scale_of_mxfp8_at_a_power_of_two(exponent: int) -> None:
-    """amax = 448 * 2^e still has the scale 2^e; the next number above may have it, as upstream's product rounds."""
-    amax = torch.tensor([448.0 * 2.0**exponent])
-    for x, scales in ((amax, [exponent]), (torch.nextafter(amax, torch.tensor(INF)), [exponent, exponent + 1])):
-        _, _, maxima = simulated("mxfp8", x)
-        assert maxima[0] in [2.0 ** max(scale, -127) for scale in scales]
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 160), (48, 16)])
@@ -283,67 +242,10 @@ def test_a_layer_in_high_precision_is_told_what_recipes_would_give() -> None:
     assert all("its scale comes from the amaxes of earlier steps" in error for _, error in failures)
 
 
-def test_a_name_without_a_format_has_that_of_transformer_engines_recipe() -> None:
-    """E4M3 for all, or E5M2 for gradients where the recipe is hybrid by default."""
-    from transformer_engine.common import recipe as recipes
-
-    classes = {
-        "fp8_current_scaling": recipes.Float8CurrentScaling,
-        "mxfp8": recipes.MXFP8BlockScaling,
-        "fp8_block_scaling": recipes.Float8BlockScaling,
-    }
-    assert tuple(classes) == WITH_ELEMENT_FORMAT
-    for name, recipe in classes.items():
-        hybrid = {recipes.Format.HYBRID: True, recipes.Format.E4M3: False}[recipe().fp8_format]
-        for tensor in ("activation", "weight", "gradient"):
-            assert default_settings(name, tensor).e5m2 is (hybrid and tensor == "gradient")
-            assert [default_settings(name, tensor, e5m2=e5m2).e5m2 for e5m2 in (False, True)] == [False, True]
-    assert recipes.DelayedScaling().fp8_format is recipes.Format.HYBRID
-    assert recipes.NVFP4BlockScaling().fp8_format is recipes.Format.E4M3
-
-
 # --- rounding to a format ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("number_format", "table"), [(E2M1, FP4), (E4M3, FP8[False]), (E5M2, FP8[True])], ids=["E2M1", "E4M3", "E5M2"]
-)
-def test_rounding_takes_the_nearest_number(number_format: FloatFormat, table: Format) -> None:
-    middles = torch.from_numpy((table.table[1:] + table.table[:-1]) / 2).float()
-    numbers = torch.from_numpy(table.table).float()
-    beside = [torch.nextafter(middles, torch.tensor(to)) for to in (0.0, INF)]
-    beyond = torch.tensor([numbers[-1] * 1.01, 1e38, FLOAT32_MAX, INF, 1e-38, 1e-45])
-    values = torch.cat([numbers, middles, *beside, beyond, normal(5000), normal(5000) * 1e-3, normal(5000) * 1e4])
-    values = torch.cat([values, -values])
-    rounded = number_format.round(values)
-    expected = torch.from_numpy(table.numbers(table.codes(values.numpy())))
-    assert rounded.dtype == torch.float32
-    assert torch.equal(rounded, expected)
-    assert torch.equal(torch.signbit(rounded), torch.signbit(values))
-    assert number_format.round(torch.tensor(NAN)).isnan()
-
-
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
-def test_a_tensor_rounded_to_mxfp8(e5m2: bool, columnwise: bool) -> None:
-    for x in (normal(37, 150), normal(2, 5, 70).bfloat16(), TENSORS["subnormal"], torch.zeros(3, 3), torch.empty(2, 0)):
-        found = round_to_mxfp8(x, e5m2=e5m2, columnwise=columnwise)
-        matrix = x.float().reshape(-1, x.shape[-1] or 1).numpy()
-        expected = quantize("mxfp8", matrix, e5m2=e5m2, columnwise=columnwise).values
-        assert torch.equal(found, torch.from_numpy(expected).view(x.shape))
-
-
 # --- scales -----------------------------------------------------------------------------------------------------------
-
-
-def test_scales_leave_out_what_is_no_scale() -> None:
-    sums, maxima = eager.scale_columns(torch.tensor([[0.0, 0.25, 2.0], [NAN, INF, 0.5]]))
-    assert sums.tolist() == [3, 2.75, 4.3125]
-    assert maxima.tolist() == [2.0, -0.25]
-    for none in (torch.empty(0), torch.zeros(3)):
-        sums, maxima = eager.scale_columns(none)
-        assert sums.tolist() == [0, 0, 0]
-        assert maxima.tolist() == [-INF, -INF]
 
 
 # --- Transformer Engine's per-tensor FP8 ------------------------------------------------------------------------------
@@ -455,30 +357,6 @@ def test_a_tensor_that_has_only_its_transpose() -> None:
         read(transposed, columnwise=False)
 
 
-@pytest.mark.filterwarnings("ignore:A function call")
-def test_a_quantized_tensor_is_measured_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo does not know its class, and must not be asked."""
-    monkeypatch.setattr(compiled, "SMALLEST", COMPILED_FROM)
-    real = quantizer("fp8_current_scaling", e5m2=False)(normal(150, 137))
-    assert real.numel() > COMPILED_FROM
-    sums, maxima = kernels.measure(real)
-    exact.assert_same(exact.named(sums, maxima), exact.columns(real.dequantize()))
-    assert not compiled._failed
-
-
-def test_what_is_recognised() -> None:
-    current = quantizer("fp8_current_scaling", e5m2=True)
-    assert recipe_of(current) == "fp8_current_scaling"
-    assert recipe_of(quantizer("fp8_delayed_scaling", e5m2=False)) == "fp8_delayed_scaling"
-    assert recipe_of(None) is None
-    assert fp8_format(current) is E5M2
-    real = current(normal(16, 16))
-    assert has_scale(real)
-    assert fp8_format(real) is E5M2
-    assert not has_scale(normal(2))
-    assert not has_scale(None)
-
-
 def test_a_format_of_the_users_own_is_refused() -> None:
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
     from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
@@ -545,17 +423,6 @@ def test_mxfp8_storage(shape: tuple[int, ...], e5m2: bool) -> None:
     storage, rowwise, columnwise = mxfp8_storage(normal(*shape) * torch.exp(5 * normal(*shape, seed=1)), e5m2=e5m2)
     assert_reads(storage, False, rowwise)
     assert_reads(storage, True, columnwise)
-
-
-def test_the_scales_of_mxfp8_are_scales() -> None:
-    """Upstream's scale_inv_min and _max are of the E8M0 exponent bytes, and 127 there means a scale of 1."""
-    x = torch.ones(64, 64)
-    x[0, 32:] = 448
-    storage, _, _ = mxfp8_storage(x, filler=0)
-    found = statistics_of(x, storage, type("MXFP8Quantizer", (), {})())
-    theirs = upstream(x, storage, ["scale_inv_min", "scale_inv_max"])
-    assert (theirs["scale_inv_min"], theirs["scale_inv_max"]) == (119, 127)
-    assert (found["scale_inv_min"], found["scale_inv_max"]) == (2.0**-8, 1.0)
 
 
 @pytest.mark.parametrize("weight", [False, True], ids=["1 x 128", "128 x 128"])
@@ -629,20 +496,6 @@ def test_nvfp4_storage(shape: tuple[int, ...], weight: bool) -> None:
         read(rotated, columnwise=True)
 
 
-def test_upstreams_underflows_of_nvfp4_are_of_codes() -> None:
-    """The codes of a block whose factor is 0 are as large as can be, and stand for 0."""
-    from transformer_engine.debug.features.utils.stats_computation import count_nonzero_nvfp4
-    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
-    from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
-
-    x = torch.full((16, 32), 1e-3)
-    x[0, 16] = 448 * 6 * 512
-    codes = NVFP4QuantizerRef(dtype=Fp4Formats.E2M1).quantize(x).data
-    theirs = 100 * float(x.count_nonzero() - count_nonzero_nvfp4(codes)) / x.numel()
-    ours = 100 * assert_simulated("nvfp4", x)["underflows"] / x.numel()
-    assert (round(theirs, 2), round(ours, 2)) == (2.93, 99.80)
-
-
 @pytest.mark.parametrize("recipe", ["fp8_current_scaling", "fp8_block_scaling", "mxfp8", "nvfp4"])
 def test_a_factor_that_is_not_finite_shows_in_the_error(recipe: str) -> None:
     """Of one block, where there are blocks: all of the tensor's error is infinite then. E8M0 has nan and no inf."""
@@ -673,28 +526,3 @@ def te_quantizer(recipe: str) -> Any:
     if recipe == "nvfp4":
         return te().NVFP4Quantizer()
     return te().Float8BlockQuantizer(fp8_dtype(False), rowwise=True, columnwise=True, block_scaling_dim=1)
-
-
-def test_upstreams_mse_of_bfloat16_is_rounded_to_it() -> None:
-    x = normal(1000, 1000).bfloat16()
-    real = quantizer("fp8_current_scaling", e5m2=False)(x)
-    exactly = float((x.double() - real.dequantize(dtype=torch.float32).double()).square().mean())
-    assert statistics_of(x, real, real._quantizer)["mse"] == pytest.approx(exactly, rel=exact.IN_FLOAT)
-    assert upstream(x, real, ["mse"])["mse"] < 0.99 * exactly
-
-
-def test_nvfp4_with_an_amax_for_each_row_and_another_largest_scale() -> None:
-    from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
-
-    codes = np.array([[2, 7] * 8, [10, 1] * 8], np.uint8)  # 1 and 6; -1 and 0.5
-    storage = NVFP4TensorStorage(
-        rowwise_data=packed(codes), rowwise_scale_inv=padded(np.array([[0x38], [0x40]], np.uint8), 128, 4, 0x7E),
-        columnwise_data=None, columnwise_scale_inv=None,
-        amax_rowwise=torch.tensor([1536.0, 3072.0]), amax_columnwise=None, fp4_dtype=te().DType.kFloat4E2M1,
-        quantizer=None, with_gemm_swizzled_scales=False,
-        row_scaled_nvfp4=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256,
-    )  # fmt: skip
-    found = read(storage, columnwise=False)
-    assert isinstance(found, InBlocks)
-    torch.testing.assert_close(found.part.factors(), torch.tensor([[1.0], [4.0]]))
-    torch.testing.assert_close(found.part.dequantized(), torch.tensor([[1.0, 6.0] * 8, [-4.0, 2.0] * 8]))

@@ -10,21 +10,17 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.engine.engine import Placement
 from te_precision_callbacks.instrumentation.parameters import is_due
-from te_precision_callbacks.layers.naming import Layer, NamedModule
-from te_precision_callbacks.session.model import placements
 from tests.conftest import feature
 from tests.engine import ranks_script
 from tests.engine.ranks_script import (
-    FFN,
     PROGRAMS,
     TENSORS,
     Layers,
@@ -34,7 +30,6 @@ from tests.engine.ranks_script import (
     normal,
     session,
     steps,
-    wide,
 )
 from tests.engine.recipes import Pair, by_block, quantize
 from tests.forked import ranks
@@ -160,30 +155,6 @@ def test_of_terms_of_a_sum_all_are_counted(two: Ranks, alone: Any, parallelism: 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("parallelism", ["tp", "sp"])
-def test_split_activations_in_fp8(two: Ranks, tmp_path: Path, parallelism: str) -> None:
-    expected = ranks_script.quantized_statistics(tmp_path, None)
-    # A row-parallel layer has half of its input, which it casts with a scale of its own.
-    error = 0.0
-    underflows = 0
-    for half in wide(1, FFN).chunk(2, 1):
-        scale = 448 / half.abs().max()
-        quantized = (half * scale).to(torch.float8_e4m3fn).float() / scale
-        error += (half.double() - quantized.double()).square().sum().item()
-        underflows += int(((quantized == 0) & (half != 0)).sum())
-    expected["row activation mse"] = error / wide(1, FFN).numel()
-    expected["row activation underflows%"] = 100 * underflows / wide(1, FFN).numel()
-    for rank in two:
-        found = rank["tensor_parallel_in_fp8"][parallelism]
-        assert found.keys() == expected.keys()
-        for key in ("column", "norm_column", "mlp.fc1", "row"):
-            for statistic in ("underflows%", "mse"):
-                value = expected[f"{key} activation {statistic}"]
-                assert value > 0 or key in ("norm_column", "mlp.fc1")
-                assert found[f"{key} activation {statistic}"] == pytest.approx(value, rel=1e-5), key
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("parallelism", ["tp", "sp"])
 def test_data_parallel_replicas_of_split_layers(four: Ranks, alone: Any, parallelism: str) -> None:
     expected = alone(Split(), [[0, 1], [2]])
     for rank in four:
@@ -216,28 +187,6 @@ def test_parameters_sharded_by_fsdp2(two: Ranks, alone: Any) -> None:
     for rank in two:
         for found, values in zip(rank["sharded_by_fsdp2"], expected, strict=True):
             assert_equal(found, values)
-
-
-@pytest.mark.processes
-def test_groups_other_than_the_world(four: Ranks, alone: Any) -> None:
-    expected = [alone(Layers("a"), [[[("a", s + r)] for r in pair] for s in (0, 10)]) for pair in ((0, 2), (1, 3))]
-    for number, rank in enumerate(four):
-        for found, values in zip(rank["own_groups"]["steps"], expected[number % 2], strict=True):
-            assert_equal(found, values)
-
-
-@pytest.mark.processes
-def test_a_group_need_not_have_the_first_tensor_parallel_rank(four: Ranks, alone: Any) -> None:
-    (expected,) = alone(Split(), [[0, 1]])
-    for rank in four:
-        (found,) = rank["groups_across_tensor_parallel_groups"]
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            layer, tensor, statistic = key.split()
-            if (layer, tensor) in (("column", "activation"), ("row", "gradient"), ("copied", "weight")):
-                assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), "each rank of the group has all of it"
-            elif (tensor, statistic) == ("weight", "numel"):
-                assert found[key] == value / 2, "each has one shard"
 
 
 @pytest.mark.processes
@@ -303,15 +252,6 @@ def test_blocks_of_all_ranks_are_put_together(two: Ranks, step: int, recipe: str
 
 
 @pytest.mark.processes
-def test_statistics_of_blocks_cost_no_more_messages(two: Ranks) -> None:
-    for rank in two:
-        costs = rank["blocks"][-1]
-        waits = costs["inside"][1]
-        assert set(waits) <= {"bincount"}, "on a GPU the bins are counted without waiting"
-        assert costs["at the end"] == [{"statistics": 1}, {"copy_": 1}]
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("tensors", [6, 102])
 def test_a_step_ends_with_one_message_and_one_copy(two: Ranks, tensors: int) -> None:
     for rank in two:
@@ -319,14 +259,6 @@ def test_a_step_ends_with_one_message_and_one_copy(two: Ranks, tensors: int) -> 
         assert found["watched"] == tensors
         assert found["inside"] == [{}, {}], "nothing waits for the device in a forward or backward"
         assert found["at the end"] == [{"statistics": 1}, {"copy_": 1}]
-
-
-@pytest.mark.processes
-def test_transformer_engines_own_feature_costs_more(two: Ranks) -> None:
-    """The counts have something to count: TE 2.20.2 gathers 14 times for six tensors, waits 13 times for one."""
-    for rank in two:
-        assert rank["upstream_costs"]["two layers, three tensors"]["collectives"] == {"_allgather_base": 14}
-        assert rank["upstream_costs"]["one tensor, four statistics"]["waits"] >= 13
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -351,27 +283,12 @@ def plain(step: int, *, statistics: bool = True) -> dict[str, int]:
 
 
 @pytest.mark.processes
-def test_names_are_exchanged_when_a_layer_comes_up_and_only_then(two: Ranks) -> None:
-    for rank in two:
-        for name, found in rank["programs"].items():
-            exchanges = [step for step, counts in enumerate(found["collectives"]) if counts != plain(step)]
-            assert exchanges == ([0, 3] if name == "a layer comes up late" else [0]), name
-
-
-@pytest.mark.processes
 def test_ranks_meet_in_the_steps_in_which_a_statistic_is_due_on_any(two: Ranks) -> None:
     for rank in two:
         steps_with = [step for step, counts in enumerate(rank["schedules"]) if "statistics" in counts]
         assert steps_with == [0, 2, 3, 4]
         for step in range(1, 6):
             assert rank["schedules"][step] == plain(step, statistics=step in (2, 3, 4))
-
-
-@pytest.mark.processes
-def test_messages_do_not_grow_with_the_ranks(two: Ranks, four: Ranks) -> None:
-    for rank in (*two, *four):
-        assert rank["messages"] == two[0]["messages"]
-    assert [kind for kind, _ in two[0]["messages"][2]] == ["statistics", "parameters", "agreement"]
 
 
 # ---------------------------------------------------------------------- what goes wrong
@@ -423,18 +340,6 @@ def test_a_rank_that_misses_a_step_early_mixes_no_batches(two: Ranks, alone: Any
 
 
 @pytest.mark.processes
-def test_an_optimizer_that_steps_less_often_is_only_told(two: Ranks, alone: Any) -> None:
-    first, second = (rank["out_of_step"]["half as often"] for rank in two)
-    assert first["local"] == second["local"] == [False, True, True, False, False, False]
-    expected = alone(Layers("a"), [[[("a", step), ("a", 10 + step)]] for step in (3, 4, 5)])
-    for rank in (first, second):
-        for step, values in enumerate(expected, start=3):
-            assert_equal(rank["steps"][step], values)
-    assert len([line for line in first["said"] if "different numbers of optimizer steps" in line]) == 1
-    assert not [line for line in second["said"] if "optimizer steps" in line]
-
-
-@pytest.mark.processes
 def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -> None:
     for number, rank in enumerate(two):
         found = rank["other_schedules"]
@@ -458,14 +363,6 @@ def test_ranks_that_were_given_something_else_do_not_begin(two: Ranks, attempt: 
     assert first == second
     assert first[0] == kind
     assert said in first[1]
-
-
-@pytest.mark.processes
-def test_sections_may_match_on_one_stage_only(two: Ranks) -> None:
-    stages = [rank["attaching"] for rank in two]
-    assert [found["a section for each stage"] for found in stages] == [{"stage0": ["first"]}, {"stage1": ["second"]}]
-    assert [found["exact names"] for found in stages] == [{"stage0": ["all"]}, {"stage1": ["all"]}]
-    assert [found["allowed"] for found in stages] == [{"stage0": ["first"]}, {"stage1": []}]
 
 
 @pytest.mark.processes
@@ -495,36 +392,4 @@ def test_what_one_rank_cannot_attach_raises_on_all(two: Ranks) -> None:
         assert said in second[attempt][1]
 
 
-@pytest.mark.processes
-def test_without_reduction_each_rank_attaches_alone(two: Ranks) -> None:
-    assert two[0]["attaching"]["no reduction"] == {"stage0": ["first"]}
-    assert two[1]["attaching"]["no reduction"][0] == "ConfigError"
-
-
 # ---------------------------------------------------------------------- how a layer is split
-
-
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        ({"parallel_mode": "column", "sequence_parallel": True}, {"net": ("column", True)}),
-        ({"parallel_mode": None, "sequence_parallel": False}, {"net": (None, False)}),
-        # Read in grouped_linear.py: it gathers nothing, so that its input is the gathered one.
-        ({"parallel_mode": "column", "sequence_parallel": True, "num_gemms": 2}, {"net": ("column", False)}),
-        # Read in layernorm_mlp.py: the weights are split also where the module does not communicate.
-        (
-            {"set_parallel_mode": False, "sequence_parallel": False, "parts": (".fc1", ".fc2")},
-            {"net.fc1": ("column", False), "net.fc2": ("row", False)},
-        ),
-        ({"parallel_mode": "column", "tp_size": 1}, {}),
-    ],
-)
-def test_placements(monkeypatch: pytest.MonkeyPatch, module: dict[str, Any], expected: dict[str, Any]) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 1)
-    monkeypatch.setattr("torch.distributed.get_process_group_ranks", list)
-    parts = module.pop("parts", ("",))
-    layers = tuple(Layer(f"net{part}", (), ()) for part in parts)
-    split: Any = SimpleNamespace(**{"tp_group": (4, 5), "tp_size": 2, **module})
-    for reduced_over, first in ((None, False), ((1, 5), True), ((4, 5), False)):
-        found = placements([NamedModule(split, "net", layers)], cast(Any, reduced_over))
-        assert found == {name: Placement(1, first, *how) for name, how in expected.items()}

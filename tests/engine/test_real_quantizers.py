@@ -15,14 +15,12 @@ from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels.columns import InBlocks
 from te_precision_callbacks.engine.quantization import (
     PerTensor,
-    QuantizationError,
     default_settings,
     read,
     settings_of,
 )
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request
-from te_precision_callbacks.statistics.table import PERCENTILES
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.test_quantization import fp8_dtype, te
@@ -138,22 +136,6 @@ def test_swizzled_scales_are_read_as_any(recipe: str, columnwise: bool) -> None:
     assert torch.equal(part.part.dequantized(), in_rows.dequantize(dtype=torch.float32))
 
 
-def test_fp8_blocks_with_float32_scales() -> None:
-    """Which are no powers of two: percentiles are the lower edges of their bins."""
-    x = spread()
-    its = quantizer("fp8_block_scaling", force_pow_2_scales=False)
-    real = its(x)
-    part = read(real, columnwise=False)
-    assert isinstance(part, InBlocks)
-    assert torch.equal(part.part.dequantized(), real.dequantize(dtype=torch.float32))
-    factors = part.part.factors().numpy()
-    assert (np.frexp(factors)[0] != 0.5).mean() > 0.9
-    found = statistics_of(x, real, its, columnwise=False)
-    for percent in PERCENTILES:
-        exactly = np.percentile(factors, percent, method="inverted_cdf")
-        assert exactly * 2**-0.125 < found[f"scale_inv_p{percent}"] <= exactly
-
-
 def current(**options: Any) -> Any:
     return te().Float8CurrentScalingQuantizer(fp8_dtype(options.pop("e5m2", False)), torch.device("cpu"), **options)
 
@@ -255,42 +237,3 @@ def test_a_format_in_the_name_is_what_a_quantizer_of_that_format_makes(runs: str
     found = {one.statistic: one.value for one in engine.flush(reduce=False)}
     assert found == pytest.approx(expected, rel=exact.IN_FLOAT)
     assert all(found[f"{recipe}_e5m2_mse"] > 2 * found[f"{recipe}_e4m3_mse"] for recipe in WITH_ELEMENT_FORMAT)
-
-
-def test_a_format_that_is_not_the_layers_own_leaves_the_quantizers_other_settings() -> None:
-    """Of squares of a weight and of scales that are no powers of two."""
-    x = spread(by=1.0)
-    its, other = (
-        quantizer("fp8_block_scaling", weight=True, e5m2=e5m2, force_pow_2_scales=False) for e5m2 in (False, True)
-    )
-    engine = StatisticsEngine()
-    watched = Watched("l", "weight", 0, x, rowwise=its(x), columnwise=its(x), quantizer=its)
-    names = [f"fp8_block_scaling_e5m2_{name}" for name in ("mse", "scale_inv_max")]
-    engine.note(watched, [quantized_request(name) for name in names])
-    engine.measure()
-    found = [one.value for one in engine.flush(reduce=False)]
-    real = read(other(x), columnwise=False)
-    assert isinstance(real, InBlocks)
-    mse = (real.part.dequantized().double() - x.double()).square().mean().item()
-    assert found == pytest.approx([mse, real.part.factors().max().item()], rel=1e-12)
-
-
-def test_what_is_not_simulated_is_refused_where_a_layer_lacks_it() -> None:
-    engine, failures = StatisticsEngine(), []
-    engine.on_failure = lambda doing, of, error: failures.append(f"{doing} {of}: {error}")
-    its = quantizer("nvfp4", nvfp4_use_4over6=True)
-    x = spread(by=1.0)
-    watched = Watched("l", "activation", 0, x, rowwise=without("columnwise", its(x)), quantizer=its)
-    engine.note(watched, [quantized_request(name) for name in ("mse", "mse_columnwise")])
-    engine.measure()
-    assert [one.statistic for one in engine.flush(reduce=False)] == ["mse"]
-    (failure,) = failures
-    assert failure.startswith("mse_columnwise of l activation: the layer runs NVFP4 with 4over6")
-
-
-def test_columnwise_nvfp4_of_a_hadamard_transform() -> None:
-    its = quantizer("nvfp4", with_rht=True, with_post_rht_amax=True)
-    real = its(spread().bfloat16())
-    assert isinstance(read(real, columnwise=False), InBlocks)
-    with pytest.raises(QuantizationError, match="columnwise data are of a random Hadamard transform of the tensor"):
-        read(real, columnwise=True)

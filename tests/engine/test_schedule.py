@@ -76,40 +76,6 @@ def test_transformer_engines(options: dict[str, Any]) -> None:
         assert schedule.at(iteration) == theirs, iteration
 
 
-def test_upstreams_end_of_minus_1_is_never() -> None:
-    """Though their documentation says that it means no end."""
-    from transformer_engine.debug.features.utils import next_enabled_iter
-
-    assert next_enabled_iter(0, -1, None, 1, 0) == (False, None)
-    assert Schedule.of(start_step=0, end_step=-1).at(0) == (True, 1)
-
-
-EARLY = [(), (1, 2, 5, 10, 20, 50), (3,), (7, 0, 7, 200, 4)]
-
-
-@pytest.mark.parametrize("early", EARLY, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_early_steps(options: dict[str, Any], early: tuple[int, ...]) -> None:
-    """They are due as well, inside of the intervals of the schedule."""
-    schedule = Schedule.of(**options).with_early(early)
-    due = [
-        step
-        for step in range(2 * LAST)
-        if is_due(step, options) or (step in early and is_due(step, {**options, "freq": 1}))
-    ]
-    for iteration in range(LAST):
-        following = next((later for later in due if later > iteration), None)
-        assert schedule.at(iteration) == (iteration in due, following), iteration
-
-
-def test_schedules_that_meet_in_an_early_step_alone() -> None:
-    early, other = Schedule.of(freq=10, start_step=1).with_early([5]), Schedule.of(start_step=5, end_step=5)
-    assert early.meets(other)
-    assert other.meets(early)
-    assert not Schedule.of(freq=10, start_step=1).meets(other)
-    assert not early.meets(Schedule.of(start_step=6, end_step=6))
-
-
 def test_a_schedule_with_early_steps_in_words() -> None:
     assert (
         str(Schedule.of(freq=10).with_early([1, 2, 5, 10])) == "steps 0 on that are multiples of 10, and steps 1, 2, 5"

@@ -124,23 +124,3 @@ def test_each_stream_adds_to_vectors_of_its_own_and_the_reading_waits_for_all(st
     added(slots, "layer", 8.0)
     assert read(slots) == ([8.0, 8.0], [8.0])
     assert streams.log == [("first", "first", addresses["first"])], "the other stream is not waited for again"
-
-
-def test_a_step_that_ends_on_another_stream_than_it_ran_on(streams: Streams) -> None:
-    slots = Segments()
-    for number in (1.0, 2.0, 3.0):
-        streams.now = Stream("side")
-        added(slots, "layer", number)
-        streams.now = Stream("first")
-        assert read(slots) == ([number, number], [number])
-        slots.reset()
-    assert {reader for reader, *_ in streams.log} == {"first"}
-
-
-def test_vectors_that_are_dropped_are_not_kept_alive(streams: Streams) -> None:
-    slots = Segments()
-    streams.now = Stream("side")
-    added(slots, "layer", 1.0)
-    streams.now = Stream("first")
-    slots.reset()
-    assert all(segment.parts is None for segment in slots.segments.values())

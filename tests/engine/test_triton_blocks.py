@@ -14,7 +14,6 @@ import torch
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels import eager, eager_blocks
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
@@ -44,7 +43,6 @@ from tests.engine.test_quantization import fp8_dtype, packed, padded, scales_of,
 from tests.engine.test_triton_kernel import (
     BOUNDS,
     Launch,
-    Operations,
     compiled_launch,
     compiles,
     disassembled,
@@ -323,41 +321,6 @@ def test_scales_at_their_ends(way: Add, form: Form, scales: Scales) -> None:
     assert_same(found, expected(form, x, quantized))
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype"),
-    [(FORMS[9], torch.float32), (FORMS[5], torch.float16), (FORMS[9], torch.float8_e5m2)],
-    ids=["float32", "float16", "float8_e5m2"],
-)
-def test_other_dtypes(kernel: ModuleType, form: Form, dtype: torch.dtype) -> None:
-    x = tensor_of(form).float().nan_to_num(1.0, 2.0, 3.0).clamp(-3e4, 3e4).to(dtype)
-    quantized = quantized_by(form, x.float())
-    found = measured(
-        by_kernel(kernel), Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape))
-    )
-    assert_same(found, expected(form, x.float(), quantized))
-
-
-NUMBERS = {
-    "subnormal": lambda x: x * 1e-40,
-    "huge": lambda x: x.clamp(-3, 3) * 1e38,
-    "from 1e-40 to 1e30": lambda x: x * torch.exp(20 * x.sign() * x.abs().clamp(max=3)),
-    "zeros": lambda x: x * 0,
-    "nan": lambda x: x * NAN,
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "name"), [*((FORMS[4], name) for name in NUMBERS), (FORMS[10], "subnormal"), (FORMS[10], "huge")]
-)
-def test_unusual_numbers(kernel: ModuleType, form: Form, name: str) -> None:
-    x = NUMBERS[name](spread(*shape_of(form), by=1)[:, :16])
-    quantized = quantized_by(form, x)
-    found = measured(
-        by_kernel(kernel), Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape))
-    )
-    assert_same(found, expected(form, x, quantized))
-
-
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a transpose": lambda x: x.t().contiguous().t(),
     "some columns": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
@@ -377,48 +340,7 @@ def test_views(kernel: ModuleType, form: Form, view: str) -> None:
     assert_same(measured(by_kernel(kernel), pending), expected(form, x, quantized))
 
 
-def test_an_amax_for_each_row_and_another_largest_scale(kernel: ModuleType) -> None:
-    from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
-
-    x = spread(40, 64)
-    codes = torch.randint(256, (40, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    scales = torch.randint(1, 0x78, (40, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    amax = spread(40).abs()
-    storage = NVFP4TensorStorage(
-        rowwise_data=codes, rowwise_scale_inv=padded(scales.numpy(), 128, 4, 0x7E), columnwise_data=None,
-        columnwise_scale_inv=None, amax_rowwise=amax, amax_columnwise=None, fp4_dtype=te().DType.kFloat4E2M1,
-        quantizer=None, with_gemm_swizzled_scales=False, row_scaled_nvfp4=True, nvfp4_use_4over6=True,
-        nvfp4_e4m3_max=256,
-    )  # fmt: skip
-    found = read(storage, columnwise=False)
-    assert isinstance(found, InBlocks)
-    unpacked = np.stack([codes.numpy() & 0xF, codes.numpy() >> 4], axis=-1).reshape(40, 64)
-    blocks = []
-    for row in range(40):
-        for place in range(4):
-            where = slice(row, row + 1), slice(16 * place, 16 * place + 16)
-            scale = recipes.FP8[False].numbers(scales[row, place].numpy())
-            factor = np.float32(scale * amax[row].numpy()) * np.float32(1 / (6 * 256))
-            # 256 is the largest here, and is stored as 0x78.
-            stored = 0x7E if scales[row, place] >= 0x78 else int(scales[row, place])
-            blocks.append(recipes.Block(where, unpacked[where], stored, factor))
-    quantized = Quantized(recipes.FP4, blocks, (40, 64), np.float32(1))
-    pending = Pending(x, None, None, False, ColumnPlaces(), found)
-    assert_same(measured(by_kernel(kernel), pending), expected(Form("nvfp4"), x, quantized))
-
-
 # --- what is wanted, and what cannot be -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("alone", [*SUMS, "loss_maxima"])
-def test_columns_that_nobody_wants_go_nowhere(kernel: ModuleType, alone: str) -> None:
-    form = FORMS[1]
-    x = tensor_of(form)[:, :20]
-    quantized = quantized_by(form, x)
-    pending = Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape))
-    found = measured(by_kernel(kernel), pending, without=[name for name in (*SUMS, *EXTREMES) if name != alone])
-    assert found.keys() == {alone}
-    assert_same(found, expected(form, x, quantized))
 
 
 def test_two_tensors_are_added(kernel: ModuleType) -> None:
@@ -444,16 +366,6 @@ def test_two_tensors_are_added(kernel: ModuleType) -> None:
             assert columns[name] == (sum(values) if place in SUMS else max(values)), (place, name)
 
 
-def test_nothing_is_measured(way: Add) -> None:
-    quantized = quantized_by(FORMS[0], torch.ones(1, 32))._replace(blocks=[], shape=(0, 32))
-    found = in_blocks(FORMS[0], quantized, (0, 32))
-    sums, maxima = torch.zeros(3000, dtype=torch.float64), torch.zeros(30, dtype=torch.float64)
-    places, of_blocks = ColumnPlaces(0, 0, 6, 11, 3), BlockPlaces(20, 30, 40, 50, 2100, 10, 15, 20, 25)
-    way([Pending(torch.zeros(0, 32), None, None, False, places, found, of_blocks)], sums, maxima)
-    assert not sums.any()
-    assert not maxima.any()
-
-
 def test_wrong_arguments(kernel: ModuleType) -> None:
     x = tensor_of(FORMS[0])
     found = in_blocks(FORMS[0], quantized_by(FORMS[0], x), x.shape)
@@ -469,46 +381,10 @@ def test_wrong_arguments(kernel: ModuleType) -> None:
         kernel.add(Pending(x, None, None, False, ColumnPlaces(moments=0)), *vectors)
 
 
-@np.errstate(over="ignore")
-def test_where_the_bins_of_scales_begin(kernel: ModuleType) -> None:
-    """Eighths of a power of two, and the numbers beside each: of subnormal numbers, in between, and at the end."""
-    edges = torch.cat([torch.arange(8 * at, 8 * at + 9) for at in (-128, -127, -126, 0, 127)]).double().div(8).exp2()
-    ends = torch.tensor([0.0, INF])
-    scales = torch.cat([edges.float().nextafter(ends[:1]), edges.float(), edges.float().nextafter(ends[1:])])
-    scales = scales[scales.isfinite()]
-    x = torch.ones(len(scales), 128)
-    form = Form("fp8_block_scaling")
-    quantized = quantized_by(form, x)
-    blocks = [
-        block._replace(stored_scale=scale, factor=scale)
-        for block, scale in zip(quantized.blocks, scales.numpy(), strict=True)
-    ]
-    quantized = quantized._replace(blocks=blocks)
-    pending = Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape))
-    assert_same(measured(by_kernel(kernel), pending), expected(form, x, quantized))
-
-
 # --- what the host does -----------------------------------------------------------------------------------------------
 
 TENSORS = tuple(map(tensor_request, ("mean", "std", "max")))
 OF_BLOCKS = ("mse", "underflows%", "scale_inv_max", "saturated_scales%", "underflow_blocks%", "scale_inv_p50")
-
-
-class Costs(Operations):
-    """Also how many operations made something, and the bytes of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = self.made = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not func.is_view and func.overloadpacket.__name__ not in ("detach", "_unsafe_view"):
-            self.number += 1
-            found = result if isinstance(result, list | tuple) else [result]
-            made = [one for one in found if isinstance(one, torch.Tensor) and one._base is None]
-            self.made += sum(one.untyped_storage().nbytes() for one in made)
-        return result
 
 
 def noted(engine: StatisticsEngine, form: Form, x: torch.Tensor, storage: Any) -> None:
@@ -541,68 +417,6 @@ def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels, "_pass_for", lambda values: add)
     assert found() == pytest.approx(in_torch, rel=1e-5)
     assert len(launches) == 2, "one for each micro-batch gives all"
-
-
-def test_two_forms_and_one_that_is_simulated(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forms in blocks have a pass each, beside what plain torch simulates."""
-    x = tensor_of(FORMS[0])
-    directions = {way: storage_of(form, quantized_by(form, x), x.shape) for way, form in enumerate(FORMS[:2])}
-    names = ["mse", "mse_columnwise", "underflow_blocks%"]
-    passes: list[Pending] = []
-
-    def add(pending: Sequence[Pending], *into: torch.Tensor) -> None:
-        passes.extend(pending)
-        eager_or_blocks = [one for one in pending if one.in_blocks is None]
-        eager.add(eager_or_blocks, *into)
-        by_kernel(kernel)([one for one in pending if one.in_blocks is not None], *into)
-
-    def found(names: Sequence[str]) -> dict[str, Any]:
-        engine = StatisticsEngine(on_failure=lambda doing, of, error: pytest.fail(f"{doing} {of}: {error}"))
-        quantizer = type("MXFP8Quantizer", (), {})()
-        watched = Watched("l", "activation", 0, x, rowwise=directions[0], columnwise=directions[1], quantizer=quantizer)
-        engine.note(watched, TENSORS)
-        engine.note(watched, tuple(map(quantized_request, names)))
-        engine.measure()
-        return {row.statistic: row.value for row in engine.flush(reduce=False)}
-
-    for asked in (names, [*names, "nvfp4_mse"]):
-        expected_values = found(asked)
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "_pass_for", lambda values: add)
-            passes.clear()
-            assert found(asked) == pytest.approx(expected_values, rel=1e-5)
-        assert [one.in_blocks is not None for one in passes] == [*[False] * (len(asked) - 3), True, True]
-
-
-@pytest.mark.parametrize("form", FORMS, ids=NAMES)
-def test_what_a_tensor_costs(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
-    """Plain torch: operations and the bytes they make, and temporaries that do not grow with the tensor. The kernel:
-    two launches, and nothing that has the tensor's size."""
-    module = fresh_kernel("triton_blocks")
-    launches = {name: Launch() for name in ("_measure", "_merge")}
-    vars(module).update(launches)
-    x = torch.ones(256, 512, dtype=torch.bfloat16)
-    found = in_blocks(form, quantized_by(form, x), x.shape)
-    pending = Pending(x, None, None, False, ColumnPlaces(0, 0, 6, 11, 3), found)
-    vectors = torch.zeros(99, dtype=torch.float64), torch.zeros(99, dtype=torch.float64)
-    with Costs() as kernels_costs:
-        module.add(pending, *vectors)
-    assert all(hasattr(launch, "arguments") for launch in launches.values())
-    assert kernels_costs.names <= {"detach", "view", "empty", "t"}
-    assert kernels_costs.most <= module.program_count(x.device) * 31
-    monkeypatch.setattr(eager, "piece_size", lambda values: eager.PIECE_ELSEWHERE)
-    whole, bands = Costs(), Costs()
-    with whole:
-        kernels.add([pending], *vectors)
-    monkeypatch.setattr(eager_blocks, "_BAND", x.numel() // 4)
-    with bands:
-        kernels.add([pending], *vectors)
-    assert whole.number < 120
-    assert whole.made / x.numel() < 190
-    assert bands.most <= x.numel(), "what is made of the whole tensor is for its moments"
-    with Costs() as of_blocks:
-        eager_blocks.add(pending, *vectors)
-    assert of_blocks.most <= max(x.numel() // 4, found.block[0] * found.part.matrix_shape[1]), "a band"
 
 
 # --- what Triton compiles ---------------------------------------------------------------------------------------------

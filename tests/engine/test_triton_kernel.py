@@ -23,11 +23,6 @@ from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
-    EXPONENT_BINS,
-    MAXIMA,
-    MOMENT_SUMS,
-    SCALE_MAXIMA,
-    SCALE_SUMS,
     ColumnPlaces,
     Pending,
     layout,
@@ -36,7 +31,7 @@ from te_precision_callbacks.engine.kernels.columns import (
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.drawn import normal
-from tests.engine.exact import columns, named, statistic
+from tests.engine.exact import columns, named
 from tests.engine.test_quantization import fp8_dtype, te
 
 triton = pytest.importorskip("triton")
@@ -47,9 +42,6 @@ INF, NAN = math.inf, math.nan
 WIDE = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 BYTES = torch.arange(256, dtype=torch.uint8)
-WIDTHS = ColumnPlaces(
-    len(MOMENT_SUMS), len(MAXIMA), len(COMPARISON_SUMS), len(SCALE_SUMS), len(SCALE_MAXIMA), EXPONENT_BINS
-)
 BITS = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
 
 Measure = Callable[..., dict[str, Any]]
@@ -212,13 +204,6 @@ def test_every_number_of_a_format(measure: Measure, values: torch.Tensor) -> Non
     assert_same(measure(values, histogram=True), columns(values, histogram_too=True))
 
 
-@pytest.mark.parametrize("dtype", FP8)
-def test_each_byte_of_a_format_alone(measure: Measure, dtype: torch.dtype) -> None:
-    for code in (0x80, 0x01, 0x7B, 0x7C, 0x7E, 0x7F, 0xFC):
-        value = torch.tensor([code], dtype=torch.uint8).view(dtype)
-        assert_same(measure(value), columns(value))
-
-
 NUMBERS = {
     "one": [-3.25],
     "zeros": [0.0, -0.0, 0.0],
@@ -239,30 +224,6 @@ def test_unusual_numbers(measure: Measure, name: str) -> None:
     assert_same(found, columns(values, histogram_too=True))
 
 
-def test_what_the_extremes_of_subnormal_numbers_are(measure: Measure) -> None:
-    found = measure(torch.tensor([0.0, 1e-45, -4e-45]), histogram=True)
-    smallest = 2.0**-149
-    assert (found["zeros"], found["negated_min_nonzero"]) == (1, -smallest)
-    assert (found["max"], found["negated_min"]) == (smallest, 3 * smallest)
-    assert found["square_sum"] == pytest.approx(10 * smallest**2, rel=BOUNDS["square_sum"])
-    assert found["histogram"] == [2, *[0] * 255]
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)])
-def test_an_empty_tensor(measure: Measure, shape: tuple[int, ...]) -> None:
-    codes, scale_inv = torch.zeros(shape, dtype=torch.uint8), torch.ones(1)
-    found = measure(torch.zeros(shape), codes, scale_inv, histogram=True)
-    assert found.pop("histogram") == [0] * EXPONENT_BINS
-    of_scale = {"scales": 1, "scale_sum": 1, "scale_square_sum": 1, "scale_max": 1, "negated_scale_min": -1}
-    assert {name: value for name, value in found.items() if value != 0} == dict.fromkeys(MAXIMA, -INF) | of_scale
-
-
-def test_no_dimension(measure: Measure) -> None:
-    value = torch.tensor(-2.5, dtype=torch.bfloat16)
-    codes, scale_inv = quantized(value, 1.0)
-    assert_same(measure(value, codes, scale_inv[0]), columns(value, codes, scale_inv))
-
-
 @pytest.mark.parametrize(
     ("dtype", "factor", "spoiled"),
     [
@@ -281,26 +242,6 @@ def test_a_mean_of_a_thousand_deviations(measure: Measure, dtype: torch.dtype, f
     deviation = math.sqrt(found["square_sum"] / found["finite"] - mean**2)
     expected = values[values.isfinite()].double().std(correction=0).item()
     assert deviation == pytest.approx(expected, rel=12 * 2.0**-24)
-
-
-def test_numbers_that_round_where_float32_adds_them(measure: Measure) -> None:
-    """Each sum has terms that cancel, or that are lost beside a larger one, within what one thread has."""
-    large, small = 2.0**24, 1.0
-    for pattern in ([large, small, -large, small], [large, *[small] * 31], [-large, large, 0.1, -0.3]):
-        values = torch.tensor(pattern).repeat(3000)[:40_000]
-        assert_same(measure(values), columns(values))
-
-
-def test_equal_elements_have_no_spread(measure: Measure) -> None:
-    for value in (0.1, -1e20):
-        passes = [measure(torch.full((count,), value)) for count in (20_001, 50_000)]
-        assert [statistic("std", *some) for some in ([passes[0]], [passes[1]], passes)] == [0.0] * 3
-
-
-def test_a_tensor_that_needs_a_gradient(measure: Measure) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        values = normal(10).to(dtype).requires_grad_()
-        assert_same(measure(values), columns(values.detach()))
 
 
 # --- shapes and strides -----------------------------------------------------------------------------------------------
@@ -329,28 +270,6 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_views(measure: Measure, view: str) -> None:
     values = VIEWS[view](normal(5760).to(torch.float8_e5m2))
     assert_same(measure(values, histogram=True), columns(values, histogram_too=True))
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_views_stay_with_their_codes(measure: Measure, view: str) -> None:
-    values = VIEWS[view](normal(5760))
-    codes, scale_inv = quantized(values, 0.25)
-    backwards = tuple(reversed(range(codes.dim())))
-    arrangements = [
-        codes.contiguous(),
-        codes.permute(backwards).contiguous().permute(backwards),
-        torch.cat([codes, torch.full_like(codes, 0x7F)], dim=-1)[..., : values.shape[-1]],
-        VIEWS[view](quantized(normal(5760, seed=1), 0.25)[0]),
-    ]
-    for arranged in arrangements:
-        assert_same(measure(values, arranged, scale_inv), columns(values, arranged, scale_inv))
-
-
-@pytest.mark.parametrize("values", [normal(64, 96).t(), normal(30, 20, 10).permute(2, 0, 1), normal(1, 5, 1)])
-def test_a_dense_tensor_has_one_dimension(kernel: ModuleType, values: torch.Tensor) -> None:
-    assert kernel._collapse(values, None) == [(values.numel(), 1, 0)]
-    assert kernel._collapse(values, values) == [(values.numel(), 1, 1)]
-    assert len(kernel._collapse(values, values.contiguous())) == (1 if values.is_contiguous() else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
@@ -412,12 +331,6 @@ def test_every_code_that_is_a_number(measure: Measure, e5m2: bool) -> None:
     assert_same(measure(values, codes, scale_inv, e5m2=e5m2), columns(values, codes, scale_inv, e5m2=e5m2))
 
 
-def test_codes_of_float8_values(measure: Measure) -> None:
-    values = BYTES.view(torch.float8_e5m2)
-    codes, scale_inv = quantized(values.float().nan_to_num(0.0, 0.0, 0.0), 2.0)
-    assert_same(measure(values, codes, scale_inv), columns(values, codes, scale_inv))
-
-
 def test_an_element_overflows_above_the_limit_not_at_it(measure: Measure) -> None:
     limit = torch.tensor(448.0) * torch.tensor(0.3)
     values = torch.stack([limit, -limit, limit.nextafter(torch.tensor(INF)), -limit * 2, torch.tensor(INF)])
@@ -438,13 +351,6 @@ def test_a_quantized_value_that_is_not_finite_shows_in_the_error(measure: Measur
     found = measure(torch.tensor([1.0, 1.0]), codes, torch.ones(1), e5m2=True)
     assert found["error_square_sum"] == pytest.approx(error, nan_ok=True)
     assert (found["compared"], found["square_sum"]) == (2, 2.0)
-
-
-def test_errors_whose_squares_float32_cannot_hold(measure: Measure) -> None:
-    values = torch.tensor([3e38, 1e-30])
-    codes, scale_inv = torch.tensor([0x00, 0x00], dtype=torch.uint8), torch.ones(1)
-    assert_same(measure(values, codes, scale_inv), columns(values, codes, scale_inv))
-    assert_same(measure(values[1:], codes[1:], scale_inv), columns(values[1:], codes[1:], scale_inv))
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -517,27 +423,6 @@ def test_the_host_neither_waits_nor_copies(
     assert operations.most <= most * (6 + 5 + 3 + 256 + 3 + 2)
 
 
-def test_the_interpreter_leaves_no_trace() -> None:
-    owners = (
-        tl,
-        tl.core,
-        tl.standard,
-        tl.math,
-        tl.tensor,
-        tl.dtype,
-        tl.core.tensor_descriptor_base,
-        interpreter.InterpretedFunction,
-    )
-
-    def state() -> list[dict[str, Any]]:
-        return [dict(vars(owner)) for owner in owners]
-
-    before = state()
-    with interpreted() as module:
-        measured_by(module.add, normal(10), histogram=True)
-    assert state() == before
-
-
 # --- several tensors in one launch ------------------------------------------------------------------------------------
 
 
@@ -574,44 +459,6 @@ def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType,
         torch.maximum(kept, maxima, out=kept)
     assert torch.equal(together[0], by_hand[0])
     assert torch.equal(together[1], by_hand[1])
-
-
-@pytest.mark.parametrize("field", ColumnPlaces._fields)
-def test_columns_that_nobody_wants_go_nowhere(kernel: ModuleType, field: str) -> None:
-    whole = pending_of(normal(16, 16), 0, codes=True, histogram=field == "exponents")
-    of_whole = measured_by(kernel.add, whole.values, whole.codes, whole.scale_inv, histogram=field == "exponents")
-    begin, width = getattr(whole.places, field), getattr(WIDTHS, field)
-    found, expected = vectors(300), vectors(300)
-    kernel.add([whole._replace(places=ColumnPlaces(**{field: 7}))], *found)
-    if field in ("maxima", "scale_maxima"):
-        kept = expected[1][7 : 7 + width]
-        torch.maximum(kept, of_whole[1][begin : begin + width], out=kept)
-    else:
-        expected[0][7 : 7 + width] += of_whole[0][begin : begin + width]
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-
-
-def test_which_tensors_share_a_launch(kernel: ModuleType) -> None:
-    matrix, other = normal(32, 48).to(torch.bfloat16), normal(32, 48)
-
-    def sizes(*pending: Pending) -> list[int]:
-        return list(map(len, kernel.grouped(pending)))
-
-    one = pending_of(matrix, 0)
-    assert sizes(one, pending_of(matrix.t(), 300), pending_of(matrix, 600)) == [3]
-    assert sizes(*(pending_of(matrix, 300 * at) for at in range(5))) == [4, 1], "a launch takes four"
-    assert sizes(one, pending_of(other, 300), pending_of(matrix, 600)) == [2, 1], "another dtype"
-    assert sizes(one, pending_of(matrix, 300, codes=True)) == [1, 1], "codes"
-    assert sizes(one, pending_of(matrix, 300, histogram=True)) == [1, 1], "counts of exponents"
-    assert sizes(pending_of(other, 0, codes=True), pending_of(other, 300, codes=True, e5m2=True)) == [1, 1], "format"
-    assert sizes(one, pending_of(matrix[:, ::2], 300), pending_of(matrix[1:, 1:], 600)) == [1, 1, 1], "gaps"
-    assert sizes(one, pending_of(matrix[1:, :7], 300), pending_of(normal(17), 600)) == [1, 1, 1], "no multiple of 16"
-    assert sizes(one, pending_of(matrix.view(-1)[8:24], 300), pending_of(matrix.view(-1)[1:17], 600)) == [2, 1], (
-        "address"
-    )
-    assert sizes(one, one) == [1, 1], "two micro-batches go to the same place"
-    assert sizes(one, pending_of(torch.zeros(0, dtype=torch.bfloat16), 300)) == [1, 1], "empty"
 
 
 def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -743,35 +590,6 @@ def test_codes_and_histogram_compile(dtype: torch.dtype, e5m2: bool, together: i
     code = ptx(values, codes, torch.ones(1), e5m2=e5m2, histogram=True, together=together)
     assert "v4.b32" in loads(code)
     assert ".ftz" not in code
-
-
-@pytest.mark.usefixtures("compiles")
-@pytest.mark.parametrize(
-    "values",
-    [
-        pytest.param(torch.zeros(1), id="one element"),
-        pytest.param(torch.zeros(33, 35)[:, :31], id="part of the columns"),
-        pytest.param(torch.zeros(4, 2048, dtype=torch.bfloat16)[:, :1024], id="rows of a multiple of a run"),
-        pytest.param(
-            VIEWS["five dimensions that stay"](torch.zeros(5760))[:, :, :1].expand(3, 5, 2**30, 5, 9),
-            id="five dimensions, more than 2^31 elements",
-        ),
-    ],
-)
-def test_views_compile(values: torch.Tensor) -> None:
-    codes = torch.zeros((), dtype=torch.uint8).expand(values.shape)
-    assert ptx(values, codes, torch.ones(1))
-
-
-@pytest.mark.usefixtures("compiles")
-@pytest.mark.parametrize("with_codes", [False, True])
-def test_float64_is_for_threads_not_for_elements(with_codes: bool) -> None:
-    values, codes = torch.zeros(64, 64), torch.zeros(64, 64, dtype=torch.uint8)
-    code = ptx(values, *([codes, torch.ones(1)] if with_codes else []))
-    loop = code[: code.rindex("st.shared")]
-    assert 0 < len(re.findall(r"cvt\S*\.f64\.f32", loop)) < 16
-    if with_codes:
-        assert "fma.rn.f32" not in code  # the product of code and scale is rounded before it is subtracted
 
 
 @pytest.mark.usefixtures("compiles")

@@ -269,7 +269,7 @@ def case(
         if autocast == ALWAYS and not evaluate:
             found += [f"{entry}: not seen" for entry in session.precision if entry.operands and not entry.seen]
         if checkpoint == "reentrant, outside" and autocast == EARLIER:
-            return found  # of a layer that rests, only the last forward of a step is known: docs/internals.md
+            return found  # of a layer that rests, only the last forward of a step is known: docs/architecture.md
         for step, handed in enumerate(spy.handed_in):
             at = session.precision(at=step)
             found += [f"{step}: {text}" for text in wrong(at, handed)]

@@ -45,7 +45,7 @@ def tapped(model: torch.nn.Module, *more: Callable[[GemmEvent], Any]) -> Iterato
     tap = GemmTap(lambda module: ForwardKind.OBSERVED, fail)
     layers = {id(named.module): [layer.name for layer in named.layers] for named in named_te_modules(model)}
     tap.watch(layers, named_operations(model))
-    tap.hear(layers)
+    tap.observe(layers)
     tap.listen(lambda event: event.sizes, events.append, *more)
     try:
         yield events

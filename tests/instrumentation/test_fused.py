@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks import ConfigError
-from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.dumps import load
 from te_precision_callbacks.engine.kernels import native
 from te_precision_callbacks.instrumentation.fused import HIGH_PRECISION_ON_FUSED_PATH
@@ -154,43 +152,6 @@ def test_training_is_the_same_to_the_last_bit(module: str, recipe: str, tmp_path
     assert [step.iteration for step in records] == list(range(3))
 
 
-def gelu_in_float32(config: Any, checkpoint: str, folder: Path | None, **keywords: Any) -> list[list[torch.Tensor]]:
-    """The output and the gradients of each of three steps with the same weights."""
-    torch.manual_seed(0)
-    net = te.LayerNormMLP(24, 24)
-    session = None if folder is None else InspectSession(config, model=net, log_dir=folder, strict=True, **keywords)
-    forward: Any = {
-        "none": net,
-        "of Transformer Engine": lambda x: te.checkpoint(net, x),
-        "of torch": lambda x: torch_checkpoint(net, x, use_reentrant=True),
-    }[checkpoint]
-    found = []
-    with session or contextlib.nullcontext():
-        for _ in range(3):
-            x = torch.randn(8, 24, requires_grad=True)
-            out = forward(x)
-            net.zero_grad()
-            out.square().sum().backward()
-            found.append([out.detach(), *(tensor.grad for tensor in (x, *net.parameters()) if tensor.grad is not None)])
-            if session is not None:
-                session.step()
-    return found
-
-
-def steps_that_differ(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> list[int]:
-    pairs = enumerate(zip(one, other, strict=True))
-    return [number for number, (a, b) in pairs if not all(map(torch.equal, a, b))]
-
-
-@pytest.mark.parametrize("checkpoint", ["none", "of Transformer Engine", "of torch"])
-def test_a_fused_gelu_in_float32_is_the_same_in_each_step(checkpoint: str, tmp_path: Path) -> None:
-    """In the first, in which the session counts products, in one with nothing due, and in one with statistics."""
-    config = statistics(tensors=["weight"], stats=["max", "std"], freq=2)
-    alone = gelu_in_float32(None, checkpoint, None)
-    observed = gelu_in_float32(config, checkpoint, tmp_path, observe="fused")
-    assert steps_that_differ(alone, observed) == []
-
-
 NORMED = ["LayerNormLinear", "LayerNormMLP"]
 """Modules with tensors that a fused kernel writes in low precision alone."""
 
@@ -266,36 +227,6 @@ def test_schedules_and_evaluation(tmp_path: Path, keeper: Keeper) -> None:
             session.step()
     assert keeper.iterations == [0, 3, 6]
     assert max(keeper.values("max").values()) < 100
-
-
-def test_layers_with_the_same_options_are_asked_once(
-    tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And each layer has the schedules of its own section."""
-    net = torch.nn.Sequential(*(te.Linear(32, 32, params_dtype=BF16) for _ in range(5)))
-    config = {
-        "often": feature("LogTensorStats", ["0", "1", "2"], tensors=["activation", "output"], stats=["max"], freq=2),
-        "seldom": feature("LogTensorStats", ["3"], tensors=["weight"], stats=["max"], freq=3),
-    }
-    asked: list[tuple[int, int]] = []
-    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
-        log_tensor_stats = debug_api.transformer_engine.namespace_features["LogTensorStats"]
-        own = type(log_tensor_stats).due
-
-        def counted(options: Any, iteration: int) -> Any:
-            asked.append((options.schedule.freq, iteration))
-            return own(log_tensor_stats, options, iteration)
-
-        monkeypatch.setattr(log_tensor_stats, "due", counted)
-        for _ in range(4):
-            net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
-            session.step()
-    seen = {(step.iteration, row.layer, row.tensor) for step in keeper.steps for row in step}
-    tensors = ("activation", "output")
-    often = {(iteration, layer, tensor) for iteration in (0, 2) for layer in "012" for tensor in tensors}
-    assert seen == often | {(iteration, "3", "weight") for iteration in (0, 3)}
-    of_often = [(2, iteration) for iteration in (0, 2) for _ in tensors]
-    assert sorted(asked) == sorted([*of_often, (3, 0), (3, 3)])
 
 
 def test_features_that_cannot_be_found_do_not_end_training(
@@ -405,28 +336,6 @@ def test_auto_takes_the_fused_path_where_it_can(
         InspectSession(mine, model=net, log_dir=tmp_path, features=[Mine], observe="fused").start()
 
 
-def test_a_users_feature_with_the_name_of_one_of_ours_is_called_on_the_debug_path(tmp_path: Path) -> None:
-    """Its options have a schema, but its own methods are meant."""
-    seen: list[str] = []
-
-    def note(self: Any, config: Any, layer_name: str, tensor_name: str, **_: Any) -> None:
-        seen.append(tensor_name)
-
-    of_a_user = type("LogTensorStats", (Mine,), {"inspect_tensor": note})
-    net = te.Linear(32, 32, params_dtype=BF16)
-    with InspectSession(statistics(tensors=["weight"]), model=net, log_dir=tmp_path, features=[of_a_user]) as session:
-        net(torch.randn(ROWS, 32, dtype=BF16)).float().sum().backward()
-        session.step()
-    assert seen == ["weight"]
-    with pytest.raises(ConfigError, match="LogTensorStats, a feature of your own"):
-        InspectSession(statistics(), model=net, log_dir=tmp_path, features=[of_a_user], observe="fused").start()
-
-
-def test_an_unknown_value() -> None:
-    with pytest.raises(OptionError, match="observe= must be one of 'debug', 'fused', 'auto', not 'both'"):
-        InspectSession(None, observe="both")
-
-
 def test_dumps_are_those_of_the_debug_path(tmp_path: Path) -> None:
     config = {
         "s": feature(
@@ -462,17 +371,3 @@ def test_the_page_has_the_table() -> None:
     assert all(f"\n{line}\n" in page for line in lines)
     table = page.split("| layer | tensors before quantization |")[1].partition("\n\n")[0]
     assert len(table.strip().splitlines()) == len(lines) + 1
-
-
-@pytest.mark.parametrize("module", HIGH_PRECISION_ON_FUSED_PATH)
-def test_what_is_not_in_the_table_is_refused_tensor_by_tensor(module: str, tmp_path: Path) -> None:
-    net = MODULES[module][0]()
-    for layer, tensors in tensors_of(module).items():
-        for tensor in EVERY:
-            config = logging_of({layer: [tensor]}, ["max"], "LogTensorStats")
-            session = InspectSession(config, model=net, log_dir=tmp_path, observe="fused")
-            if tensor in tensors:
-                session.start().stop()
-            else:
-                with pytest.raises(ConfigError, match=f"never has its {tensor} in high precision, which 'max' needs"):
-                    session.start()

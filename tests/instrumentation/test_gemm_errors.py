@@ -24,7 +24,6 @@ from tests.capability import stand_for
 from tests.combinations import half
 from tests.conftest import Keeper, feature
 from tests.instrumentation.gemm_spy import GEMM_OF
-from tests.replay.faults import swizzled_wrongly
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
 
@@ -288,27 +287,6 @@ def test_the_verdict_names_the_cause_and_the_place(
     assert seen in findings[0].seen
 
 
-@pytest.mark.parametrize("observe", ["fused", "debug"])
-@pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4", "nvfp4 without"])
-def test_scales_in_a_wrong_order(recipe: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
-    """The GEMM is handed what is right, and reads the scales of A wrongly: a fault of the kernel alone."""
-    stand_for((9, 0) if recipe == "block" else (10, 0))
-    torch.manual_seed(0)
-    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False)
-    with torch.no_grad():  # scales that differ, along both dimensions
-        net.weight *= 4.0 ** (torch.arange(OUTPUTS) // 128).reshape(-1, 1)
-        net.weight *= 4.0 ** (torch.arange(INPUTS) // 128)
-    with session(net, tmp_path, keeper, observe) as running:
-        with swizzled_wrongly():
-            train(net, RECIPES[recipe](), inputs())
-        running.step()
-        found = {(each.rule, each.tensor) for each in running.findings if each.rule.startswith("gemm-")}
-    assert {tensor for _, tensor in found} >= {"output", "dgrad"}
-    assert {rule for rule, _ in found} <= {"gemm-kernel", "gemm-gain"}
-    for gemm in ("fprop", "dgrad"):
-        assert values(keeper, "linear", gemm)["gemm_kernel_ratio"] > 1
-
-
 def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is right, and so is each statistic of it."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
@@ -418,18 +396,6 @@ def test_what_is_not_measured_is_said(
     assert "Not measured by LogGemmError" in (tmp_path / "precision_summary.txt").read_text()
     told = look(open_run(tmp_path)).notes
     assert any(note.startswith("LogGemmError does not measure linear fprop") and reason in note for note in told)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_gemm_that_is_measured_in_other_calls_is_said_so(first: bool, tmp_path: Path, keeper: Keeper) -> None:
-    net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16)
-    with session(net, tmp_path, keeper, "fused") as running:
-        for in_fp8 in (first, not first):
-            with te.autocast(enabled=in_fp8, recipe=recipes.Float8CurrentScaling() if in_fp8 else None):
-                out = net(inputs())
-            out.float().sum().backward()
-            running.step()
-    assert {*running.not_measured.values()} == {"it runs in high precision, in some calls"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.versions import CUBLASLT_VARIABLE
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
@@ -173,19 +172,3 @@ def test_operations(recipe: Any) -> None:
     assert [gemm for gemm, *_ in calls] == ["fprop", "dgrad", "wgrad"]
     layers = [f"sequential.0.gemm_{expert}" for expert in range(len(ROWS))]
     assert layers_of(events) == [f"{layer} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for layer in layers]
-
-
-def test_a_version_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CUBLASLT_VARIABLE, "13.6")
-    with pytest.raises(ReferenceBackendError, match=r"'13\.6'.*130600"):
-        tex.get_cublasLt_version()
-
-
-def test_operands_of_which_there_are_not_equally_many() -> None:
-    one, zero = torch.ones(1), torch.zeros(1)
-    weights = [torch.ones(8, 8, dtype=BF16)] * 2
-    with pytest.raises(ReferenceBackendError, match="2, 3, 3"):
-        tex.te_general_grouped_gemm_for_discrete_in(
-            weights, True, [torch.ones(4, 8, dtype=BF16)] * 3, False, [torch.ones(4, 8)] * 3, None, None, one, zero,
-            zero, zero, True,
-        )  # fmt: skip

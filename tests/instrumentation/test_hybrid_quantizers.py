@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch import DType
-from transformer_engine.pytorch.custom_recipes.reference_current_scaling import current_scaling_ref_factory
-from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
@@ -64,27 +61,3 @@ def test_statistics_are_of_what_the_gemm_reads(tmp_path: Path) -> None:
         "wgrad": {"gradient": "FP32", "activation": "FP32"},
     }
     assert all(entry.seen for entry in session.precision)
-
-
-@pytest.mark.parametrize(
-    ("qfactory", "kind"),
-    [(current_scaling_ref_factory, "CurrentScalingTensorRef"), (nvfp4_ref_rht_2d_factory, "NVFP4TensorRef")],
-)
-def test_a_format_that_is_not_known_is_named_and_not_guessed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, qfactory: Any, kind: str
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        session, keeper = train(qfactory, tmp_path, torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True))
-    assert "of a known format" in caplog.text
-    assert not keeper.steps
-    assert {text for entry in session.precision for text in entry.operands.values()} == {kind}
-
-
-def test_what_a_layer_in_high_precision_would_run_is_not_guessed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    x = torch.randn(32, 32, requires_grad=True)
-    with caplog.at_level(logging.WARNING):
-        _, keeper = train(current_scaling_ref_factory, tmp_path, x, DisableFP8Layer={"enabled": True})
-    assert "CurrentScalingQuantizerRef, belongs to no known recipe" in caplog.text
-    assert not keeper.steps

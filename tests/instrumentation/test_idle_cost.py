@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from torch.nn.modules import module as torch_module
 
 from te_precision_callbacks.instrumentation.parameters import is_due
 from te_precision_callbacks.layers.turns import AT_ONCE
@@ -175,18 +174,6 @@ def test_a_layer_in_an_autocast_region_of_its_own_is_seen_at_once(tmp_path: Path
     assert in_high_precision(session, "layers.0") == []
 
 
-def test_what_concerns_all_layers_is_seen_at_once(tmp_path: Path) -> None:
-    """Torch's autocast, which is no region of Transformer Engine: the layers that have their turn notice it."""
-    net = Stack(MANY)
-    with session_of(net, tmp_path) as session:
-        for step in range(6):
-            with torch.autocast("cpu", torch.bfloat16, enabled=step >= 4):
-                net(torch.randn(16, 16)).float().sum().backward()
-            session.step()
-    last = formats(session, f"layers.{MANY - 1}")
-    assert [last[at] for at in range(6)] == ["FP32"] * 4 + ["BF16"] * 2
-
-
 def test_a_layer_that_is_frozen_is_seen_when_it_has_its_turn(tmp_path: Path) -> None:
     net = Stack(MANY)
     frozen = net.layers[MANY - 1]
@@ -227,10 +214,3 @@ def test_a_change_of_the_model_is_seen(
         layers = [layer.name for layer in session.layers]
     assert len(layers) == len(net.layers)
     assert "The model has changed" in caplog.text
-
-
-def test_registrations_are_no_longer_followed_after_the_end(tmp_path: Path) -> None:
-    before = len(torch_module._global_module_registration_hooks)
-    with session_of(Stack(2), tmp_path) as session:
-        session.step()
-    assert len(torch_module._global_module_registration_hooks) == before

@@ -19,7 +19,6 @@ from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    MMParams,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -30,19 +29,15 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     IGNORED,
     VARIABLES,
     Ignored,
-    Uses,
     amax_reductions,
     computing,
     ignored_arguments,
     recipes_of,
-    uses_of,
 )
 from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 from tests.capability import stand_for
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
-
-MODULES, OPERATIONS, ATTENTION = Uses(True, False, False), Uses(False, True, False), Uses(True, False, True)
 
 PACKAGE = Path(inspect.getfile(transformer_engine)).parent
 
@@ -62,8 +57,6 @@ def test_the_table_is_that_of_the_transformer_engine_that_is_installed(row: Igno
         (r"[( ]recipe\.margin", {"pytorch/quantization.py"}),
         (r"recipe\.use_power_2_scales", {"pytorch/quantization.py"}),
         (r"\.use_f32_scales", set()),
-        (r"amax_epsilon_scales(?! = )", set()),
-        (r"nvfp4_4over6_e4m3_use_256", {"pytorch/quantization.py", "common/recipe/__init__.py"}),
     ],
 )
 def test_nothing_else_reads_an_argument(pattern: str, readers: set[str]) -> None:
@@ -132,36 +125,25 @@ def module() -> torch.nn.Module:
     return te.Linear(64, 64)
 
 
-def operation() -> torch.nn.Module:
-    return te_ops.Sequential(te_ops.Linear(64, 64))
-
-
 CASES = [
     ("Float8CurrentScaling.use_power_2_scales", lambda: Float8CurrentScaling(use_power_2_scales=True)),
     ("Float8BlockScaling.use_f32_scales", lambda: Float8BlockScaling(use_f32_scales=True)),
     ("MXFP8BlockScaling.margin", lambda: MXFP8BlockScaling(margin=4)),
-    ("NVFP4BlockScaling.nvfp4_4over6_e4m3_use_256", lambda: nvfp4(nvfp4_4over6_e4m3_use_256="none")),
-    ("NVFP4BlockScaling.nvfp4_4over6_err_mode", lambda: nvfp4(nvfp4_4over6_err_mode="MSE")),
     ("NVFP4BlockScaling.disable_rht", lambda: changed(nvfp4(), disable_rht=True)),
     ("NVFP4BlockScaling.disable_2d_quantization", lambda: changed(nvfp4(), disable_2d_quantization=True)),
-    ("DelayedScaling.fp8_dpa", lambda: DelayedScaling(fp8_dpa=True, fp8_mha=True)),
-    ("Float8CurrentScaling.fp8_dpa", lambda: Float8CurrentScaling(fp8_dpa=True)),
-    ("MXFP8BlockScaling.fp8_dpa", lambda: MXFP8BlockScaling(fp8_dpa=True)),
-    ("NVFP4BlockScaling.fp8_dpa", lambda: nvfp4(fp8_dpa=True)),
 ]
-"""Recipe and argument, and a recipe in which it has no effect in a model of modules."""
+"""Recipe and argument, and a recipe in which it has no effect."""
 
 PLAIN: dict[str, Callable[[], Any]] = {
     "Float8CurrentScaling": Float8CurrentScaling,
     "Float8BlockScaling": Float8BlockScaling,
     "MXFP8BlockScaling": MXFP8BlockScaling,
     "NVFP4BlockScaling": nvfp4,
-    "DelayedScaling": DelayedScaling,
 }
 
 
-def named(recipe: Any, uses: Uses = MODULES) -> list[str]:
-    return [f"{row['recipe']}.{row['argument']}" for row in ignored_arguments([recipe], uses)]
+def named(recipe: Any) -> list[str]:
+    return [f"{row['recipe']}.{row['argument']}" for row in ignored_arguments([recipe])]
 
 
 @pytest.mark.parametrize(("name", "make"), CASES, ids=[name for name, _ in CASES])
@@ -170,29 +152,6 @@ def test_an_ignored_argument_changes_no_bit(name: str, make: Callable[[], Any]) 
         stand_for((10, 0))
     assert named(make()) == [name]
     assert same(trained(make(), module), trained(PLAIN[name.partition(".")[0]](), module))
-
-
-def test_the_length_of_a_history_of_which_one_row_is_taken() -> None:
-    recent = DelayedScaling(amax_compute_algo="most_recent", amax_history_len=16)
-    assert named(recent) == ["DelayedScaling.amax_history_len"]
-    assert same(trained(recent, module), trained(DelayedScaling(amax_compute_algo="most_recent"), module))
-    assert not named(DelayedScaling(amax_compute_algo="most_recent", amax_history_len=1))
-
-
-@pytest.mark.parametrize(
-    ("argument", "make"),
-    [
-        ("amax_epsilon", lambda: quantizing(Float8CurrentScaling(), amax_epsilon=1000.0)),
-        ("fp8_gemm_fprop", lambda: Float8CurrentScaling(fp8_gemm_fprop=MMParams(use_split_accumulator=True))),
-        ("fp8_gemm_wgrad", lambda: Float8CurrentScaling(fp8_gemm_wgrad=MMParams(use_split_accumulator=False))),
-    ],
-)
-def test_operations_ignore_more(argument: str, make: Callable[[], Any]) -> None:
-    assert named(make(), OPERATIONS) == [f"Float8CurrentScaling.{argument}"]
-    assert not named(make(), MODULES)
-    assert same(trained(make(), operation), trained(Float8CurrentScaling(), operation))
-    if argument == "amax_epsilon":  # the reference backend accumulates alike with and without the split
-        assert not same(trained(make(), module), trained(Float8CurrentScaling(), module))
 
 
 @pytest.mark.parametrize(
@@ -211,56 +170,20 @@ def test_arguments_that_have_an_effect(make: Callable[[], Any]) -> None:
     assert not named(make())
 
 
-def test_attention_that_reads_its_arguments() -> None:
-    assert not named(DelayedScaling(fp8_dpa=True), ATTENTION)
-
-
 def test_a_variable_that_was_set_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
-    (row,) = ignored_arguments([NVFP4BlockScaling()], MODULES)
-    assert (row["argument"], row["value"], row["severity"]) == ("NVTE_NVFP4_DISABLE_RHT", "1", "warning")
-    assert not ignored_arguments([NVFP4BlockScaling(disable_rht=True), Float8CurrentScaling()], MODULES)
+    (row,) = ignored_arguments([NVFP4BlockScaling()])
+    assert (row["argument"], row["value"]) == ("NVTE_NVFP4_DISABLE_RHT", "1")
+    assert not ignored_arguments([NVFP4BlockScaling(disable_rht=True), Float8CurrentScaling()])
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "0")
-    assert not ignored_arguments([NVFP4BlockScaling()], MODULES)
-
-
-def test_two_recipes_in_one_buffer() -> None:
-    """Both have one key, under which each finds the layers of the other when it makes the scales."""
-
-    class Two(torch.nn.Module):
-        def __init__(self, first: Any, second: Any) -> None:
-            super().__init__()
-            self.layers = torch.nn.ModuleList(te.Linear(64, 64) for _ in range(2))
-            self.recipes = first, second
-
-        def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-            for layer, recipe in zip(self.layers, self.recipes, strict=True):
-                with te.autocast(recipe=recipe):
-                    out = layer(tensor)
-            return out
-
-    def recipes(*algorithms: str) -> list[DelayedScaling]:
-        return [DelayedScaling(amax_compute_algo=algorithm, amax_history_len=4) for algorithm in algorithms]
-
-    def scales(*algorithms: str) -> list[torch.Tensor]:
-        """The scales of the first layer."""
-        net, found = Two(*recipes(*algorithms)), []
-        for size in (100.0, 1.0, 1.0):
-            net(torch.ones(64, 64) * size)
-            found.append(net.layers[0].fp8_meta["scaling_fwd"].scale.clone())
-        FP8GlobalStateManager.reset()
-        return found
-
-    rows = [row for row in ignored_arguments(recipes("most_recent", "max"), MODULES) if row["severity"] == "warning"]
-    assert [(row["argument"], row["value"]) for row in rows] == [("amax_compute_algo", "max")]
-    assert not same(scales("max", "max"), scales("max", "most_recent")), "the recipe of the other layer matters"
-    different = [*recipes("max"), DelayedScaling(amax_compute_algo="most_recent", amax_history_len=1)]
-    assert not ignored_arguments(different, MODULES)
+    assert not ignored_arguments([NVFP4BlockScaling()])
 
 
 def test_what_a_model_keeps() -> None:
     delayed, current = DelayedScaling(), Float8CurrentScaling()
-    net = torch.nn.Sequential(te.Linear(64, 64), operation(), te.Linear(64, 64), te.Linear(64, 64))
+    net = torch.nn.Sequential(
+        te.Linear(64, 64), te_ops.Sequential(te_ops.Linear(64, 64)), te.Linear(64, 64), te.Linear(64, 64)
+    )
     found = computing(named_te_modules(net), named_operations(net))
     assert recipes_of(found) == []
     tensor = torch.randn(64, 64)
@@ -268,6 +191,5 @@ def test_what_a_model_keeps() -> None:
         with te.autocast(recipe=recipe):
             tensor = net[place](tensor)
     assert recipes_of(found) == [delayed, current]
-    assert uses_of(found, [net]) == Uses(True, True, False)
     (row,) = amax_reductions(found)
     assert row == {"reduced": True, "ranks": 1, "tensor_parallel": 1, "outside": 0, "layers": ["0", "1.0"]}

@@ -276,23 +276,6 @@ def test_the_fused_path_takes_it(name: str, tmp_path: Path, caplog: pytest.LogCa
         assert list(keeper.values("max", layer="second")) == [0, 1]
 
 
-def test_a_delayed_wgrad_that_alone_reads_the_gradient(tmp_path: Path, keeper: Keeper) -> None:
-    """The first layer of a model has no dgrad."""
-    net = te.Linear(32, 32, delay_wgrad_compute=True)
-    sections = config({"LogTensorStats": {"enabled": True, "tensors": ["gradient", "wgrad"], "stats": ["max"]}})
-    model = Net(torch.nn.Identity(), net)
-    x, gradient = torch.randn(32, 32), torch.randn(32, 32)
-    with InspectSession(sections, model=model, log_dir=tmp_path, sinks=[keeper], observe="fused") as session:
-        with te.autocast(enabled=True):
-            out = model(x)
-        out.backward(gradient)
-        net.backward_dw()
-        session.step()
-    assert keeper.values("max", tensor="gradient") == {0: gradient.max().item()}
-    assert net.weight.grad is not None
-    assert keeper.values("max", tensor="wgrad") == {0: net.weight.grad.max().item()}
-
-
 @pytest.mark.parametrize(("tensor", "keyword"), [("output", "fp8_output"), ("dgrad", "fp8_grad")])
 def test_a_result_that_exists_quantized_only(
     tensor: str, keyword: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper
@@ -343,18 +326,6 @@ def test_single_grouped_parameters(
         InspectSession(config(STATISTICS), model=model, log_dir=tmp_path, observe="debug", strict=True).start()
 
 
-def test_a_layer_that_no_section_hits_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And trains, where Transformer Engine raises for each layer of the process."""
-    net = Net(te.Linear(32, 32, delay_wgrad_compute=True), te.Linear(32, 32))
-    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug") as session:
-        train(net)
-        net.first.backward_dw()  # type: ignore[operator]
-        session.step()
-    assert net.first.weight.grad is not None
-    assert warnings_of(caplog) == []
-    assert {entry.layer for entry in session.precision} == {"first", "second"}
-
-
 def test_one_part_of_a_module_is_refused_and_the_other_is_observed(tmp_path: Path, keeper: Keeper) -> None:
     with te.quantized_model_init(enabled=True):
         net = te.LayerNormMLP(32, 64)
@@ -382,67 +353,6 @@ def test_features_that_do_not_touch_quantized_weights_act(tmp_path: Path, keeper
     assert formats["wgrad"] == {"FP32"}
     assert formats["fprop"] == {"FP8 E4M3"}
     assert keeper.values("max")
-
-
-def test_a_layer_that_is_built_later(tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper) -> None:
-    net = linear()
-    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
-        train(net)
-        session.step()
-        net.second = te.Linear(32, 32, delay_wgrad_compute=True)
-        train(net)  # what has come is not watched before the next step
-        session.step()
-        train_delayed(net)
-        session.step()
-    assert keeper.iterations == [0]
-    assert [text for text in warnings_of(caplog) if "second (delay_wgrad_compute" in text]
-    assert session.layers[0].refused
-
-
-def test_a_forward_that_is_not_refused_is_observed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper
-) -> None:
-    """A warm-up with ``calibrating=True``, and then training."""
-    net = linear()
-    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
-        for _ in range(2):
-            train(net, fp8=False, calibrating=True)
-            session.step()
-        for _ in range(2):
-            train(net)
-            session.step()
-    assert keeper.iterations == [2, 3]
-    assert len(warnings_of(caplog)) == 1
-
-
-def test_an_evaluation_is_left_as_it_is_too(tmp_path: Path) -> None:
-    """Where features that change precision act in it."""
-    net = linear()
-    x = torch.randn(32, 32)
-    with torch.no_grad(), te.autocast(enabled=True):
-        expected = net(x, fp8_output=True)
-    with InspectSession(config(HIGH_PRECISION), model=net, log_dir=tmp_path, observe="debug") as session:
-        net.eval()
-        with torch.no_grad(), te.autocast(enabled=True):
-            assert torch.equal(net(x, fp8_output=True), expected)
-        net.train()
-        train(net)
-        session.step()
-    assert session.layers[0].refused
-
-
-def test_what_is_left_of_a_layer_with_a_quantized_input(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper
-) -> None:
-    """Statistics of its other tensors; that of the activation cannot be had, and is said."""
-    net = after_another()
-    with InspectSession(config(STATISTICS), model=net, log_dir=tmp_path, observe="debug", sinks=[keeper]) as session:
-        for _ in range(2):
-            train_with_quantized_input(net)
-            session.step()
-    assert {row.tensor for records in keeper.steps for row in records} == {"gradient"}
-    (text,) = warnings_of(caplog)
-    assert "What features do with activation of second cannot be observed: its input is already quantized" in text
 
 
 def test_fp8_attention(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ What it selects is asked of its own ``infer_and_assign_layer_names`` and ``is_la
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ import torch
 import transformer_engine.pytorch as te
 from lightning.pytorch import LightningModule
 from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
-from rich.console import Console
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from te_precision_callbacks.base.errors import OptionError
@@ -26,8 +24,6 @@ from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.layers.naming import named_te_modules
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.summary import summary
-from te_precision_callbacks.sinks.statistics_log import STATISTICS_FOLDER, log_file_name
 from tests.conftest import Keeper, statistics
 
 Module = torch.nn.Module
@@ -268,34 +264,6 @@ def test_the_key_beside_the_sections_and_the_keyword_say_which_names_are_meant(t
     assert first_layer(layer_names="upstream") == ["model.layers.1.self_attention.layernorm_qkv"]
 
 
-def test_the_warning_names_both_sets_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = of(layers=transformer_layers(3))
-    config = {**statistics(), "one": {"enabled": True, "layers": {"layer_numbers": [1]}}}
-    with InspectSession(config, model=net, log_dir=tmp_path) as session:
-        net.head = te.Linear(32, 32)
-        session.step()
-    (text,) = warnings_of_names(caplog)
-    assert "(section 'one'): layers.1.self_attention.layernorm_qkv, " in text
-    assert "; by nvidia-dlfw-inspect's names model.layers.1.self_attention.layernorm_qkv (here layers.0.self_a" in text
-    assert "and 1 more" in text
-    assert "'stats'" not in text, "it selects the same"
-
-
-@pytest.mark.parametrize(
-    "layers", [{"exact_layer_names": ["model.lm_head"]}, {"layer_name_regex_pattern": "l.layers.3"}]
-)
-def test_a_section_that_matches_by_upstreams_names_alone_is_refused_with_the_option(
-    tmp_path: Path, layers: dict[str, Any]
-) -> None:
-    with pytest.raises(
-        ConfigError, match=r"layer_names='upstream' selects by the names that nvidia-dlfw-inspect's inf"
-    ):
-        selected_layers = {"s": {"enabled": True, "layers": layers}}
-        InspectSession(selected_layers, model=of(layers=transformer_layers(3), lm_head=te.Linear(32, 32))).start(
-            log_dir=tmp_path
-        )
-
-
 # ------------------------------------------------------------------ names that the script has given
 
 
@@ -316,42 +284,6 @@ class Given(Module):
 
 def train(net: Module) -> None:
     net(torch.randn(16, 32)).sum().backward()
-
-
-def printed(session: InspectSession) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(summary(session))
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
-
-
-def labels(log_dir: Path) -> set[str]:
-    """The layers and tensors in the statistics log."""
-    text = (log_dir / STATISTICS_FOLDER / log_file_name(0)).read_text()
-    return set(re.findall(r"INFO - (\S+)_max ", text))
-
-
-def test_a_layer_stands_in_the_log_and_the_summary_under_the_name_that_the_script_gave(
-    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two modules of one name stay two, and it is said."""
-    net = Given()
-    with InspectSession(
-        statistics(layers=["the_stem", "twin"]), model=net, log_dir=tmp_path, sinks=[keeper]
-    ) as session:
-        train(net)
-        net.late = te.Linear(32, 32, name="the_late_one")
-        session.step()
-        train(net.late)
-        session.step()
-    assert {row.layer for row in keeper.steps[0]} == {"stem", "twins.0", "twins.1"}, "records have the paths"
-    assert labels(tmp_path) == {"the_stem_activation", "twins.0_activation", "twins.1_activation"}
-    assert [layer.given for layer in session.layers] == ["the_stem", "", "", "", "the_late_one"]
-    table = printed(session)
-    assert "the_stem" in table
-    assert "twins.1" in table
-    said = [found.getMessage() for found in caplog.records if "the name of several layers" in found.getMessage()]
-    assert len(said) == 1
-    assert "such as 'the_twin' of twins.0, twins.1." in said[0]
 
 
 def test_names_that_upstream_assigns_before_attach_select_layers(tmp_path: Path, keeper: Keeper) -> None:

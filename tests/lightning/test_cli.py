@@ -107,7 +107,6 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "debug": ["activation_overflow"],
         "observe": "auto",
         "precision_features_in_eval": False,
-        "keep_precision": False,
         "allow_unmatched": True,
         "strict": True,
         "require": {"share": {"fp8": 95}, "layers": {"net": "fp8"}, "by_step": 9},

@@ -23,7 +23,7 @@ def run(strategy: str, folder: Path, *arguments: str) -> Ended:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None:
     result = run(strategy, tmp_path)
     assert result.returncode == 0, result.stderr
@@ -36,12 +36,7 @@ def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None
         assert lines["net.0_activation_l1_norm", step] == pytest.approx(seen.abs().sum().item(), rel=1e-6)
         assert metrics["te.net.0/activation/max"][step] == seen.max().item()
     assert sorted(metrics["te.net.0/activation/max"]) == [0, 1, 2, 3]
-    told = next(line for line in result.stdout.splitlines() if line.startswith("FOUND"))
-    assert told.startswith("FOUND 4 False {'net."), "where the fit was called, whichever process it ran in"
-    assert float(told.split()[-1]) == metrics["te.net.0/activation/max"][3]
-    if strategy != "ddp":
-        assert "Precision that really ran" in result.stdout
-    else:
+    if strategy == "ddp":
         [state] = torch.load(tmp_path / "saved.ckpt")["callbacks"].values()
         assert Fingerprint.from_text(state["fingerprint"]).rank == 0, "of the rank that writes the checkpoint"
     events = tmp_path / "debug" / "nvdlfw_inspect_logs"

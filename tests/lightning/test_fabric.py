@@ -14,7 +14,6 @@ import torch
 import transformer_engine.pytorch as te
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
-from lightning.fabric.plugins import TransformerEnginePrecision
 
 from te_precision_callbacks import InspectSession, PrecisionDebugFabricCallback
 from te_precision_callbacks.config import ConfigError
@@ -169,41 +168,6 @@ def test_a_model_that_was_set_up_alone(tmp_path: Path, keeper: Keeper, caplog: p
         train(fabric, model, optimizer, range(2))
     assert keeper.iterations == [0, 1]
     assert {row.layer for row in keeper.steps[0]} == {"net.0", "net.1"}
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_an_optimizer_of_layers_that_fabric_has_replaced_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, alone: bool
-) -> None:
-    """fabric.setup leaves it the old parameters, so that nothing trains. The way that the warning names trains."""
-    callback = PrecisionDebugFabricCallback(log_dir=tmp_path)
-    plugin = TransformerEnginePrecision(weights_dtype=torch.float32)
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[callback], plugins=[plugin])
-    torch.manual_seed(0)
-    model: Any = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
-    if alone:
-        model = fabric.setup_module(model)
-        unused = torch.nn.Parameter(torch.ones(2))  # of no model that the callback knows, and without a gradient
-        optimizer = fabric.setup_optimizers(torch.optim.SGD([*model.parameters(), unused], lr=0.1))
-        callback.on_after_setup(fabric, model)
-    else:
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with callback:
-        for index in (0, 2):  # of 8 samples each, where FP8 takes 16
-            inputs = torch.cat([batch_of(index), batch_of(index + 1)])
-            fabric.backward(model(inputs).pow(2).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
-    said = [record.getMessage() for record in caplog.records if "belong to no model" in record.getMessage()]
-    assert moved == [alone] * 4
-    if alone:
-        assert not said
-    else:
-        (text,) = said
-        assert text.startswith("4 parameters of the SGD that steps belong to no model and get no gradients")
-        assert "fabric.setup_module(model)" in text
 
 
 def test_an_error_ends_the_session(tmp_path: Path, keeper: Keeper) -> None:

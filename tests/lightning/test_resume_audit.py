@@ -103,25 +103,6 @@ def test_a_fingerprint_that_is_damaged(tmp_path: Path, caplog: pytest.LogCapture
         resumed(tmp_path, InFp8(DELAYED), checkpoint, strict=True)
 
 
-class Losses(L.Callback):
-    """The losses by global_step."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, float] = {}
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *rest: Any) -> None:
-        self.seen[trainer.global_step] = float(outputs["loss"])
-
-
-def test_what_a_bad_resume_did_to_the_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    losses = Losses()
-    changed(saved(tmp_path, DELAYED, callbacks=[losses]), without_extra_state)
-    resumed(tmp_path, InFp8(DELAYED), tmp_path / "saved.ckpt", callbacks=[losses])
-    assert caplog.text.count("Training loss") == 1
-    expected = f"{losses.seen[2]:.6g} at step 1, before the resume; {losses.seen[3]:.6g} at step 2, after it."
-    assert f"Training loss: {expected}" in caplog.text
-
-
 def test_strict_ends_the_fit_before_the_parameters_change(tmp_path: Path) -> None:
     checkpoint = changed(saved(tmp_path, DELAYED), without_extra_state)
     model = InFp8(DELAYED)

@@ -17,12 +17,10 @@ import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from te_precision_callbacks import PrecisionDebugCallback
-from te_precision_callbacks.config import load_config
 from tests.conftest import Keeper
 from tests.lightning.models import loader, logged_lines, trainer
 from tests.te_debug_features import (
     DISABLE_FP8_GEMM,
-    DISABLE_FP8_LAYER,
     FAKE_QUANT,
     LOG_FP8_TENSOR_STATS,
     LOG_TENSOR_STATS,
@@ -162,16 +160,6 @@ def test_disable_fp8_gemm(tmp_path: Path) -> None:
     assert formats(callback, "fc2")["dgrad"] == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
 
 
-def test_disable_fp8_layer(tmp_path: Path) -> None:
-    callback = fit(tmp_path, DISABLE_FP8_LAYER, 2)
-    assert formats(callback, "fc1") == {
-        "fprop": {"activation": "FP32", "weight": "FP32"},
-        "dgrad": {"gradient": "FP32", "weight": "FP32"},
-        "wgrad": {"gradient": "FP32", "activation": "FP32"},
-    }
-    assert formats(callback, "fc2")["fprop"] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
-
-
 def test_per_tensor_scaling(tmp_path: Path) -> None:
     """The weight of dgrad, which alone of the two tensors takes part in that GEMM, gets its scale from its own amax."""
     callback = fit(tmp_path, PER_TENSOR_SCALING, 2, Model(QueryAttention()), spy="layernorm_q")
@@ -294,13 +282,3 @@ def test_every_feature_at_once(tmp_path: Path, keeper: Keeper) -> None:
     assert histogram.num == sum(counts)
     assert not any("exponent_histogram" in name for name in accumulator.Tags()["scalars"])
     assert f"te.{qkv}/activation/mse" in accumulator.Tags()["scalars"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [LOG_TENSOR_STATS, LOG_FP8_TENSOR_STATS, DISABLE_FP8_GEMM, DISABLE_FP8_LAYER, PER_TENSOR_SCALING, FAKE_QUANT],
-)
-def test_the_examples_load(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    assert len(load_config(path).enabled_sections) == 1

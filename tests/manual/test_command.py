@@ -149,17 +149,6 @@ def test_docs_statistics_has_the_recipes_and_symbols() -> None:
         assert said["is_simulated"]
 
 
-@pytest.mark.parametrize("arguments", [("features",), ("features", "LogFp8TensorStats"), ("statistics",)], ids=str)
-def test_80_columns_are_enough(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
-    done = CliRunner().invoke(cli.app, arguments)
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", done.output).splitlines()
-    assert max(map(len, lines)) <= 80
-    names = FEATURES if arguments == ("features",) else STATISTICS if arguments == ("statistics",) else ()
-    assert {line.split()[0] for line in lines if line.strip()} >= set(names), "a name is not broken"
-
-
 def test_a_schema_for_editors_as_the_page_shows_it(tmp_path: Path) -> None:
     (shell,) = blocks("docs/session.md", "bash", "te-precision features")
     command, target = shell.split(" > ")

@@ -267,17 +267,3 @@ def test_sizes(size: object) -> None:
         assert not is_valid(size, shape)
     else:
         assert is_valid(size, shape)
-
-
-def test_an_editor_can_say_what_each_key_is_for() -> None:
-    for name, model in FEATURES.items():
-        options = SCHEMA["$defs"][name]["else"]
-        assert set(options["properties"]) == set(model.model_fields)
-        for key, shape in options["properties"].items():
-            assert shape["description"] == model.model_fields[key].description
-    assert SCHEMA["$defs"]["LogTensorStats"]["else"]["properties"]["freq"] == {
-        "description": FEATURES["LogTensorStats"].model_fields["freq"].description,
-        "type": "integer",
-        "minimum": 1,
-        "default": 1,
-    }

@@ -50,12 +50,6 @@ def test_a_rank_whose_slots_are_full_waits_for_the_others(tmp_path: Path) -> Non
         assert (rank["steps"], rank["finite"]) == (3, True)
 
 
-def test_a_weight_that_is_broken_on_another_rank_is_told(tmp_path: Path) -> None:
-    """As of a sharded weight: the rank with the first culprit has a finite part of it."""
-    for rank in run("weight", tmp_path):
-        assert "does not help: 2.bias (nans). The detector has seen 3 steps" in rank["error"]
-
-
 def test_a_detector_that_failed_stops_all_ranks(tmp_path: Path) -> None:
     ranks = run("failure", tmp_path)
     for rank in ranks:

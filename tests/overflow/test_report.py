@@ -63,10 +63,8 @@ def test_an_overflow(batch: int, caplog: pytest.LogCaptureFixture) -> None:
     assert lines == wanted[-40:]
     shown = [(line.sign, line.path.removeprefix("encoder.block.2."), line.class_name, line.role) for line in lines]
     assert shown[-len(FEED_FORWARD) :] == FEED_FORWARD
-    first, parameters, *rest = error.report.splitlines()
+    first, *rest = error.report.splitlines()
     assert (first, rest[:3]) == (f"< [{batch}] {WO}: Linear: output has infs", ["", "", "last 40 frames:"])
-    assert parameters == "parameters of the module: weight abs_max=6.00e+04"
-    assert "The parameter weight of the module has an abs_max of 6.00e+04, and what enters only one of" in str(error)
     assert error.report.endswith(f"\nabs_max=      inf < [{batch}] {WO}: Linear: output")
     assert (error.path, error.class_name, error.role, error.batch, error.rank) == (WO, "Linear", "output", batch, 0)
     assert f"< [{batch}] {WO}: Linear: output has infs, in batch {batch}" in str(error)
@@ -183,30 +181,6 @@ def test_the_gradients_of_parameters() -> None:
     for path, name in (("0", "weight"), ("0", "bias"), ("1", "weight"), ("1", "bias")):
         shown = [line.abs_max for line in lines if (line.path, line.role, line.batch) == (path, f"grad of {name}", 0)]
         assert shown == [f"{by_hand[f'{path}.{name}']:9.2e}"]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_weights_that_are_broken_already(value: float, steps: int) -> None:
-    """No other precision helps: the advice says which they are, and where they may come from."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Sequential(torch.nn.Linear(3, 1)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with DebugActivationOverflow(model) as watching:
-        for _ in range(steps):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-        with torch.no_grad():
-            model[1][0].bias.fill_(value)  # type: ignore[index, union-attr, operator]
-        with pytest.raises(ActivationOverflowError, match=r"< \[\d\] 1.0: Linear: output has") as raised:
-            model(torch.ones(1, 2)).sum().backward()
-            watching.look()
-    kind = "nans" if value != value else "infs"
-    assert f"The weights are already broken, so another precision does not help: 1.0.bias ({kind})." in str(
-        raised.value
-    )
-    assert ("checkpoint that was loaded" in str(raised.value)) == (steps == 0)
-    assert ("has seen 2 steps of the model's optimizers, the last of AdamW" in str(raised.value)) == (steps == 2)
-    assert "higher precision" not in str(raised.value)
 
 
 def test_a_weight_that_is_broken_elsewhere() -> None:

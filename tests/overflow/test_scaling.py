@@ -10,14 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformer_engine.pytorch as te
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from lightning.fabric import Fabric
-from lightning.fabric.plugins.precision import MixedPrecision
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.session import InspectSession
@@ -80,26 +74,7 @@ def by_hand(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def with_accelerate(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
-    accelerator = Accelerator(cpu=True)
-    accelerator.scaler = scaler
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for _ in range(steps):
-        accelerator.backward(model(BATCH))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def with_fabric(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
-    fabric = Fabric(accelerator="cpu", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
-    model, optimizer = fabric.setup(model, optimizer)
-    for _ in range(steps):
-        fabric.backward(model(BATCH))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-LOOPS: tuple[Train, ...] = (plain, clipped, by_hand, with_accelerate, with_fabric)
+LOOPS: tuple[Train, ...] = (plain, clipped, by_hand)
 
 
 class Wrapper:
@@ -130,8 +105,6 @@ def fresh_state() -> Iterator[None]:
     own = {name: vars(GradScaler)[name] for name in ("scale", "unscale_", "step")}
     yield
     assert {name: vars(GradScaler)[name] for name in own} == own, "the last detector puts back what it wrapped"
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize("train", LOOPS)
@@ -174,32 +147,6 @@ def test_no_alarm_while_the_scale_settles(train: Train) -> None:
     assert 2.0 < scaler.get_scale() < 2.0**20, "it has skipped ten steps, and settled"
 
 
-@pytest.mark.slow
-def test_the_sharded_scaler_and_one_of_a_user(tmp_path: Path) -> None:
-    """Both define methods again, which call none of GradScaler's, or all."""
-
-    class Own(GradScaler):
-        def scale(self, outputs: Any) -> Any:
-            return super().scale(outputs)
-
-        def step(self, optimizer: Any, *args: Any, **keywords: Any) -> Any:
-            return super().step(optimizer, *args, **keywords)
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        for scaler in (Own("cpu", 2.0**30), ShardedGradScaler("cpu", 2.0**30, process_group=dist.group.WORLD)):
-            model = Half()
-            optimizer = OPTIMIZERS["sgd"](model.parameters())
-            with DebugActivationOverflow(model):
-                clipped(model, optimizer, scaler, 30)
-                torch.nn.init.constant_(model.second.weight, 6e4)
-                with pytest.raises(ActivationOverflowError, match="second: Linear: output has infs"):
-                    plain(model, optimizer, scaler, 1)
-            assert scaler.get_scale() < 2.0**20
-    finally:
-        dist.destroy_process_group()
-
-
 class NanBackward(torch.autograd.Function):
     """What no scale mends: a gradient that is nan by itself."""
 
@@ -228,20 +175,6 @@ def test_a_gradient_that_is_not_finite_at_any_scale() -> None:
     with DebugActivationOverflow(model) as watching:
         watching.loss_scaled = True  # the loop looks after it
         plain(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 20)
-
-
-def test_a_model_beside_that_is_not_scaled() -> None:
-    """The scaler of one model does not excuse the gradients of another, whose optimizer nobody keeps from stepping."""
-    scaled, other = Half(), torch.nn.Linear(16, 1)
-    optimizer = OPTIMIZERS["sgd"](other.parameters())
-    with DebugActivationOverflow(other):
-        other(BATCH).sum().backward()
-        scaler_of(scale=2.0**4).scale(scaled(BATCH)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        (other(BATCH).sum() * 3e38 * 10).backward()
-        scaler_of(scale=2.0**4).scale(scaled(BATCH)).backward()  # type: ignore[no-untyped-call]
-        with pytest.raises(ActivationOverflowError, match="Linear: grad_output has infs"):
-            optimizer.step()
 
 
 def test_a_scaler_that_is_disabled_excuses_nothing() -> None:

@@ -44,12 +44,12 @@ def _some_wrong(out: torch.Tensor) -> None:
 
 
 KERNEL: Mapping[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "tile zeroed": (_tile_zeroed, "rows 16 to 47, columns 32 to 63: all zeros"),
-    "rows swapped": (_rows_swapped, "rows 3 and 17 are swapped"),
-    "columns swapped": (_columns_swapped, "columns 5 and 100 are swapped"),
-    "row uninitialised": (_row_uninitialised, "row"),
-    "tile transposed": (_tile_transposed, "rows 32 to 63, columns 64 to 95: transposed"),
-    "0.1 % wrong": (_some_wrong, "are wrong, scattered over"),
+    "tile zeroed": (_tile_zeroed, "rows 16 to 47, columns 32 to 63: 1,024 elements are wrong"),
+    "rows swapped": (_rows_swapped, "rows 3, 17: "),
+    "columns swapped": (_columns_swapped, "columns 5, 100: "),
+    "row uninitialised": (_row_uninitialised, "row 9: "),
+    "tile transposed": (_tile_transposed, "rows 32 to 63, columns 64 to 95: "),
+    "0.1 % wrong": (_some_wrong, "elements are wrong (0."),
     "scale off by 2^-1": (lambda out: out.mul_(0.5), "the result is 0.5 of the product"),
     "scale off by 2^-7": (lambda out: out.mul_(2.0**-7), "the result is 0.00781 of the product"),
 }

@@ -1,4 +1,4 @@
-"""docs/replay.md: its config records, and its commands print what the page says."""
+"""The replay section of docs/gemm-error.md: its config records, and its commands print what the page says."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.replay import faults
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
 
-PAGE = "docs/replay.md"
+PAGE = "docs/gemm-error.md"
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"fc2": te.Linear(64, 128, params_dtype=torch.bfloat16)})
-    config, with_condition = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    config, with_condition = map(yaml.safe_load, blocks(PAGE, "yaml", "record_"))
     with faults.kernel(faults.KERNEL["rows swapped"][0]):
         for sections, folder in ((config, "run"), (with_condition, "run2")):
             with InspectSession(sections, model=model, log_dir=folder) as session:

@@ -30,8 +30,8 @@ def test_healthy(tmp_path: Path, name: str, accumulates: bool) -> None:
     for found in folder.records.values():
         lanes = {lane.name: lane.error for lane in found.lanes}
         assert found.faults == ()
-        assert lanes["accumulator"] is not None
-        assert lanes["accumulator"] < 0.004
+        assert lanes["codes"] is not None
+        assert lanes["codes"] < 0.004
         assert found.gain == pytest.approx(1, abs=1e-2)
         if found.gemm.gemm == "wgrad":
             assert lanes["original"] is None
@@ -40,9 +40,6 @@ def test_healthy(tmp_path: Path, name: str, accumulates: bool) -> None:
             low, high = FLOORS.get(name, (0.02, 0.08))
             assert lanes["original"] is not None
             assert low < lanes["original"] < high
-            if name != "nvfp4":  # which rounds the gradient stochastically
-                assert lanes["own quantizer"] is not None
-                assert lanes["own quantizer"] < 1e-3
 
 
 @pytest.mark.parametrize(("name", "broken"), half(RECIPES, [math.inf, math.nan]))
@@ -53,16 +50,10 @@ def test_an_inf_or_nan_is_neither_the_quantizers_fault_nor_the_kernels(
         found = replay_file(path)
         assert found.faults == ()
         if found.gemm.gemm == "fprop":
-            told = "1 element of activation that is inf or nan, and the scales that follow from it"
-            assert told in found.not_judged
-            own = {lane.name: lane.error for lane in found.lanes}["own quantizer"]
-            if math.isinf(broken) and name in ("current", "nvfp4", "nvfp4 without"):
-                assert own is None, "the scale of the whole tensor follows it"
-            else:
-                assert own is not None
-                assert own < 1e-3
+            told = "1 element of activation with inf or nan, and their scales"
+            assert told in found.not_checked
         if found.gain is None:
-            assert "the kernel, since each row of the product has inf or nan" in found.not_judged
+            assert "the kernel, since each row of the product has inf or nan" in found.not_checked
         gemm, tensors = shown.read(path)
         assert not any(shown.quantizer(gemm, side, tensors) for side in "ab")
     assert not [each for each in diagnose(tmp_path) if each.rule.startswith("gemm")]

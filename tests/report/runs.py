@@ -155,7 +155,6 @@ class _Made:
     def series(self) -> pa.Table:
         rows = []
         for number, (layer, tensor, statistic, rank) in enumerate(self.subjects):
-            is_vector = number >= len(self.scalars)
             rows.append(
                 {
                     "series": number,
@@ -168,8 +167,6 @@ class _Made:
                     "count": self.plan.steps,
                     "first": 0,
                     "last": self.plan.steps - 1,
-                    "low": None if is_vector else 0.0,
-                    "high": None if is_vector else 0.0,
                 }
             )
         return pa.Table.from_pylist(rows, SERIES)

@@ -49,19 +49,6 @@ def test_a_page(report: Any, log_dir: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
 
 
-def test_the_name_of_the_file_says_what_is_written(report: Any, log_dir: Path, tmp_path: Path) -> None:
-    for name, begin in (
-        ("a.htm", b"<!doctype html>"),
-        ("a", b"<!doctype html>"),
-    ):
-        assert report(str(log_dir), "-o", name)[0] == 0
-        assert (tmp_path / name).read_bytes().startswith(begin)
-    from te_precision_callbacks.views.report import ReportError, write_report
-
-    with pytest.raises(ReportError, match=r"no \.png file. Name it .*page\.html"):
-        write_report(open_run(log_dir), tmp_path / "page.png")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -129,7 +116,7 @@ def test_logs_of_plain_nvidia_dlfw_inspect(report: Any, tmp_path: Path) -> None:
     for rank in range(2):
         (logs / f"nvdlfw_inspect_globalrank-{rank}.log").write_text("\n".join(lines) + "\n")
     assert report(str(tmp_path))[0] == 0
-    told = PageData.of(open_run(tmp_path), 10**6).told
+    told = PageData.of(open_run(tmp_path), 10**6).content
     assert told["worst_layers"] == [], "no max is bad"
     assert told["verdict"]["findings"] == []
     assert {one["statistic"] for one in told["families"]} == {"max", "own"}

@@ -14,7 +14,7 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.cli import main
 from tests.conftest import statistics
-from tests.docs.pages import ROOT, blocks
+from tests.docs.pages import blocks
 
 pytestmark = pytest.mark.slow  # sessions, and three reports
 
@@ -32,7 +32,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_commands(logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for block in blocks("docs/report.md", "bash") for line in block.splitlines()]
+    lines = [line for block in blocks("docs/report.md", "bash", "te-precision report") for line in block.splitlines()]
     assert len(lines) == 3
     for line in lines:
         program, *arguments = shlex.split(line)
@@ -48,9 +48,3 @@ def test_the_code(logs: Path) -> None:
     names: dict[str, Any] = {}
     exec(code, names)
     assert (logs / "report.html").stat().st_size > 1_000_000
-
-
-def test_the_pictures_are_small() -> None:
-    found = list((ROOT / "docs" / "images").glob("report-*.png"))
-    assert len(found) == 4
-    assert all(picture.stat().st_size <= 150_000 for picture in found)

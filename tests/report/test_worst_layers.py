@@ -1,4 +1,4 @@
-"""The worst layers of a run are the same in ``show``, in the report, in the summary and in loggers."""
+"""The worst layers of a run are the same in ``show``, in the report and in loggers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from te_precision_callbacks import InspectSession
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import RecordedRun, UnknownSubjectError, open_run
 from te_precision_callbacks.runs.tables import STEP0
-from te_precision_callbacks.session.summary import StatisticsTables
 from te_precision_callbacks.sinks.choice import SeriesChoice
 from te_precision_callbacks.sinks.worst import judged
 from te_precision_callbacks.statistics.series import family_of
@@ -108,7 +107,7 @@ def test_show_names_those_that_lose_most_among_the_worst_of_the_sqnr(trained: Tr
 
 
 def test_the_report_names_the_same(trained: Trained) -> None:
-    told = PageData.of(trained.run, 10**7).told
+    told = PageData.of(trained.run, 10**7).content
     of_page = {
         (told["families"][finding["family"]]["statistic"], told["families"][finding["family"]]["tensor"]): finding
         for finding in told["worst_layers"]
@@ -134,16 +133,6 @@ def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPat
     choice, records = SeriesChoice(), trained.keeper.steps[-1]
     choice.take(records.families, judged(records))
     assert set(trained.lossy) <= choice.logged(family_of("weight", "sqnr_db"))
-
-
-def test_the_summary_names_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a table that is too narrow for the column of what is lost."""
-    monkeypatch.setattr("te_precision_callbacks.session.summary.MOST_ROWS", 4)
-    tables = StatisticsTables(trained.session._results.statistics, {})
-    for statistic in ("underflows%", "sqnr_db"):
-        shown = [tables._tensors[number] for number in tables._shown([statistic])]
-        named = {layer for layer, tensor in shown if tensor == "weight"}
-        assert set(trained.lossy) <= named, statistic
 
 
 @pytest.mark.slow  # a browser

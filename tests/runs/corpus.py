@@ -289,7 +289,6 @@ CLOSED: dict[str, Damage] = {
     "a number of a file": named("values-900000000000000000.parquet", "values"),
     "a file of two": named("values-0001-0002-every2.parquet", "values"),
     "a folder for a file": lambda log_dir: (rank(log_dir) / "values-0002.parquet").mkdir(),
-    "a link to nothing": lambda log_dir: (rank(log_dir) / "values-0002.parquet").symlink_to("nowhere"),
     "a link to a device": lambda log_dir: (rank(log_dir) / "values-0002.arrow").symlink_to("/dev/zero"),
     "a number of a segment": lambda log_dir: (segment(log_dir).parent / "seg-999999999").mkdir(),
     "a number of a rank": lambda log_dir: (segment(log_dir) / "rank-999999999").mkdir(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.runs import NotARunError, SeveralRunsError, open_run
+from te_precision_callbacks.runs import open_run
 from tests.runs.making import write_run
 
 FOLDER = "my logs"
@@ -99,42 +98,3 @@ def test_two_runs_of_a_folder_are_compared(ids: list[str]) -> None:
     result = CliRunner().invoke(cli.app, ["compare", FOLDER, FOLDER, *("--run", first) * 3])
     assert result.exit_code == 2
     assert "3 runs are chosen" in " ".join(result.output.split())
-
-
-def test_the_paths_of_a_message_exist_from_here(ids: list[str]) -> None:
-    with pytest.raises(SeveralRunsError) as raised:
-        open_run(FOLDER)
-    (path,) = [part for part in str(raised.value).split('"') if "precision_records" in part]
-    assert open_run(path).run_id == ids[-1]
-    with pytest.raises(SeveralRunsError, match="3 runs"):
-        open_run(FOLDER, run=ids[0][:4])
-    assert "--run" in refusal("show", FOLDER, "--run", ids[0][:4])
-
-
-def test_a_name_that_is_not_that_of_the_only_run_is_refused(tmp_path: Path) -> None:
-    only = write_run(tmp_path, range(2))
-    assert open_run(tmp_path, run=only[:8]).run_id == open_run(tmp_path, run="latest").run_id == only
-    for path in (tmp_path, tmp_path / "precision_records" / only, tmp_path / "precision_records" / only / "seg-000"):
-        with pytest.raises(NotARunError, match="'x'"):
-            open_run(path, run="x")
-        assert open_run(path, run=only).run_id == only
-
-
-def test_plain_logs_have_no_runs_to_choose_from(tmp_path: Path) -> None:
-    log = tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
-    log.parent.mkdir()
-    line = "2026-03-01 09:30:00,718 - INFO - h.0.fc1_activation_max \t\t\t\t iteration=000000 \t\t\t\t value=1.5\n"
-    log.write_text(line)
-    assert len(open_run(tmp_path, run="latest").values()) == 1
-    with pytest.raises(NotARunError, match="are one run, which has no name like 'x'"):
-        open_run(tmp_path, run="x")
-
-
-def test_the_command_that_a_session_names_can_be_pasted(ids: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    from te_precision_callbacks.session.delivery import tell_command
-
-    with caplog.at_level("INFO"):
-        tell_command(Path(FOLDER), ids[0])
-    words = shlex.split(caplog.messages[-1])
-    assert Path(words[2]).is_absolute()
-    assert open_run(words[2]).run_id == ids[0]

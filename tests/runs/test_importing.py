@@ -264,20 +264,6 @@ def delayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_layers_of_one_name_are_told(delayed: Path) -> None:
-    (note,) = open_run(delayed).notes
-    assert note.startswith("Several layers have one name in the log of events: model.blocks.None. ")
-
-
-@pytest.mark.parametrize(
-    ("names", "shared"),
-    [("ab", ""), ("abab", ""), ("aab", "a"), ("aabaab", "a"), ("aa", "a"), ("", "")],
-    ids=["once", "two runs", "shared", "shared, two runs", "alone", "none"],
-)
-def test_a_run_that_goes_on_in_a_log_shares_no_names(names: str, shared: str) -> None:
-    assert importing._shared_names(list(names)) == list(shared)
-
-
 def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(delayed: Path) -> None:
     run = open_run(delayed)
     grid = run.grid("underflows%", "gradient")
@@ -290,33 +276,15 @@ def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(delayed: Path)
     (worst,) = (one for one in look(run, ["underflows%"]).worst["underflows%"] if one.layer == "model.head")
     assert worst.worst_iteration > 0
     assert worst.curve.iterations.tolist() == [1, 2]
-    told = PageData.of(run, 10**7).told
+    told = PageData.of(run, 10**7).content
     assert [len(family["left"]) for family in told["families"]] == [1, 1], "and then the caption says so"
-
-
-@pytest.mark.parametrize(
-    ("statistic", "values", "said"),
-    [
-        ("underflows%", (21.5, 0.1, 0.2), True),
-        ("underflows%", (0.1, 0.2, 0.1), False),
-        ("mxfp8_underflows%", (21.5, 0.1, 0.2), False),
-        ("l1_norm", (21.5, 0.1, 0.2), False),
-    ],
-    ids=["first is worst", "first is not", "another recipe", "not of quantization"],
-)
-def test_a_first_step_that_may_be_of_delayed_scaling_is_told(
-    tmp_path: Path, statistic: str, values: tuple[float, ...], said: bool
-) -> None:
-    log(tmp_path, "".join(line(f"a_gradient_{statistic}", it, value) for it, value in enumerate(values)))
-    notes = [note for note in open_run(tmp_path).notes if "Log scale_inv_min too" in note]
-    assert len(notes) == said
 
 
 def test_a_bar_on_a_terminal_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log(tmp_path, "".join(line("a_weight_max", it, 1) for it in range(100)))
-    monkeypatch.setattr(importing, "_SHOWN", 1)
+    monkeypatch.setattr(importing, "_PROGRESS_BYTES", 1)
     open_run(tmp_path)
     assert capsys.readouterr() == ("", "")
     terminal = io.StringIO()

@@ -17,7 +17,7 @@ from tests.conftest import statistics
 from tests.docs.pages import PAGES, blocks
 from tests.runs.making import write_run
 
-LOOP, PANDAS, POLARS, DUCKDB, OPEN, WRITE = blocks("docs/records.md", "python")
+PANDAS, POLARS, DUCKDB, OPEN, LOOP, WRITE = blocks("docs/records.md", "python")
 
 
 @pytest.fixture(autouse=True)

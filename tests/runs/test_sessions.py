@@ -12,7 +12,6 @@ import lightning as L
 import pytest
 import torch
 import transformer_engine.pytorch as te
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
@@ -23,17 +22,14 @@ from te_precision_callbacks import (
     PrecisionDebugger,
     PrecisionDebugTrainerCallback,
 )
-from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.config import load_config
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import RecordedRun, list_runs, open_run
-from te_precision_callbacks.runs.fingerprints import Fingerprint
 from te_precision_callbacks.session import PrecisionContractError
 from te_precision_callbacks.sinks import writer_thread
 from tests.accelerate import loops
 from tests.conftest import Keeper, feature, statistics
-from tests.lightning.models import Plain, TwoOptimizers, loader
+from tests.lightning.models import Plain, loader
 from tests.lightning.models import trainer as lightning_trainer
 from tests.runs.test_files import files_up_to
 from tests.transformers.models import Net, arguments
@@ -117,20 +113,6 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     assert kinds(run) == ["segment_started", "parameters", "segment_ended"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "script"),
-    [(["train.py", "--fp8"], "{folder}/train.py"), (["-c"], "-c"), (["-"], "-"), ([""], ""), ([], "")],
-)
-def test_the_script_is_a_path_where_there_is_one(
-    argv: list[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", argv)
-    with InspectSession(statistics(), model=torch.nn.Sequential(te.Linear(16, 16)), log_dir=tmp_path) as session:
-        session.step()
-    assert open_run(tmp_path).segments[0].facts["script"] == script.format(folder=tmp_path)
-
-
 def test_the_end_is_that_of_the_run(tmp_path: Path) -> None:
     """Not of its last step with statistics."""
     net = te.Linear(16, 16)
@@ -140,49 +122,6 @@ def test_the_end_is_that_of_the_run(tmp_path: Path) -> None:
             session.step()
     [ended] = [row for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "segment_ended"]
     assert ended["iteration"] == 5
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("names", "mesh"), [(("replicate", "shard"), {"replicate": 1, "shard": 1}), (None, {"dim0": 1})]
-)
-def test_the_mesh_of_sharded_parameters(tmp_path: Path, names: tuple[str, ...] | None, mesh: dict[str, int]) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = torch.nn.Sequential(te.Linear(16, 16, params_dtype=torch.float32))
-        fully_shard(model[0], mesh=init_device_mesh("cpu", (1,) * len(mesh), mesh_dim_names=names))
-        with InspectSession(statistics(), model=model, log_dir=tmp_path / "run") as session:
-            model(torch.randn(16, 16)).sum().backward()
-            session.step()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert open_run(tmp_path / "run").segments[0].facts["mesh"] == mesh
-
-
-def test_a_config_file_is_recorded_as_it_stands(tmp_path: Path) -> None:
-    text = "# mine\nstats:\n  enabled: true\n  layers: {layer_types: [all]}\n  transformer_engine:\n"
-    text += "    LogTensorStats: {enabled: true, tensors: [weight], stats: [max], freq: 1}\n"
-    (tmp_path / "config.yaml").write_text(text)
-    model = net()
-    with InspectSession(tmp_path / "config.yaml", model=model, log_dir=tmp_path) as session:
-        train(session, model, 1)
-    run = open_run(tmp_path)
-    assert run.segments[0].facts["config_text"] == text
-    assert {(Path(row["file"]).name, row["line"]) for row in run.plan.to_pylist()} == {("config.yaml", 6)}
-
-
-@pytest.mark.parametrize("config", [None, {**statistics(), "off": {"enabled": False, "path": Path("a")}}])
-def test_a_config_without_a_file_is_recorded_as_yaml(tmp_path: Path, config: dict[str, Any] | None) -> None:
-    model = net()
-    with InspectSession(config, model=model, log_dir=tmp_path) as session:
-        train(session, model, 1)
-    text = open_run(tmp_path).segments[0].facts["config_text"]
-    given = load_config(config).content
-    assert yaml.safe_load(text) == json.loads(json.dumps(given, default=str))
-    assert "    layer_types: [all]\n" in text
 
 
 def test_histograms(tmp_path: Path, keeper: Keeper) -> None:
@@ -299,41 +238,12 @@ def test_the_verdict_of_a_resumed_run_is_on_all_of_its_starts(
     assert "Problems found: 1 error" in capsys.readouterr().err.splitlines()[-5]
 
 
-def test_a_checkpoint_before_the_first_step_after_a_resume_is_of_the_same_run(tmp_path: Path) -> None:
-    """As one that Lightning saves in the first accumulation: it has the name of the run, and the loss before it."""
-    model, state = net(), dict[str, Any]()
-    for _ in range(3):
-        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
-            session.load_state_dict(state)
-            model(torch.randn(16, 32)).sum().backward()
-            if not state:
-                session.log({"loss": 2.5})
-            state = session.state_dict()
-            train(session, model, 1)
-    assert (state["loss"], state["loss_step"]) == (2.5, 0)
-    assert [Fingerprint.from_text(state["fingerprint"]).run] == list(list_runs(tmp_path))
-    assert len(open_run(tmp_path).segments) == 3
-
-
-def test_a_session_that_is_not_resumed_is_another_run(tmp_path: Path) -> None:
-    for _ in range(2):
-        model = net()
-        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
-            train(session, model, 1)
-    assert len(list_runs(tmp_path)) == 2
-
-
 @pytest.mark.parametrize("records", ["off", False])
 def test_a_session_that_records_nothing(tmp_path: Path, records: Any) -> None:
     model = net()
     with InspectSession(statistics(), model=model, log_dir=tmp_path, records=records) as session:
         train(session, model, 1)
     assert not (tmp_path / "precision_records").exists()
-
-
-def test_an_option_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="records= must be"):
-        InspectSession(statistics(), log_dir=tmp_path, records="perhaps")
 
 
 def test_a_trainer_without_a_step_left_makes_no_run(tmp_path: Path) -> None:
@@ -365,15 +275,6 @@ def test_training_goes_on_with_a_full_disk_and_says_so_once(
     assert len(said) == 1
     assert "is no longer recorded; what was recorded remains readable" in said[0]
     assert "Training goes on" in said[0]
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "precision_records").write_text("a file")
-    model = te.Linear(32, 32)
-    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
-        train(session, model, 3)
-        assert session.iteration == 3
-    assert sum("The run is not recorded" in text for text in caplog.messages) == 1
 
 
 @pytest.mark.processes
@@ -444,55 +345,6 @@ def test_lightning(tmp_path: Path) -> None:
     assert scalars(run, "val_loss") == {1: 7.0, 3: 7.0}
     assert run.segments[0].facts["front_door"] == "lightning"
     assert "lightning" in run.segments[0].facts["versions"]
-
-
-class Scheduled(Logs):
-    """Also logs numbers under the names of those that are recorded anyway; halves the learning rate in each step."""
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log_dict({"loss": loss, "lr": 7.0})
-        return loss
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.log("loss", 7.0)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-@pytest.mark.parametrize(("step_on", "rates"), [("optimizer_step", [1, 0.5, 0.25]), ("batch", [1, 1, 0.5, 0.5, 0.25])])
-def test_lightning_records_what_a_step_has_used(tmp_path: Path, step_on: Any, rates: list[float]) -> None:
-    """The mean loss of the batches, also of a last accumulation with fewer, the learning rate, and the scale."""
-    module, plugin = Scheduled(), L.pytorch.plugins.MixedPrecision("bf16-mixed", "cpu")
-    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path, step_on=step_on)
-    fit = lightning_trainer(tmp_path, callbacks=[callback], accumulate_grad_batches=2, plugins=[plugin])
-    plugin.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    fit.fit(module, loader(5), loader(1))
-    run, every = open_run(tmp_path), 1 if step_on == "batch" else 2
-    parts = [module.losses[first : first + every] for first in range(0, 5, every)]
-    assert scalars(run, "loss") == pytest.approx({step: sum(part) / len(part) for step, part in enumerate(parts)})
-    assert scalars(run, "lr") == dict(enumerate(rates))
-    assert scalars(run, "loss_scale") == {step: 4 / rate for step, rate in enumerate(rates)}
-
-
-class ByHand(TwoOptimizers):
-    """Returns the number of the batch as its loss, which Lightning hands on as it is."""
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        super().training_step(batch, batch_idx)
-        return torch.tensor(float(batch_idx))
-
-
-def test_lightning_with_manual_optimization(tmp_path: Path) -> None:
-    module = ByHand(every=2)
-    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path)
-    lightning_trainer(tmp_path, callbacks=[callback]).fit(module, loader(4))
-    run = open_run(tmp_path)
-    assert scalars(run, "loss") == {0: 0.5, 1: 2.5}, "the means of the batches' numbers"
-    assert scalars(run, "lr") == {0: pytest.approx(0.01), 1: pytest.approx(0.01)}
 
 
 def test_the_hugging_face_trainer(tmp_path: Path) -> None:

@@ -16,15 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from te_precision_callbacks.runs import RecordedRun, open_run, size_limit
+from te_precision_callbacks.runs import RecordedRun, RunError, open_run, size_limit
 from te_precision_callbacks.runs.recording import Place, Recording, Step
 from te_precision_callbacks.runs.run_files import make_segment
 from te_precision_callbacks.runs.tables import EXTREME, STEP0, VALUES
 from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
-from te_precision_callbacks.views.compare import compare
-from te_precision_callbacks.views.report.overview import Columns, overviews
-from te_precision_callbacks.views.report.subjects import Subjects
 from tests.runs.making import info
 
 RUN = "20261122-130144-507-9f3c21"
@@ -135,7 +132,8 @@ def test_recent_steps_are_whole_and_the_interval_of_old_ones_doubles(
     assert {2, 4, 8} & {*intervals}
     assert 300 < 5000 - whole_from < 3000, "recent steps, and not a handful"
     spikes = {name: 1e6 + name for name in truth if 777 + name in truth[name]}
-    highs = dict(zip(layer_numbers(run).values(), run.series["high"].to_pylist(), strict=True))
+    values = {name: run.values([number])["value"].to_numpy() for number, name in layer_numbers(run).items()}
+    highs = {name: each[np.isfinite(each)].max() for name, each in values.items()}
     assert {name: highs[name] for name in spikes} == spikes, "what happened long ago is there"
     assert run.steps["iteration"].to_pylist() == list(range(5000))
     assert len(run.scalars) == 5000, "the loss is kept whole"
@@ -144,22 +142,6 @@ def test_recent_steps_are_whole_and_the_interval_of_old_ones_doubles(
     assert f" one step in {min(intervals)} to {max(intervals)} is left, and the lowest and highest value" in note
     assert caplog.text.count("have reached their limit of 400,000 bytes") == 1
     assert run.events["kind"].to_pylist().count("records_thinned") == 1
-
-
-def test_a_schedule_decides_which_steps_are_left(tmp_path: Path) -> None:
-    """Of every tenth step every second is left: the same in series that begin elsewhere, and in another run."""
-    truth: Truth = {}
-    recording = begin(tmp_path, 200_000)
-    record(recording, range(70, 20_000, 10), truth, every=10)
-    recording.end(None)
-    run = open_run(tmp_path)
-    check(run, truth)
-    left = run.values(run.select(layer="layer0"))
-    flags, iterations = left["flags"].to_numpy(), left["iteration"].to_numpy()
-    (first, *_) = run.thinned
-    old = (iterations <= first.last) & (flags & EXTREME == 0)
-    assert old.any()
-    assert not (iterations[old] % (10 * first.every)).any()
 
 
 def test_the_first_step_of_delayed_scaling_is_kept_and_is_no_extreme(tmp_path: Path) -> None:
@@ -207,29 +189,6 @@ def test_histograms_are_thinned_too(tmp_path: Path) -> None:
     assert "value of each series" not in run.notes[-1]
 
 
-def test_histograms_between_two_flushes_are_parts_too(tmp_path: Path) -> None:
-    """A training whose steps are so quick that many come between two flushes: the latest ones are whole all the same,
-    and nothing exceeds the limit meanwhile."""
-    limit = 400_000
-    recording = begin(tmp_path, limit)
-    table, chance = SeriesTable(), np.random.default_rng(0)
-    series = [table.intern(f"layer{n}", "weight", "exponent_histogram") for n in range(8)]
-    sizes = []
-    for iteration in range(600):
-        counts = {number: chance.integers(1, 1000, 64).astype(float) for number in series}
-        step = StepRecords(iteration, iteration, table, np.zeros(0, np.int32), array("d"), histograms=counts, own=[])
-        recording.take(Step(step, 1.0, 0.1))
-        if iteration % 20 == 0:
-            sizes.append(size(tmp_path))
-    recording.end(None)
-    assert max(*sizes, size(tmp_path)) <= limit
-    assert size(tmp_path) > limit / 2
-    run = open_run(tmp_path)
-    left = run.vectors()["iteration"].to_pylist()
-    assert run.thinned
-    assert set(range(550, 600)) <= set(left)
-
-
 def test_what_is_too_much_even_thinned_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The limit has room for a few numbers of each series only."""
     recording = begin(tmp_path, 60_000)
@@ -269,30 +228,6 @@ def test_a_resumed_run_shares_the_limit_and_its_past_is_thinned_first(tmp_path: 
     assert 1300 < check(run, truth) < 3000
     assert [segment.number for segment in run.segments] == [0, 1]
     assert not [note for note in run.notes if "missing" in note]
-
-
-def test_the_parts_of_a_segment_whose_process_lives_are_left_alone(tmp_path: Path) -> None:
-    limit, truth = 400_000, {}
-    living = begin(tmp_path, limit)
-    record(living, range(1000), truth)
-    before = sorted(path.name for path in tmp_path.glob("**/seg-000/**/*"))
-    other = begin(tmp_path, limit, start=1000)
-    record(other, range(1000, 3000), truth)
-    other.end(None)
-    assert sorted(path.name for path in tmp_path.glob("**/seg-000/**/*")) == before
-    run = open_run(tmp_path)
-    assert run.thinned[0].first == 1000
-    living.end(None)
-
-
-def test_a_loop_that_goes_back_thins_the_segment_that_it_has_left(tmp_path: Path) -> None:
-    truth: Truth = {}
-    recording = begin(tmp_path, 300_000)
-    record(recording, range(900), truth)
-    record(recording, range(800, 2500), truth)
-    assert size(tmp_path) <= 300_000
-    recording.end(None)
-    assert 800 < check(open_run(tmp_path), truth) < 2500
 
 
 def test_a_part_that_is_damaged_stays_and_the_others_are_thinned(
@@ -387,7 +322,7 @@ def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) ->
     whole = tmp_path / "whole"
     fill(whole, limit, truth, 300).leave()
     states = set()
-    for after in [*range(10_000)]:
+    for after in range(0, 10_000, 3):
         folder = tmp_path / str(after)
         shutil.copytree(whole, folder)
         with mock.patch.object(size_limit, "has_ended", return_value=True), _Killed(after) as kill:
@@ -416,15 +351,13 @@ def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) ->
     assert {each.every for state in states for each in state} >= {2, 4}
 
 
-def test_a_run_that_was_opened_is_read_on_while_it_is_thinned(tmp_path: Path) -> None:
-    truth: Truth = {}
-    recording = fill(tmp_path, 200_000, truth)
+def test_a_run_that_is_thinned_after_it_was_opened_is_to_be_read_again(tmp_path: Path) -> None:
+    recording = fill(tmp_path, 200_000, {})
     opened = open_run(tmp_path)
-    assert len(opened.values()) == sum(map(len, truth.values()))
     recording.flush()
-    again = open_run(tmp_path)
-    assert again.thinned
-    assert opened.values().equals(again.values()), "what is left of what was there when it was opened"
+    assert open_run(tmp_path).thinned
+    with pytest.raises(RunError, match=r"was replaced while it was read .* Read the run again\.$"):
+        opened.values()
     recording.leave()
 
 
@@ -454,34 +387,3 @@ def test_a_run_is_listed_while_it_is_thinned(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- those who read
-
-
-def test_a_thinned_run_compares_equal_to_the_whole_one(tmp_path: Path) -> None:
-    """The steps that both have are compared; an extreme is a step of its own, beside which others are missing."""
-    truth: Truth = {}
-    for name, limit in (("thinned", 200_000), ("whole", 1 << 30)):
-        recording = begin(tmp_path / name, limit)
-        record(recording, range(1500), truth)
-        recording.end(None)
-    thinned, whole = open_run(tmp_path / "thinned"), open_run(tmp_path / "whole")
-    assert thinned.thinned
-    assert not whole.thinned
-    result = compare(thinned, whole)
-    regular = int((thinned.values()["flags"].to_numpy() & EXTREME == 0).sum())
-    assert result.pairing.values == regular + 1500, "and the loss of all steps"
-    assert result.first_unequal is None
-    assert result.parted == ()
-    assert any("one step in" in note for note in result.notes)
-
-
-def test_columns_of_a_report_have_numbers_of_all_layers(tmp_path: Path) -> None:
-    recording = begin(tmp_path, 200_000)
-    record(recording, range(0, 9000, 6), {})  # series are due in multiples of 2 and 3: in each step
-    recording.end(None)
-    run = open_run(tmp_path)
-    assert run.thinned
-    subjects = Subjects(run)
-    for made in overviews(run, subjects.families, Columns.of(run, 4000)):
-        for present in made.present.values():
-            assert present.all()
-            assert present.shape[1] > 100

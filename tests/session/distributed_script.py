@@ -6,7 +6,6 @@ import copy
 import io
 import logging
 import sys
-import time
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +15,7 @@ from te_precision_callbacks import reference
 
 reference.install()
 
-import nvdlfw_inspect.api as debug_api
 import torch
-import transformer_engine.debug.features
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -27,15 +24,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-from te_precision_callbacks.base.ranks import meeting
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.diagnosis import PrecisionFindingError
-from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.session import InspectSession, PrecisionContractError
 from tests.conftest import Keeper, feature, statistics
-from tests.instrumentation.taps import assert_alike, layers_of, spied, tapped
 
 CASES = ("world", "all", "own group", "no reduction", "one fails")
 
@@ -45,28 +38,21 @@ def main(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
-    events(rank, folder / "events")
-    start_late(rank, folder / "late")
     stages(rank, folder / "stages")
     scopes(rank, folder)
     contract(rank, folder / "contract")
     gemm_errors(rank, folder)
     stopped(rank, folder / "stopped")
-    stopped_at_the_end(rank, folder / "stopped at the end")
     lost(rank, folder / "lost")
     lost(rank, folder / "lost on one rank", rank_0_too=False)
-    judged(rank, folder / "judged")
     missed(rank, folder / "missed")
     torch.distributed.barrier()  # a rank alone looks for the records of rank 0 for ten seconds, which may be behind
     for reduce in (False, True):
         on_one_rank(rank, folder / f"on one rank {reduce}", reduce=reduce)
-    died(rank, folder / "died")
     coverage(rank, folder / "coverage")
     uneven(rank, folder / "uneven")
     sharded(rank, folder / "sharded")
     reduced(rank, folder / "reduced")
-    for number, name in enumerate(("plain", "plain again", "plain with another weight")):
-        plain(rank, folder / name, seed=min(number, 1), scale=4.0 if number == 2 else 1.0)
     groups = [torch.distributed.new_group([index]) for index in range(2)]
     for name, reduce_amax, group in (("reduced", True, None), ("own", False, None), ("alone", True, groups[rank])):
         scales(rank, folder / f"scales {name}", DelayedScaling(reduce_amax=reduce_amax), group)
@@ -155,37 +141,6 @@ def reduced(rank: int, folder: Path) -> None:
         (folder / f"{how} {rank}.txt").write_text(repr(rows))
 
 
-def plain(rank: int, folder: Path, *, seed: int, scale: float) -> None:
-    """nvidia-dlfw-inspect with Transformer Engine's own features, without a session.
-
-    Args:
-        seed: of the inputs.
-        scale: of the second layer's weight, from the fourth step on.
-    """
-    snapshot = Snapshot()
-    snapshot.detach_handlers()
-    try:
-        TEDebugState.debug_enabled = None
-        debug_api.initialize(
-            statistics(stats=["max", "std"]),
-            feature_dirs=[str(Path(transformer_engine.debug.features.__file__).parent)],
-            log_dir=str(folder),
-            default_logging_enabled=True,
-        )
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(*(te.Linear(32, 32, name=f"net.{name}") for name in "abc"))
-        generator = torch.Generator().manual_seed(10 * seed + rank)
-        for step in range(12):
-            if step == 3:
-                net[1].weight.data *= scale
-            net(torch.randn(16, 32, generator=generator)).sum().backward()
-            debug_api.step()
-    finally:
-        debug_api.end_debug()
-        debug_api.DEBUG_MANAGER = None
-        snapshot.restore()
-
-
 def contract(rank: int, folder: Path) -> None:
     """Rank 1 alone leaves FP8 in the third step, after both have held the contract in the second."""
     net, demanded = te.Linear(32, 32), {"share": {"fp8": 100}, "by_step": 2}
@@ -233,20 +188,6 @@ def on_one_rank(rank: int, folder: Path, *, reduce: bool) -> None:
     (folder / f"{rank}.txt").write_text(f"{session.findings}\n{log.getvalue()}")
 
 
-def stopped_at_the_end(rank: int, folder: Path) -> None:
-    """A nan in the last step in which something is due."""
-    net = te.Linear(32, 32)
-    try:
-        with InspectSession(
-            statistics(stats=["nonfinite_num"], freq=4), model=net, log_dir=folder, on_finding="stop"
-        ) as session:
-            for step in range(6):
-                net(torch.full((16, 32), float("nan") if step == 4 else 1.0)).sum().backward()
-                session.step()
-    except PrecisionFindingError as error:
-        (folder / f"{rank}.txt").write_text(f"{session.iteration} {error}")
-
-
 def lost(rank: int, folder: Path, *, rank_0_too: bool = True) -> None:
     """The loss of rank 1 is nan in step 3, that of both in the next one; rank 0 saves a checkpoint before each step."""
     net = te.Linear(32, 32)
@@ -263,22 +204,6 @@ def lost(rank: int, folder: Path, *, rank_0_too: bool = True) -> None:
             (folder / f"{rank}.txt").write_text(f"{error}\n{session.findings.summary}")
 
 
-def judged(rank: int, folder: Path) -> None:
-    """The default config, of whose numbers some are those of each rank."""
-    torch.manual_seed(rank)
-    net = te.Linear(32, 32)
-    optimizer = torch.optim.AdamW(net.parameters())
-    with InspectSession(None, model=net, log_dir=folder) as session:
-        for _ in range(11):
-            with te.autocast(recipe=Float8CurrentScaling()):
-                net(torch.randn(16, 32)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    if rank == 0:
-        (folder / "live.txt").write_text("\n".join(session.findings.judged))
-
-
 def missed(rank: int, folder: Path) -> None:
     """Rank 1 misses the step() of the third optimizer step; all elements of an input are the number of that step."""
     net = te.Linear(32, 32)
@@ -290,18 +215,6 @@ def missed(rank: int, folder: Path) -> None:
             optimizer.step()
             if (rank, step) != (1, 2):
                 session.step()
-
-
-def died(rank: int, folder: Path) -> None:
-    """The second rank dies in a step in which nothing is due, and the first one of that."""
-    try:
-        with InspectSession(statistics(freq=100), model=(net := te.Linear(32, 32)), log_dir=folder) as session:
-            for _ in range(3):
-                net(torch.ones(16, 32)).sum().backward()
-                session.step()
-            raise ValueError("rank one died") if rank else RuntimeError("Connection closed by peer")
-    except (ValueError, RuntimeError):
-        pass
 
 
 def scales(rank: int, folder: Path, recipe: DelayedScaling, group: Any) -> None:
@@ -325,27 +238,6 @@ def run(case: str, rank: int, folder: Path, keywords: dict[str, Any]) -> None:
             if case == "no reduction" and rank == 1:
                 continue  # a collective of rank 0 would wait for this rank
             session.step()
-
-
-def events(rank: int, folder: Path) -> None:
-    """Events of GEMMs with tensor and sequence parallelism, and of experts that are split over ranks."""
-    group = torch.distributed.new_group([0, 1])
-    split: dict[str, Any] = {"tp_group": group, "tp_size": 2, "sequence_parallel": True, "params_dtype": torch.bfloat16}
-    net = torch.nn.Sequential(
-        te.LayerNormLinear(32, 64, parallel_mode="column", **split),
-        te.Linear(64, 32, parallel_mode="row", **split),
-        te.LayerNormMLP(32, 64, set_parallel_mode=True, **split),
-    )
-    experts = te.GroupedLinear(2, 32, 64, params_dtype=torch.bfloat16)
-    whole = torch.nn.ModuleDict({"dense": net, "experts": experts})
-    with spied() as calls, tapped(whole) as found:
-        x = torch.randn(16, 2, 32, dtype=torch.bfloat16, requires_grad=True)
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling(), amax_reduction_group=group):
-            out = experts(net(x).reshape(-1, 32), [16 * (rank + 1), 32 - 16 * (rank + 1)])
-        out.float().sum().backward()
-    assert_alike(found, calls)
-    folder.mkdir(exist_ok=True)
-    (folder / f"{rank}.txt").write_text("\n".join(layers_of(found)))
 
 
 def gemm_errors(rank: int, folder: Path) -> None:
@@ -467,21 +359,6 @@ def train(stage: Split, rank: int) -> None:
     output.backward(gradient)
     if rank == 1:
         torch.distributed.send(hidden.grad, 0)
-
-
-def start_late(rank: int, folder: Path) -> None:
-    """Rank 1 comes when rank 0 has said that it waits, or not within 15 seconds."""
-    usual, meeting.WAITING = meeting.WAITING, 0.2
-    folder.mkdir(exist_ok=True)
-    said = folder / "rank-0.log"
-    logging.getLogger("te_precision_callbacks").addHandler(logging.FileHandler(folder / f"rank-{rank}.log"))
-    until = time.monotonic() + 15
-    while rank == 1 and not (said.exists() and said.stat().st_size) and time.monotonic() < until:
-        time.sleep(0.05)
-    with InspectSession(statistics(), model=te.Linear(32, 32), log_dir=folder):
-        meeting.WAITING = usual
-        attached = time.monotonic()
-    (folder / f"{rank}.txt").write_text(str(time.monotonic() - attached))
 
 
 if __name__ == "__main__":

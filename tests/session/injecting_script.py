@@ -38,6 +38,7 @@ from te_precision_callbacks.base import garbage, ranks
 from te_precision_callbacks.base.ranks import messages
 from te_precision_callbacks.coverage import parallel
 from te_precision_callbacks.engine import reduction
+from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.session import InspectSession, run, session
 from te_precision_callbacks.session.model import ObservedModel
 from tests.conftest import Keeper, statistics
@@ -51,7 +52,7 @@ Place = tuple[str, int]
 
 _GUARDS = {
     *((session.__file__, name) for name in ("step", "attach", "_running")),
-    *((run.__file__, name) for name in ("step", "attach", "tell_of_loss")),
+    *((run.__file__, name) for name in ("step", "attach")),
     *((parallel.__file__, name) for name in ("meet", "settle", "several", "together", "_agree")),
     *((ranks.__file__, name) for name in ("is_distributed", "is_initialized")),
     *((messages.__file__, name) for name in ("open",)),
@@ -224,7 +225,7 @@ def strict(folder: Path) -> dict[str, Any]:
     errors = [running.attach(None)]
     for number in range(2):
         fails = dist.get_rank() == 1 and number == 1
-        with mock.patch.object(ObservedModel, "follow", no_room) if fails else nullcontext():
+        with mock.patch.object(ForwardHooks, "begin", no_room) if fails else nullcontext():
             errors.append(running.step())
     running.session.stop(RuntimeError("the loop has ended"))
     return {"errors": errors, "right": running.right}

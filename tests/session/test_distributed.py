@@ -93,19 +93,6 @@ def test_the_records_of_a_pipeline_have_the_layers_of_all_ranks(two: Path) -> No
     assert {row["scope"] for row in run.series.to_pylist()} == {"pp0", "pp1"}
 
 
-def test_events_of_gemms_with_split_layers_and_experts(two: Path) -> None:
-    """Each operand is what the extension was handed, which the ranks have asserted, in layers of their own."""
-    dense = ("dense.0", "dense.1", "dense.2.fc1", "dense.2.fc2")
-    experts = ("experts.gemm_0", "experts.gemm_1")
-    backward = [f"{layer} {gemm}" for layer in reversed(dense) for gemm in ("dgrad", "wgrad")]
-    for rank in range(2):
-        assert (two / "events" / f"{rank}.txt").read_text().splitlines() == [
-            *(f"{layer} fprop" for layer in (*dense, *experts)),
-            *(f"{layer} {gemm}" for gemm in ("dgrad", "wgrad") for layer in experts),
-            *backward,
-        ]
-
-
 def test_errors_of_gemms_are_merged(two: Path) -> None:
     """Sums are added, and the largest ratio keeps its rank: one bad device is not averaged away."""
     first, second, merged = (
@@ -231,11 +218,6 @@ def test_a_finding_of_one_rank_stops_all_in_one_step(two: Path) -> None:
     assert all("pp1" in text and "nonfinite" in text for _, _, text in told)
 
 
-def test_a_finding_of_the_last_due_step_stops_at_the_end(two: Path) -> None:
-    for rank in range(2):
-        assert (two / "stopped at the end" / f"{rank}.txt").read_text().startswith("6 A finding stops the training")
-
-
 def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two: Path) -> None:
     """The loss of rank 1, which is not recorded, is nan before that of rank 0."""
     (finding,) = diagnose(two / "lost").wrong
@@ -291,50 +273,3 @@ def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:
     )
     for rank in range(2):
         assert marked_lines(two / "one fails", rank) == {0: set(), 1: set(), 2: {f"rank={rank}"}}
-
-
-def test_the_verdict_on_a_recorded_run_is_the_live_one(two: Path) -> None:
-    live = (two / "judged" / "live.txt").read_text().splitlines()
-    assert "below-eps" in live
-    assert list(diagnose(two / "judged").judged) == live
-
-
-def test_the_error_of_a_rank_without_numbers_is_recorded(two: Path) -> None:
-    shown = CliRunner().invoke(app, ["show", str(two / "died")]).output
-    assert "ValueError: rank one died" in " ".join(shown.split())
-
-
-def test_a_rank_that_starts_alone_says_that_it_waits(two: Path) -> None:
-    """As in a pipeline whose stages start a session at their first forward: the second one's never comes."""
-    first, second = ((two / "late" / f"rank-{rank}.log").read_text(encoding="utf-8") for rank in range(2))
-
-    assert "Rank 0 has waited 0.2 s for the other ranks, to attach a session together with them" in first
-    assert "has waited" not in second
-
-
-def test_no_rank_looks_for_the_records_of_a_run_without_a_step(two: Path) -> None:
-    """It would come late to the next session, in which the other one waits for it."""
-    assert max(float((two / "late" / f"{rank}.txt").read_text()) for rank in range(2)) < 5
-
-
-def test_logs_of_plain_nvidia_dlfw_inspect_are_runs(two: Path) -> None:
-    """Of two ranks, with Transformer Engine's own features: read, shown, reported and compared."""
-    run = open_run(two / "plain")
-    assert (run.source, run.segments[0].world) == ("nvidia-dlfw-inspect", 2)
-    grid = run.grid("max", "activation")
-    assert sorted(grid.layers) == ["net.a", "net.b", "net.c"]
-    assert grid.values.shape == (3, 12)
-    assert {row["rank"] for row in run.series.to_pylist()} == {None}, "the ranks have reduced their numbers"
-
-    again, other = two / "plain again", two / "plain with another weight"
-    noisy = ["--noise", str(again), "--report", str(two / "compare.html")]
-    for words, code, said in (
-        (["show", str(two / "plain"), "--statistic", "max"], 0, "net.b activation"),
-        (["report", str(two / "plain"), "-o", str(two / "report.html")], 0, "report.html: "),
-        (["compare", str(two / "plain"), str(other), *noisy], 1, "First at step 3: net.c activation, made here."),
-        (["compare", str(two / "plain"), str(again), *noisy], 0, "Nowhere beyond the noise floor for as long."),
-    ):
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == code, done.output
-        assert said in done.stdout
-    assert min((two / name).stat().st_size for name in ("report.html", "compare.html")) > 1_000_000

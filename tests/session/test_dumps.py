@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -118,34 +116,6 @@ def test_micro_batches_evaluations_and_recomputations(tmp_path: Path) -> None:
     assert dumps.load(found["iter_000000/linear.activation.mb1.safetensors"]).header.micro_batch == 1
 
 
-def test_names_that_would_collide(tmp_path: Path) -> None:
-    """Dots and underscores, upper and lower case, a name longer than a file's, what is no ASCII, a slash."""
-    net = torch.nn.Module()
-    net.a = torch.nn.Module()
-    net.a.b = te.Linear(16, 16)
-    net.a_b = te.Linear(16, 16)
-    net.A_b = te.Linear(16, 16)
-    x = random(0, 16, 16)
-    long = "x" * 300
-    net.add_module(long, te.Linear(16, 16))
-    net.add_module("größe/~", te.Linear(16, 16))
-    layers = (net.a.b, net.a_b, net.A_b, getattr(net, long), getattr(net, "größe/~"))
-    with InspectSession(config(), model=net, log_dir=tmp_path) as session:
-        for factor, layer in enumerate(layers, start=1):
-            layer(factor * x).sum().backward()
-        session.step()
-    found = files(tmp_path)
-    assert len({name.casefold() for name in found}) == 5
-    by_layer = {}
-    for path in found.values():
-        assert path.parent == tmp_path / "tensor_dumps" / "rank_0" / "iter_000000"
-        dump = dumps.load(path)
-        by_layer[dump.header.layer] = dump.tensors["high_precision"]
-    assert set(by_layer) == {"a.b", "a_b", "A_b", long, "größe/~"}
-    for factor, name in enumerate(("a.b", "a_b", "A_b", long, "größe/~"), start=1):
-        assert torch.equal(by_layer[name], factor * x)
-
-
 def train(net: torch.nn.Module, session: InspectSession | None, steps: int, size: int = 256) -> list[torch.Tensor]:
     """Losses and weights of a training in FP8."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -209,18 +179,6 @@ def test_a_budget_of_files_counts_those_of_an_earlier_run(tmp_path: Path, caplog
 # --- conditions ------------------------------------------------------------------------------------------------------
 
 
-def test_only_steps_with_an_inf_or_nan(tmp_path: Path) -> None:
-    net = te.Linear(32, 32)
-    with InspectSession(config(tensors=["activation", "output"], when="nonfinite"), model=net, log_dir=tmp_path) as s:
-        for number in range(4):
-            x = random(number)
-            if number in (1, 3):
-                x[3, 5] = {1: float("-inf"), 3: float("nan")}[number]
-            step(s, net, x)
-    names = {f"iter_00000{number}/linear.{tensor}" for number in (1, 3) for tensor in ("activation", "output")}
-    assert {name.removesuffix(".safetensors") for name in files(tmp_path)} == names
-
-
 @pytest.mark.parametrize(
     ("condition", "expected"),
     [("max > 2.5", [3, 4]), ("max >= 3", [3, 4]), ("max < 2", [1]), ("max <= 2", [1, 2]), ("max > 1e3", [])],
@@ -251,27 +209,6 @@ def test_a_condition_on_underflows_of_the_quantized_tensor(tmp_path: Path) -> No
     dump = dumps.load(path)
     assert dump.header.iteration == 2
     assert (dump.tensors["data"].float() == 0).sum().item() == 64
-
-
-def test_in_a_layer_without_a_recipe_the_log_names_the_recipe_and_a_condition_need_not(tmp_path: Path) -> None:
-    stats = {"LogFp8TensorStats": {"tensors": ["activation"], "stats": ["underflows%"]}}
-    for name in ("underflows%", "fp8_current_scaling_underflows%"):
-        net = te.Linear(32, 32)
-        with InspectSession(config(when=f"{name} >= 0", stats=stats), model=net, log_dir=tmp_path / name[:3]) as s:
-            step(s, net, random(0))
-        assert len(files(tmp_path / name[:3])) == 1
-
-
-def test_a_condition_is_asked_only_in_steps_that_have_the_statistic(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    net = te.Linear(32, 32)
-    stats = {"LogTensorStats": {"tensors": ["activation"], "stats": ["max"], "freq": 2}}
-    with InspectSession(config(when="max > -1", stats=stats), model=net, log_dir=tmp_path) as session:
-        for number in range(4):
-            step(session, net, random(number).abs())
-    assert list(files(tmp_path)) == [f"iter_00000{n}/linear.activation.safetensors" for n in (0, 2)]
-    assert not messages(caplog, "DumpTensors")
 
 
 class Overflowing(torch.nn.Module):
@@ -311,23 +248,6 @@ def test_the_step_of_an_overflow(tmp_path: Path, found_by: str) -> None:
     assert torch.equal(dump.tensors["high_precision"], random(2) * 1e4)
 
 
-def test_the_step_of_an_overflow_that_a_loop_catches(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = Overflowing()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    with InspectSession(
-        config(layers="first", when="activation_overflow"), model=net, log_dir=tmp_path, debug="activation_overflow"
-    ) as session:
-        for number in range(4):
-            net(random(number) * (1e4 if number == 1 else 1e-3)).sum().backward()
-            caught = pytest.raises(ActivationOverflowError) if number == 1 else contextlib.nullcontext()
-            with caught:
-                optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    assert list(files(tmp_path)) == ["iter_000001/first.activation.safetensors"]
-
-
 @pytest.mark.parametrize(
     ("options", "stats", "message"),
     [
@@ -364,24 +284,6 @@ def test_what_cannot_work_is_refused_before_the_run(
         with InspectSession(config(stats=stats, **options), model=te.Linear(32, 32), log_dir=tmp_path):
             pass
     assert "section 'dumped'" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("10MB", 10**7),
-        ("2GiB", 2 << 30),
-        ("1.5 kB", 1500),
-        (4096, 4096),
-        ("4096", 4096),
-        ("3tib", 3 << 40),
-        ("10M", 10**7),
-    ],
-)
-def test_sizes(text: Any, size: int) -> None:
-    from te_precision_callbacks.config.byte_sizes import size_in_bytes
-
-    assert size_in_bytes(text) == size
 
 
 def test_what_does_not_fit_until_the_steps_end_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -450,28 +352,6 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
     assert held.pending == 0
 
 
-def test_all_is_written_in_a_run_whose_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each activation has 2,048 bytes: four of them may wait."""
-    write, waiting = writer.write_new, []
-
-    def slow(*arguments: Any) -> int:
-        waiting.append(session._run.observation.recorder._writer.pending)
-        time.sleep(0.005)
-        return write(*arguments)
-
-    monkeypatch.setattr(writer, "write_new", slow)
-    net = te.Linear(32, 32)
-    with InspectSession(config(max_memory=10_000), model=net, log_dir=tmp_path) as session:
-        for number in range(6):
-            step(session, net, *(random(4 * number + batch) for batch in range(4)))
-    assert max(waiting) <= 10_000
-    assert len(files(tmp_path)) == 24
-    for path in files(tmp_path).values():
-        dump = dumps.load(path)
-        seed = 4 * (dump.header.iteration or 0) + dump.header.micro_batch
-        assert torch.equal(dump.tensors["high_precision"], random(seed))
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The second step's files are too large. They leave nothing behind, and the first step's are whole."""
@@ -497,23 +377,6 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pyt
         assert "No more tensors are dumped" in message
     (path,) = files(tmp_path).values()
     assert torch.equal(dumps.load(path).tensors["high_precision"], random(0))
-
-
-def test_a_writing_thread_that_ends_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def write(*arguments: Any) -> int:
-        raise SystemExit("a library has ended the thread")
-
-    monkeypatch.setattr(writer, "write_new", write)
-    net = te.Linear(32, 32)
-    with InspectSession(config(max_memory=3000), model=net, log_dir=tmp_path) as session:
-        for number in range(4):
-            step(session, net, random(2 * number), random(2 * number + 1))
-            session._run.observation.recorder._writer.drain()
-    (message,) = messages(caplog, "The thread that writes dumps has ended: SystemExit: a library has ended the thread.")
-    assert "No more tensors are dumped" in message
-    assert not files(tmp_path)
 
 
 @pytest.mark.processes
@@ -584,13 +447,3 @@ def test_two_ranks_agree_on_a_merged_statistic(tmp_path: Path) -> None:
         dump = dumps.load(path)
         assert dump.header.rank == rank
         assert torch.equal(dump.tensors["high_precision"], torch.full((16, 32), 1.0 + 8 * rank))
-
-
-def test_an_error_in_training_loses_nothing(tmp_path: Path) -> None:
-    net = te.Linear(32, 32)
-    with pytest.raises(ValueError, match="bad batch"):
-        with InspectSession(config(), model=net, log_dir=tmp_path) as session:
-            step(session, net, random(0))
-            net(random(1)).sum().backward()
-            raise ValueError("bad batch")
-    assert list(files(tmp_path)) == [f"iter_00000{n}/linear.activation.safetensors" for n in range(2)]

@@ -57,20 +57,6 @@ def test_a_forgotten_step_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
     assert "accumulates" in text, "an accumulation of more batches is nothing wrong"
 
 
-@pytest.mark.slow
-def test_a_loop_that_steps_and_evaluates_is_told_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = te.Linear(32, 32)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        for _ in range(3):
-            for _ in range(60):
-                train(net)
-            with torch.no_grad():
-                for _ in range(120):
-                    net(torch.randn(16, 32))
-            session.step()
-    assert said(caplog) == []
-
-
 # ------------------------------------------------------------------ calls of upstream that were left in
 
 
@@ -152,35 +138,6 @@ def test_a_shared_module_is_selected_by_each_of_its_paths(tmp_path: Path, keeper
         InspectSession(statistics(layers=["tied.2"]), model=net, log_dir=tmp_path).start()
 
 
-def test_what_comes_into_the_model_is_watched(tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
-    """Built, replaced and moved after the start; a feature that changes precision acts on it, too."""
-    net = Net()
-    config = {**statistics(), "high": feature("DisableFP8Layer", ["third"])}
-    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], allow_unmatched=True) as session:
-        caplog.clear()
-        train(net)
-        session.step()
-        net.third = te.Linear(32, 32)  # built
-        net.extra = [net.third]
-        net.first = te.Linear(32, 32)  # replaced
-        net.moved = net.second
-        del net.second
-        net.second = lambda x: net.moved(x)  # type: ignore[assignment]
-        train(net)
-        session.step()  # here the change is seen
-        with te.autocast(enabled=True):
-            train(net)
-        session.step()
-        ran = {entry.layer: entry.operands["weight"] for entry in session.precision if entry.gemm == "fprop"}
-    assert {row.layer for row in keeper.steps[-1]} == {"first", "moved", "third"}
-    assert ran["third"] == "FP32"
-    assert "FP8 E4M3" in ran["moved"]
-    (text,) = said(caplog)
-    assert "first is new" in text
-    assert "third is new" in text
-    assert "second is now moved" in text
-
-
 def test_a_module_outside_of_the_tree_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = Net()
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
@@ -190,6 +147,28 @@ def test_a_module_outside_of_the_tree_is_said(tmp_path: Path, caplog: pytest.Log
             session.step()
     (text,) = said(caplog)
     assert "Linear 'in_a_list' trains outside the model" in text
+
+
+def test_a_model_that_has_changed_is_attached_again(tmp_path: Path, keeper: Keeper) -> None:
+    """A feature that changes precision acts on new modules, too."""
+    net = Net()
+    config = {**statistics(), "high": feature("DisableFP8Layer", ["third"])}
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], allow_unmatched=True) as session:
+        train(net)
+        session.step()
+        net.third, net.first = te.Linear(32, 32), te.Linear(32, 32)
+        net.extra = [net.third]
+        session.attach(net)
+        with te.autocast(enabled=True):
+            train(net)
+        session.step()
+        ran = {entry.layer: entry.operands["weight"] for entry in session.precision if entry.gemm == "fprop"}
+    assert [{row.layer for row in records} for records in keeper.steps] == [
+        {"first", "second"},
+        {"first", "second", "third"},
+    ]
+    assert ran["third"] == "FP32"
+    assert "FP8 E4M3" in ran["second"]
 
 
 def test_a_teacher_that_only_evaluates_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

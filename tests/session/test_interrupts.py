@@ -17,7 +17,7 @@ import torch
 import transformer_engine.pytorch as te
 
 import te_precision_callbacks
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, endings
 from tests.conftest import Keeper, global_state, module_state, statistics
 from tests.forked import executable
 from tests.lightning.models import logged_lines
@@ -196,8 +196,10 @@ def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Pat
 def test_an_uncaught_ctrl_c_ends_the_process_by_its_signal() -> None:
     """As without a session; a text that runs in between, as in an import, would let Python exit with 1."""
     script = (
-        "import collections; from te_precision_callbacks.session.endings import Uncaught;"
-        " Uncaught(lambda error: collections.namedtuple('Imported', 'late')); raise KeyboardInterrupt"
+        "import collections, importlib.util as util;"  # the module alone, since the session imports torch
+        f" spec = util.spec_from_file_location('endings', {endings.__file__!r});"
+        " loaded = util.module_from_spec(spec); spec.loader.exec_module(loaded);"
+        " loaded.Uncaught(lambda error: collections.namedtuple('Imported', 'late')); raise KeyboardInterrupt"
     )
     assert run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == -signal.SIGINT
 

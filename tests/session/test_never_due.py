@@ -10,9 +10,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks.diagnosis import diagnose
-from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.views.show.view import look
 from tests.conftest import feature
 
 CHANGES: dict[str, Any] = {"gemms": ["fprop"]}
@@ -81,13 +79,3 @@ def test_the_rules_of_gemms_that_were_never_due_are_not_judged(
     assert len(found) == 5
     assert set(found.values()) == {f"LogGemmError has measured nothing: {why}"}
     assert diagnose(tmp_path) == running.findings
-
-
-def test_each_reader_has_what_the_run_does_not_reach(tmp_path: Path) -> None:
-    run(tmp_path, "LogTensorStats", {**LOOKS, "start_step": 4})
-    said = "The run ended after step 3, before these features acted for the first time:"
-    assert said in " ".join((tmp_path / "precision_summary.txt").read_text().split())
-    [event] = [row for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "never_due"]
-    assert (event["iteration"], event["severity"]) == (3, "warning")
-    assert event["text"].startswith(said)
-    assert "never_due" in [shown.kind for shown in look(open_run(tmp_path)).events]

@@ -1,67 +1,128 @@
-"""What observing changes of training: the table of docs/observing.md, and that nothing of it is of this package."""
+"""On the debug path, a session changes the same bits of a training as Transformer Engine's own features."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import nvdlfw_inspect.api as debug_api
 import pytest
+import torch
+import transformer_engine.debug.features
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from tests.session import observing
-from tests.session.observing import ALIKE, RECIPES, TABLE, cell, changed, head, nobody, ours, row, theirs, train
+from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.session import InspectSession
+from tests.capability import any_capability, stand_for
+from tests.conftest import statistics
 
-PAGE = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
-
-
-@pytest.fixture(autouse=True)
-def prepared() -> Iterator[None]:
-    with observing.prepared():
-        yield
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TABLE)
-def test_the_page_says_what_observing_changes(name: str) -> None:
-    """Made anew by: python -m tests.session.observing"""
-    assert f"{row(name)}\n" in PAGE
-
-
-def test_the_page_has_a_row_for_every_module() -> None:
-    table = PAGE.split(head())[1].strip().partition("\n\n")[0]
-    assert [line.split(" | ")[0] for line in table.splitlines()] == [f"| {name}" for name in TABLE]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALIKE)
-def test_one_row_holds_for_several_activations(name: str) -> None:
-    """By the recipes under which the rows of the activations differ, two of the three for each activation."""
-    line = next(line for line in PAGE.splitlines() if line.startswith(f"| LayerNormMLP, {ALIKE[name]} |"))
-    of_row = dict(zip(RECIPES, line.strip("| ").split(" | ")[1:], strict=True))
-    recipes = ["none", "current", "MXFP8"]
-    del recipes[list(ALIKE).index(name) % 3]
-    for recipe in recipes:
-        assert cell(f"LayerNormMLP, {name}", recipe) == of_row[recipe]
+ROWS, HIDDEN, STEPS = 64, 64, 2
+RECIPES: dict[str, tuple[tuple[int, int], Callable[[], Any] | None]] = {
+    "none": ((9, 0), None),
+    "delayed": ((9, 0), recipes.DelayedScaling),
+    "current": ((9, 0), recipes.Float8CurrentScaling),
+    "MXFP8": ((10, 0), recipes.MXFP8BlockScaling),
+}
+MODULES: dict[str, Callable[..., Any]] = {
+    "LayerNormLinear": lambda **keywords: te.LayerNormLinear(HIDDEN, 96, **keywords),
+    "LayerNormMLP, gelu": lambda **keywords: te.LayerNormMLP(HIDDEN, 128, activation="gelu", **keywords),
+    "LayerNormMLP, srelu": lambda **keywords: te.LayerNormMLP(HIDDEN, 128, activation="srelu", **keywords),
+    "TransformerLayer": lambda **keywords: te.TransformerLayer(
+        HIDDEN, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="no_mask", **keywords
+    ),
+}
+Observer = Callable[[torch.nn.Module, Path], AbstractContextManager[Callable[[], object]]]
+"""Observes a training of a module; returns the function that ends a step."""
 
 
-def test_after_a_checkpoint_that_is_not_reentrant_gelu_in_float32_is_the_same() -> None:
-    assert cell("LayerNormMLP, gelu", "none") == "y, g / y, g"
-    observing.checkpoint(use_reentrant=False)
-    assert cell("LayerNormMLP, gelu", "none") == "= / y, g"
+def config(**options: Any) -> dict[str, Any]:
+    tensors = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
+    return statistics(tensors=tensors, stats=["max", "std"], **options)
+
+
+@contextmanager
+def ours(module: torch.nn.Module, folder: Path, **options: Any) -> Iterator[Callable[[], object]]:
+    keywords: Any = {"strict": True, "observe": "debug", "records": "off"}
+    with InspectSession(config(**options), model=module, log_dir=folder, **keywords) as session:
+        yield session.step
+
+
+@contextmanager
+def theirs(module: torch.nn.Module, folder: Path) -> Iterator[Callable[[], object]]:
+    """Plain nvidia-dlfw-inspect, with Transformer Engine's own features."""
+    snapshot = Snapshot()
+    try:
+        features = [str(Path(transformer_engine.debug.features.__path__[0]))]
+        debug_api.initialize(config(), feature_dirs=features, log_dir=str(folder))
+        TEDebugState.debug_enabled = True
+        debug_api.infer_and_assign_layer_names(module)
+        yield debug_api.step
+        debug_api.end_debug()
+    finally:
+        snapshot.restore()
+
+
+@contextmanager
+def nobody(module: torch.nn.Module, folder: Path) -> Iterator[Callable[[], object]]:
+    yield lambda: None
+
+
+def train(name: str, recipe: str, dtype: torch.dtype, observer: Observer, folder: Path) -> list[torch.Tensor]:
+    """Outputs and gradients of some forward and backward passes of one layer."""
+    capability, make = RECIPES[recipe]
+    stand_for(capability)
+    torch.manual_seed(0)
+    module = MODULES[name](params_dtype=dtype)
+    for kind, parameter in module.named_parameters():
+        if kind.endswith("bias"):  # zeros would hide a rounding
+            torch.nn.init.normal_(parameter)
+    tensors = []
+    with observer(module, folder) as step:
+        for number in range(STEPS):
+            torch.manual_seed(number + 1)
+            x = torch.randn(ROWS, HIDDEN).to(dtype).requires_grad_()
+            with te.autocast(enabled=True, recipe=make()) if make else nullcontext():
+                out = module(x.view(ROWS // 2, 2, HIDDEN) if isinstance(module, te.TransformerLayer) else x)
+            out.backward(torch.randn(out.shape).to(out.dtype))
+            tensors.append(out.detach().clone())
+            tensors += [tensor.grad.clone() for tensor in (x, *module.parameters()) if tensor.grad is not None]
+            module.zero_grad()
+            step()
+    FP8GlobalStateManager.reset()
+    return tensors
 
 
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype"),
     [
-        ("LayerNormLinear", "delayed", "bfloat16"),
-        ("LayerNormMLP, gelu", "none", "float32"),
-        ("LayerNormMLP, srelu", "MXFP8", "bfloat16"),
-        ("TransformerLayer", "current", "bfloat16"),
+        ("LayerNormLinear", "delayed", torch.bfloat16),
+        ("LayerNormMLP, gelu", "none", torch.float32),
+        ("LayerNormMLP, srelu", "MXFP8", torch.bfloat16),
+        ("TransformerLayer", "current", torch.bfloat16),
     ],
 )
-def test_what_is_changed_transformer_engines_own_features_change_alike(name: str, recipe: str, dtype: str) -> None:
-    """Bit for bit; and in steps in which nothing is due nothing is changed."""
-    alone, observed = train(name, recipe, dtype, nobody), train(name, recipe, dtype, ours)
-    assert changed(alone, observed)
-    assert not changed(observed, train(name, recipe, dtype, theirs))
-    assert not changed(alone, train(name, recipe, dtype, partial(ours, start_step=100)))
+def test_the_debug_path_changes_the_same_bits_as_upstreams_features(
+    tmp_path: Path, name: str, recipe: str, dtype: torch.dtype
+) -> None:
+    """Steps without statistics change nothing."""
+
+    def differs(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+        return not all(map(torch.equal, first, second))
+
+    # Transformer Engine's GELU depends on the last checkpoint of the process.
+    te.checkpoint(torch.nn.Identity(), torch.ones(1, requires_grad=True), use_reentrant=True)
+    with mock.patch.object(compiled, "SMALLEST", sys.maxsize), any_capability():  # nothing is compiled
+        alone = train(name, recipe, dtype, nobody, tmp_path)
+        observed = train(name, recipe, dtype, ours, tmp_path)
+        assert differs(alone, observed)
+        assert not differs(observed, train(name, recipe, dtype, theirs, tmp_path))
+        assert not differs(alone, train(name, recipe, dtype, partial(ours, start_step=100), tmp_path))

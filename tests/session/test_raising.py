@@ -227,7 +227,7 @@ def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pyt
     "part",
     [
         "_hand_over",
-        "_tell_end",
+        "_send_end",
         "_warn_never_due",
         "_close_sinks",
         "log_coverage",

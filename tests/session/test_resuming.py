@@ -12,7 +12,6 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.session import InspectSession
-from tests.capability import any_capability, stand_for
 from tests.conftest import Keeper, statistics
 
 VARIABLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
@@ -44,64 +43,6 @@ def saved(net: torch.nn.Module, *, weights_only: bool = True) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-
-
-@pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize("value", [None, "0", "true"])
-def test_the_state_of_delayed_scaling_is_refused_without_the_variable(
-    monkeypatch: pytest.MonkeyPatch, value: str | None, weights_only: bool
-) -> None:
-    state = saved(trained(recipes.DelayedScaling()), weights_only=weights_only)
-    if value is not None:
-        monkeypatch.setenv(VARIABLE, value)
-    for strict in (True, False):
-        with pytest.raises(RuntimeError, match="Refusing to load pickled Transformer Engine extra state"):
-            te.Linear(128, 128).load_state_dict(state, strict=strict)
-    without = {key: tensor for key, tensor in state.items() if not key.endswith("_extra_state")}
-    te.Linear(128, 128).load_state_dict(without, strict=False)
-
-
-@pytest.mark.parametrize("fp8_weights", [False, True])
-def test_the_variable_brings_back_scales_and_amax_histories(monkeypatch: pytest.MonkeyPatch, fp8_weights: bool) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
-    net = trained(recipes.DelayedScaling(), fp8_weights=fp8_weights)
-    state = saved(net)
-    assert isinstance(state["weight"], te.Float8Tensor) == fp8_weights
-    again = te.Linear(128, 128)
-    again.load_state_dict(state)
-    for direction in ("scaling_fwd", "scaling_bwd"):
-        for name in STATE:
-            before, after = (getattr(made.fp8_meta[direction], name) for made in (net, again))
-            assert torch.equal(before, after)
-            assert not torch.equal(after, torch.ones_like(after) if name == "scale" else torch.zeros_like(after))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability"),
-    [
-        (recipes.Float8CurrentScaling(), (9, 0)),
-        (recipes.Float8BlockScaling(), (9, 0)),
-        (recipes.MXFP8BlockScaling(), (10, 0)),
-        (recipes.NVFP4BlockScaling(disable_rht=True), (10, 0)),  # which takes bfloat16
-    ],
-    ids=["current scaling", "block scaling", "MXFP8", "NVFP4"],
-)
-def test_other_recipes_have_no_state(recipe: recipes.Recipe, capability: tuple[int, int]) -> None:
-    with any_capability():
-        stand_for(capability)
-        state = saved(trained(recipe))
-        assert state["_extra_state"].numel() == 0
-        te.Linear(128, 128).load_state_dict(state)
-
-
-def test_a_module_saves_the_state_of_its_last_forward() -> None:
-    net = trained(recipes.DelayedScaling())
-    scales = net.fp8_meta["scaling_fwd"].scale.clone()
-    forward(net, None)
-    assert net.state_dict()["_extra_state"].numel() == 0
-    assert torch.equal(net.fp8_meta["scaling_fwd"].scale, scales), "they are there, and not saved"
-    forward(net, recipes.DelayedScaling())
-    assert net.state_dict()["_extra_state"].numel() > 0
 
 
 def test_start_step_is_the_iteration_of_the_first_step(tmp_path: Path, keeper: Keeper) -> None:

@@ -16,17 +16,12 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from te_precision_callbacks import InspectSession
-from te_precision_callbacks.lightning import PrecisionDebugCallback
-from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.session import endings
-from te_precision_callbacks.session.endings import Wakeup
 from te_precision_callbacks.sinks import writer_thread
 from tests.conftest import Keeper, statistics
 from tests.forked import REPOSITORY, executable
-from tests.lightning.models import Plain, loader, logged_lines, trainer
+from tests.lightning.models import logged_lines
 
 WHOLE, COMPLETE = [0, 1, 2, 3], [0, 1, 2]
 ON_DISK = {
@@ -114,66 +109,19 @@ def trained(net: torch.nn.Module, session: InspectSession, steps: int) -> None:
         session.step()
 
 
-@pytest.mark.usefixtures("only_asked")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_that_the_script_handles_is_its_own_and_what_the_host_has_is_written(
-    tmp_path: Path, handler: Callable[[int], list[Any]], number: int
-) -> None:
-    got = handler(number)
-    own = signal.getsignal(number)
+def test_a_signal_that_the_script_handles_is_its_own(tmp_path: Path, handler: Callable[[int], list[Any]]) -> None:
+    got = handler(signal.SIGTERM)
+    own = signal.getsignal(signal.SIGTERM)
     net = te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        trained(net, session, 3)
-        os.kill(os.getpid(), number)
-        until(lambda: logged(tmp_path) == {0, 1, 2})
-        assert got == [(number, None)]
-        assert signal.getsignal(number) is own
         trained(net, session, 1)
-    assert signal.getsignal(number) is own
-    assert len(open_run(tmp_path).steps) == 4
-
-
-@pytest.mark.usefixtures("only_asked")
-def test_the_handler_of_a_script_can_flush(tmp_path: Path, handler: Callable[..., list[Any]]) -> None:
-    net = te.Linear(32, 32)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        got = handler(signal.SIGUSR2, lambda: (session.flush(60.0), logged(tmp_path)))
-        trained(net, session, 2)
-        signal.raise_signal(signal.SIGUSR2)
-        (_, (written, steps)), *_ = got
-        assert written
-        assert steps == {0, 1}
-    assert session.flush()
-
-
-def test_the_descriptor_of_somebody_else_goes_on_and_is_set_again() -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer)
-    heard: list[int] = []
-    handler = signal.signal(signal.SIGUSR2, lambda *_: None)
-    try:
-        wakeup = Wakeup(heard.append)
-        signal.raise_signal(signal.SIGUSR2)
-        assert os.read(reader, 1) == bytes([signal.SIGUSR2])
-        until(lambda: heard == [signal.SIGUSR2])
-        wakeup.remove()
-        wakeup.remove()
-        assert signal.set_wakeup_fd(writer) == writer
-
-        wakeup = Wakeup(heard.append)
-        os.close(writer)
-        again = os.open(os.devnull, os.O_WRONLY | os.O_NONBLOCK)
-        assert again == writer, "it has the number now"
-        signal.raise_signal(signal.SIGUSR2)
-        until(lambda: len(heard) == 2)
-        wakeup.remove()
-        assert signal.set_wakeup_fd(-1) == -1, "what was closed is not set again"
-        os.close(again)
-    finally:
-        signal.set_wakeup_fd(before)
-        signal.signal(signal.SIGUSR2, handler)
-        os.close(reader)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert got == [(signal.SIGTERM, None)]
+        assert signal.getsignal(signal.SIGTERM) is own
+        trained(net, session, 1)
+        assert session.flush(60.0)
+    assert signal.getsignal(signal.SIGTERM) is own
+    assert logged(tmp_path) == {0, 1}
 
 
 def test_asyncio_hears_of_its_signals_before_and_within_a_session(tmp_path: Path) -> None:
@@ -197,24 +145,6 @@ def test_asyncio_hears_of_its_signals_before_and_within_a_session(tmp_path: Path
     asyncio.run(main())
 
 
-@pytest.mark.processes
-def test_the_signal_of_a_forked_process_is_not_heard_here() -> None:
-    heard: list[int] = []
-    handler = signal.signal(signal.SIGUSR2, lambda *_: None)
-    wakeup = Wakeup(heard.append)
-    try:
-        if (child := os.fork()) == 0:
-            signal.raise_signal(signal.SIGUSR2)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        signal.raise_signal(signal.SIGUSR2)
-        until(lambda: bool(heard))
-        assert heard == [signal.SIGUSR2], "the child's was there first"
-    finally:
-        wakeup.remove()
-        signal.signal(signal.SIGUSR2, handler)
-
-
 def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_summary_is_written(
     tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,36 +160,6 @@ def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_summary_is_wri
     assert keeper.iterations == [0, 1]
     assert "Problems found: 1 error" in (tmp_path / "precision_summary.txt").read_text()
     assert "The statistics of iteration 2 are not written: they are on the GPU" in caplog.text
-
-
-def test_lightning_requeues_a_job_of_slurm_as_without_a_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only_asked: None
-) -> None:
-    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $@ > {tmp_path}/requeued\n")
-    (tmp_path / "scontrol").chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    seen: list[int] = []
-
-    class Preempted(Plain):
-        def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
-            if batch_idx == 2:
-                os.kill(os.getpid(), signal.SIGUSR1)
-                until(lambda: (tmp_path / "requeued").exists())
-                until(lambda: logged(tmp_path / "debug") == {0, 1})
-                seen.append(batch_idx)
-
-    callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path / "debug")
-    fitting = trainer(tmp_path, callbacks=[callback], plugins=[SLURMEnvironment(auto_requeue=True)])
-    fitting.fit(Preempted(), loader(4))
-    assert seen == [2]
-    assert (tmp_path / "requeued").read_text().split() == ["requeue", "1"]
-    assert len(list(tmp_path.glob("hpc_ckpt_*.ckpt"))) == 1
-    assert callback.session is not None
-    assert callback.session.iteration == 4, "training has gone on"
-    assert before == {number: signal.getsignal(number) for number in before}
 
 
 def calls_of_stop(folder: Path, layers: int, *, hurried: bool) -> int:
@@ -287,24 +187,8 @@ def calls_of_stop(folder: Path, layers: int, *, hurried: bool) -> int:
 
 
 @pytest.mark.parametrize(("hurried", "most"), [(True, 400), (False, 600)])
-def test_what_a_layer_adds_to_the_end_is_bounded(
-    tmp_path: Path, hurried: bool, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_layer_adds_to_the_end_is_bounded(tmp_path: Path, hurried: bool, most: int) -> None:
     """At 20,000 layers 600 calls are 12 million, which take a second or two."""
-    monkeypatch.setattr("te_precision_callbacks.session.summary.MOST_LAYERS", 10)
     calls_of_stop(tmp_path / "first", 20, hurried=hurried)  # imports what it needs
     few, many = (calls_of_stop(tmp_path / str(layers), layers, hurried=hurried) for layers in (20, 60))
     assert (many - few) / 40 <= most
-
-
-def test_the_thread_is_patient_with_a_main_thread_that_has_begun() -> None:
-    assert endings.GRACE < endings.LONGEST_FLUSH < endings.LONGEST_STOP
-
-
-def test_a_flush_to_a_disk_that_failed_is_not_taken_for_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    net = te.Linear(32, 32)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path / "file") as session:
-        net(torch.ones(16, 32)).sum().backward()
-        session.step()
-        assert not session.flush(0.5)

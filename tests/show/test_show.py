@@ -19,20 +19,16 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.base import terminal
-from te_precision_callbacks.diagnosis import Verdict, diagnose, replay
+from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.answers import no_step_in_words
-from te_precision_callbacks.runs.run_files import FOLDER, make_segment
 from te_precision_callbacks.runs.tables import STEP0
-from te_precision_callbacks.views.compare.sides import side_of_run
 from te_precision_callbacks.views.report.data import PageData
-from te_precision_callbacks.views.report.facts import scalars
 from te_precision_callbacks.views.show import command
+from te_precision_callbacks.views.show import view as view_module
 from te_precision_callbacks.views.show.screen import Screen
 from te_precision_callbacks.views.show.sparklines import sparkline
 from te_precision_callbacks.views.show.view import NothingToShowError, look
-from te_precision_callbacks.views.verdicts import MOST_FINDINGS
 from tests.compare.recorded import Values, append, layers, record
 from tests.planted import defective
 
@@ -181,13 +177,6 @@ def test_json_has_what_is_shown(tmp_path: Path) -> None:
     assert found["worst"]["sqnr_db"][0]["layer"] == layers(6)[-1]
 
 
-def test_a_single_number_is_no_curve(tmp_path: Path) -> None:
-    record(tmp_path, values(), scalars={"loss": np.arange(3.0), "train_loss": np.array([0.73892])})
-    lines = [line.rstrip() for line in show(tmp_path).output.splitlines()]
-    assert "train_loss  0.7389" in lines
-    assert any(line.startswith("loss  0 -> 2") for line in lines)
-
-
 def test_equal_numbers_of_the_trainer_are_one_curve(tmp_path: Path) -> None:
     loss = np.array([3.0, np.nan, 1.0])
     scalars = {"loss": loss, "train_loss": loss, "train_loss_step": loss, "eval_loss": loss + 1}
@@ -226,7 +215,7 @@ def test_a_run_without_a_step_is_told_as_its_report_tells_it(tmp_path: Path) -> 
     assert result.exit_code == 0
     assert f"Note: {says}" in result.output
     assert "The contract was never judged." in result.output
-    assert PageData.of(open_run(tmp_path), 10**6).told["notes"] == [says]
+    assert PageData.of(open_run(tmp_path), 10**6).content["notes"] == [says]
     assert not no_step_in_words(record(tmp_path / "one", {("fc1", "weight", "cur_amax"): np.ones(1)}))
 
 
@@ -278,7 +267,7 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
 
     monkeypatch.setattr(command.time, "sleep", train)
     # Else a step that comes soon after one whose judging took long, as on a busy machine, has the verdict of that one.
-    monkeypatch.setattr(command, "_SHARE_OF_JUDGING", 0)
+    monkeypatch.setattr(view_module, "_PAUSE", 0)
     monkeypatch.setattr(sys, "argv", ["te-precision", "show", str(logs), "--follow"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -297,43 +286,11 @@ def test_following_waits_for_the_run_and_prints_as_it_comes(
     assert "fc1 activation" in last.split("Last events")[0]
 
 
-def test_following_waits_for_a_run_whose_folder_is_still_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    number = make_segment(tmp_path / FOLDER / "run")
-
-    def train(seconds: float) -> None:
-        run = RunWriter(tmp_path / FOLDER / "run", number)
-        run.put_run()
-        append(run, {("fc1", "activation", "underflows%"): np.arange(5.0)})
-        run.close("ended")
-
-    monkeypatch.setattr(command.time, "sleep", train)
-    result = show(tmp_path, "--follow")
-    assert result.exit_code == 0
-    assert "fc1 activation" in result.output
-
-
 def test_following_what_can_be_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     record(tmp_path / "run", values())
     for arguments in ((tmp_path / "file",), (tmp_path / "run", "--run", "other")):
         assert isinstance(show(*arguments, "--follow").exception, cli.PrecisionDebugError)
-
-
-def test_numbers_of_the_machines_speed_are_left_out(tmp_path: Path) -> None:
-    of_speed = (
-        "eval_runtime",
-        "eval_samples_per_second",
-        "train_steps_per_second",
-        "train_runtime",
-        "total_flos",
-        "epoch",
-    )
-    curve = np.linspace(3, 1, 5)
-    run = record(tmp_path, values(), scalars=dict.fromkeys(("loss", "eval_loss", "eval_f1", *of_speed), curve))
-    assert list(look(run).scalars) == ["loss", "eval_loss", "eval_f1"]
-    assert not {each.statistic for each in side_of_run(run, "a").subjects} & set(of_speed)
-    assert [each.name for each in scalars(run)][:3] == ["loss", "eval_loss", "eval_f1"]
-    assert len(scalars(run)) == 9, "the page has them all"
 
 
 WRITING = """
@@ -374,10 +331,6 @@ def test_a_curve_shows_every_peak() -> None:
     assert sparkline(np.arange(1000), -curve, 20, low_is_worse=True).index("▁") == 777 * 20 // 1000
 
 
-def test_a_curve_over_many_powers_is_that_of_the_logarithms() -> None:
-    assert sparkline(np.arange(8), 10.0 ** np.arange(8), 20) == "▁▂▃▄▅▆▇█"
-
-
 def test_a_curve_has_gaps_and_marks() -> None:
     line = sparkline(np.array([0, 1, 8, 9]), np.array([1.0, np.nan, 2.0, np.inf]), 4)
     assert line == "!  !" or len(line) == 4
@@ -387,60 +340,7 @@ def test_a_curve_has_gaps_and_marks() -> None:
     assert sparkline(np.arange(2), np.array([-1e308, 1e308]), 5) == "▁█"
 
 
-def test_shares_can_be_told_apart_without_colour(tmp_path: Path) -> None:
-    view = dataclasses.replace(look(record(tmp_path, values())), coverage={"fp8": 0.75, "fp32": 0.25})
-    console = Console(file=io.StringIO(), width=100)
-    with console.capture() as captured:
-        console.print(Screen(view))
-    lines = captured.get().splitlines()
-    place = next(number for number, line in enumerate(lines) if "▒▒" in line)
-    bar, names = lines[place : place + 2]
-    head = " ".join(" ".join(lines[:place]).split())  # it has the run's folder, and wraps where that is long
-    assert f"statistics of steps 0 to {STEPS - 1}" in head
-    assert bar.strip() == "█" * 45 + "▒" * 15
-    assert names.split() == ["█", "FP8", "75.0", "%", "▒", "FP32", "25.0", "%"]
-
-
 # ---------------------------------------------------------------------- the verdict
-
-
-def test_a_healthy_run_says_so_first_and_lists_no_magnitude_as_the_worst(tmp_path: Path) -> None:
-    magnitudes = {("fc1", "activation", name): np.ones(STEPS) for name in ("cur_amax", "max", "min", "mean", "std")}
-    record(tmp_path, {**values(), **magnitudes})
-    view = look(open_run(tmp_path))
-    assert not view.verdict.wrong
-    assert drawn(tmp_path, 100).startswith("Not enough checked: ")
-    assert list(view.worst) == ["sqnr_db", "underflows%"]
-    (amax,) = look(open_run(tmp_path), ["cur_amax"]).worst["cur_amax"]
-    assert amax.layer == "fc1", "it is shown when it is asked for"
-
-
-def test_of_many_findings_the_first_are_shown(tmp_path: Path) -> None:
-    view = look(open_run(defective(tmp_path)))
-    many = [dataclasses.replace(view.verdict[0], tensor=f"t{number}") for number in range(40)]
-    view = dataclasses.replace(view, verdict=dataclasses.replace(view.verdict, findings=tuple(many)))
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    console.print(Screen(view))
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    assert max(map(len, text.splitlines())) <= 80
-    assert f"t{MOST_FINDINGS - 1} of" in text
-    assert f"t{MOST_FINDINGS} of" not in text
-    assert f"and {40 - MOST_FINDINGS} more findings; more: te-precision diagnose" in " ".join(text.split())
-
-
-def test_a_line_in_a_pipe_has_no_blanks_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.show(Screen(look(open_run(defective(tmp_path)))))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 10
-    assert [line for line in lines if line.endswith(" ")] == []
-
-
-def test_the_verdict_in_json_is_that_of_diagnose(tmp_path: Path) -> None:
-    defective(tmp_path)
-    found = json.loads(show(tmp_path, "--json").output)
-    verdict = diagnose(tmp_path)
-    assert next(iter(found)) == "verdict"
-    assert {name: found[name] for name in verdict.as_json()} == verdict.as_json()
 
 
 def test_the_command_for_more_names_the_run_where_there_are_several(tmp_path: Path) -> None:
@@ -452,39 +352,33 @@ def test_the_command_for_more_names_the_run_where_there_are_several(tmp_path: Pa
     assert command == f"te-precision diagnose '{tmp_path / 'a b'}' --run {name}"
 
 
-def test_names_in_findings_do_no_harm(tmp_path: Path) -> None:
-    text = drawn(defective(tmp_path, prefix=EVIL), 200)
-    assert "1 warning" in text
-    assert "\x1b[31m" not in text
-    assert "[bold]\\u202e" in text
-
-
-def test_a_run_that_is_followed_is_judged_as_often_as_the_cost_allows(
+def test_a_run_that_is_followed_is_checked_as_often_as_the_cost_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, now, verdict = [], [0.0], replay.Replay.verdict
+    calls, now = [], [0.0]
 
-    def costly(self: replay.Replay, run: RecordedRun) -> Verdict:
+    def costly(run: RecordedRun) -> Verdict:
         calls.append(now[0])
         now[0] += 2
-        return verdict(self, run)
+        return diagnose(run)
 
-    monkeypatch.setattr(replay.Replay, "verdict", costly)
-    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
-    run, judge = RunWriter.begin(tmp_path), command._Judging()
+    monkeypatch.setattr(view_module, "diagnose", costly)
+    monkeypatch.setattr(view_module.time, "monotonic", lambda: now[0])
+    run, view = RunWriter.begin(tmp_path), None
     for step in range(40):
         append(run, {("fc1", "activation", "underflows%"): np.array([float(step)])}, first=step)
         run.flush()
-        view = look(open_run(tmp_path), judge=judge)
+        view = look(open_run(tmp_path), before=view)
         now[0] += 1
+    assert view is not None
     assert len(calls) == 2, "40 steps in 44 seconds"
     assert view.judged_to == 20
     console = Console(file=io.StringIO(), width=200)
     console.print(Screen(view))
     assert "As of step 20." in console.file.getvalue().partition("Not checked")[0]  # type: ignore[attr-defined]
     run.close("ended")
-    ended = look(open_run(tmp_path), judge=judge)
-    assert ended.judged_to == 39, "what has ended is judged at once"
+    ended = look(open_run(tmp_path), before=view)
+    assert ended.judged_to == 39, "what has ended is checked at once"
     assert ended.verdict == diagnose(tmp_path)
 
 

@@ -33,7 +33,6 @@ class Planted:
 
     Args:
         ranges: whether the session's ranges are in it.
-        shapes: whether operators tell their shapes.
         recompute: whether the blocks are run again in the backward.
         again: how many micro-batches there are.
         late: microseconds that the host takes for each launch; kernels take some 100.
@@ -43,14 +42,13 @@ class Planted:
         self,
         *,
         ranges: bool = True,
-        shapes: bool = True,
         recompute: bool = False,
         again: int = 1,
         late: float = 10.0,
     ) -> None:
         self.events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {}}]
         self.truth: list[Kernel] = []
-        self._ranges, self._shapes, self._recompute, self._late = ranges, shapes, recompute, late
+        self._ranges, self._recompute, self._late = ranges, recompute, late
         self._now = self._free = 1000.0
         self._count = self._sequence = 0
         self._thread = 1
@@ -63,7 +61,7 @@ class Planted:
                 self._backward()
             self._pass = "optimizer"
             with self._range("Optimizer.step#FusedAdam.step"):
-                with self._operator("aten::_fused_adamw_", None):
+                with self._operator("aten::_fused_adamw_"):
                     self._kernel("void multi_tensor_apply_kernel<AdamFunctor>", 300, "", "", "optimizer")
 
     # ------------------------------------------------------------------ the model
@@ -72,32 +70,32 @@ class Planted:
         self._pass = "forward"
         for block in ("layers.0", "layers.1"):
             self._block(block)
-        with self._module("head"), self._node("aten::linear", "head", [[TOKENS, HIDDEN], [WORDS, HIDDEN]]):
-            with self._operator("aten::addmm", [[WORDS], [TOKENS, HIDDEN], [HIDDEN, WORDS]]):
-                self._kernel("nvjet_sm90_tst_256x128_64x4_TNT", 900, "head", "fprop", "gemm")
-        with self._node("aten::_log_softmax", "loss", None):
+        with self._module("head"), self._node("aten::linear", "head"):
+            with self._operator("aten::addmm"):
+                self._kernel("nvjet_sm90_tst_256x128_64x4_TNT", 900, "head", "", "gemm")
+        with self._node("aten::_log_softmax", "loss"):
             self._kernel("void cunn_SoftMaxForward<4, float>", 50, "", "", "softmax")
 
     def _block(self, block: str) -> None:
         with (
             self._module(f"{block}.qkv"),
-            self._node("_LayerNormLinear", f"{block}.qkv", [[TOKENS, HIDDEN], [3 * HIDDEN, HIDDEN]]),
+            self._node("_LayerNormLinear", f"{block}.qkv"),
         ):
             self._kernel("void ln_fwd_tuned_kernel<Kernel_traits>", 30, f"{block}.qkv", "", "norm")
             self._cast(f"{block}.qkv")
             self._gemm(f"{block}.qkv", "fprop", 200)
-        with self._module(f"{block}.attention"), self._node("FusedAttnFunc", f"{block}.attention", None):
+        with self._module(f"{block}.attention"), self._node("FusedAttnFunc", f"{block}.attention"):
             self._kernel("void pytorch_flash::flash_fwd_kernel<Traits>", 150, f"{block}.attention", "", "attention")
         with (
             self._module(f"{block}.proj"),
-            self._node("_Linear", f"{block}.proj", [[HIDDEN, HIDDEN], [TOKENS, HIDDEN]]),
+            self._node("_Linear", f"{block}.proj"),
         ):
             self._cast(f"{block}.proj")
             self._gemm(f"{block}.proj", "fprop", 80)
         mlp = f"{block}.mlp"
         with (
             self._module(mlp),
-            self._node("_LayerNormMLP", mlp, [[TOKENS, HIDDEN], [4 * HIDDEN, HIDDEN], [HIDDEN, 4 * HIDDEN]]),
+            self._node("_LayerNormMLP", mlp),
         ):
             self._kernel("void rmsnorm_fwd_tuned_kernel<Traits>", 30, mlp, "", "norm")
             self._gemm(f"{mlp}.fc1", "fprop", 260)
@@ -107,15 +105,15 @@ class Planted:
     def _backward(self) -> None:
         self._pass, self._thread = "backward", 2
         with self._backward_of("aten::linear", "head", "AddmmBackward0"):
-            with self._operator("aten::mm", [[TOKENS, WORDS], [WORDS, HIDDEN]]):
-                self._kernel("nvjet_sm90_tst_256x128_64x4_NNT", 900, "head", "dgrad", "gemm")
-            with self._operator("aten::mm", [[WORDS, TOKENS], [TOKENS, HIDDEN]]):
-                self._kernel("nvjet_sm90_tst_256x128_64x4_NTT", 900, "head", "wgrad", "gemm")
-                self._kernel("void cublasLt::splitKreduce_kernel<32, __nv_bfloat16>", 9, "head", "wgrad", "gemm")
+            with self._operator("aten::mm"):
+                self._kernel("nvjet_sm90_tst_256x128_64x4_NNT", 900, "head", "", "gemm")
+            with self._operator("aten::mm"):
+                self._kernel("nvjet_sm90_tst_256x128_64x4_NTT", 900, "head", "", "gemm")
+                self._kernel("void cublasLt::splitKreduce_kernel<32, __nv_bfloat16>", 9, "head", "", "gemm")
         for block in ("layers.1", "layers.0"):
             if self._recompute:
-                with self._operator("autograd::engine::evaluate_function: CheckpointFunctionBackward", None):
-                    with self._operator("CheckpointFunctionBackward", None):
+                with self._operator("autograd::engine::evaluate_function: CheckpointFunctionBackward"):
+                    with self._operator("CheckpointFunctionBackward"):
                         self._pass = "recompute"
                         self._block(block)
                         self._pass = "backward"
@@ -143,7 +141,7 @@ class Planted:
             self._gemm(f"{block}.qkv", "wgrad", 215)
             self._kernel("void ln_bwd_tuned_kernel<Traits>", 40, f"{block}.qkv", "", "norm")
         node = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
-        with self._operator(node, None), self._operator("c10d::allreduce_", None):
+        with self._operator(node), self._operator("c10d::allreduce_"):
             name = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
             self._kernel(name, 60, "", "", "communication")
 
@@ -174,10 +172,10 @@ class Planted:
         self._event("user_annotation", name, begin, self._now - begin)
 
     @contextmanager
-    def _node(self, name: str, key: str, shapes: list[list[int]] | None) -> Iterator[None]:
+    def _node(self, name: str, key: str) -> Iterator[None]:
         self._sequence += 1
         self._forwards.setdefault(f"{name} {key}", []).append((self._thread, self._now, self._sequence))
-        with self._operator(name, shapes, self._sequence):
+        with self._operator(name, self._sequence):
             yield
 
     @contextmanager
@@ -185,21 +183,19 @@ class Planted:
         thread, begin, sequence = self._forwards[f"{name} {key}"].pop()
         self._arrows += 1
         facts = {"cat": "fwdbwd", "name": "fwdbwd", "pid": 1, "id": self._arrows}
-        with self._operator(f"autograd::engine::evaluate_function: {node}", None, sequence):
+        with self._operator(f"autograd::engine::evaluate_function: {node}", sequence):
             self.events.append({"ph": "s", "tid": thread, "ts": begin, **facts})
             self.events.append({"ph": "f", "bp": "e", "tid": self._thread, "ts": self._now, **facts})
-            with self._operator(node, None, sequence):
+            with self._operator(node, sequence):
                 with self._range(LayerRange(ranged, "", True).name if ranged else "(none)"):
                     yield
 
     @contextmanager
-    def _operator(self, name: str, shapes: list[list[int]] | None, sequence: int = -1) -> Iterator[None]:
+    def _operator(self, name: str, sequence: int = -1) -> Iterator[None]:
         begin = self._now
         self._now += 1
         yield
         facts: dict[str, Any] = {} if sequence < 0 else {"Sequence number": sequence}
-        if self._shapes and shapes is not None:
-            facts |= {"Input Dims": shapes, "Input type": ["c10::BFloat16"] * len(shapes)}
         self._now += 1
         self._event("cpu_op", name, begin, self._now - begin, facts)
 

@@ -1,8 +1,6 @@
-"""Kinds and formats by the names of kernels: those of Transformer Engine's sources, and those that reports quote."""
+"""Kinds and formats of kernels by name: names in Transformer Engine's sources, and names quoted in reports."""
 
 from __future__ import annotations
-
-import pytest
 
 from te_precision_callbacks.speed.trace.kinds import of_kernel, of_operator
 
@@ -21,7 +19,7 @@ swizzle_block_scaling_2d_to_mxfp8_scaling_factors_kernel multi_padding_kernel mu
 reduce_dbias_kernel HadamardTransformKernel HadamardAmaxTmaKernel ZeroAmaxKernel rht_gemm_device
 row_col_rht_gemm_device group_rht_gemm_device
 """
-"""The kernels that quantize, or belong to that, in Transformer Engine at d0067d0, transformer_engine/common."""
+"""Kernels of quantization in Transformer Engine at d0067d0, transformer_engine/common."""
 
 TE_OTHERS = {
     "norm": "ln_fwd_tuned_kernel ln_bwd_general_kernel ln_bwd_finalize_tuned_kernel rmsnorm_fwd_tuned_kernel"
@@ -58,35 +56,25 @@ OTHERS = {
 """Names from public traces and reports."""
 
 
-@pytest.mark.parametrize("name", TE_CASTS.split())
-def test_what_transformer_engine_quantizes_with_is_a_cast(name: str) -> None:
-    mangled = f"_ZN18transformer_engine6detail{len(name)}{name}ILi8ELi4EfE"
-    for spelled in (name, f"void transformer_engine::detail::{name}<8, 4, float>(float const*)", mangled):
-        assert of_kernel(spelled) == ("cast", ""), spelled
+def test_the_casts_of_transformer_engine() -> None:
+    for name in TE_CASTS.split():
+        mangled = f"_ZN18transformer_engine6detail{len(name)}{name}ILi8ELi4EfE"
+        for spelled in (name, f"void transformer_engine::detail::{name}<8, 4, float>(float const*)", mangled):
+            assert of_kernel(spelled) == ("cast", ""), spelled
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, names in TE_OTHERS.items() for name in names.split()]
-)
-def test_the_other_kernels_of_transformer_engine(kind: str, name: str) -> None:
-    assert of_kernel(f"void transformer_engine::{name}<8, 4>(float const*)") == (kind, "")
+def test_the_other_kernels_of_transformer_engine() -> None:
+    for kind, names in TE_OTHERS.items():
+        for name in names.split():
+            assert of_kernel(f"void transformer_engine::{name}<8, 4>(float const*)") == (kind, ""), name
 
 
-@pytest.mark.parametrize(("name", "known"), OTHERS.items())
-def test_the_kernels_of_libraries(name: str, known: tuple[str, str]) -> None:
-    assert of_kernel(name) == known
-
-
-def test_a_name_that_nobody_knows_has_no_kind() -> None:
+def test_the_kernels_of_libraries() -> None:
+    assert {name: of_kernel(name) for name in OTHERS} == OTHERS
     assert of_kernel("zorg_17") is None
-    assert of_operator("_LayerNormLinear") is None
 
 
 def test_operators_of_torch() -> None:
-    assert [of_operator(f"aten::{name}") for name in ("addmm", "_scaled_mm", "copy_", "native_layer_norm", "add")] == [
-        ("gemm", ""),
-        ("gemm", ""),
-        ("copy", ""),
-        ("norm", ""),
-        ("elementwise", ""),
-    ]
+    kinds = {"addmm": "gemm", "_scaled_mm": "gemm", "copy_": "copy", "native_layer_norm": "norm", "add": "elementwise"}
+    assert {name: of_operator(f"aten::{name}") for name in kinds} == {name: (kind, "") for name, kind in kinds.items()}
+    assert of_operator("_LayerNormLinear") is None

@@ -21,7 +21,7 @@ PAGE = "docs/speed.md"
 
 
 def test_the_shapes_print_what_is_shown() -> None:
-    [command] = blocks(PAGE, "bash")
+    [command] = blocks(PAGE, "bash", "te-precision speed")
     result = CliRunner().invoke(cli.app, shlex.split(command)[1:], env={"COLUMNS": "200"})
     printed = [" ".join(line.split()) for line in result.output.splitlines()]
     for line in blocks(PAGE, "text")[0].splitlines():

@@ -1,4 +1,4 @@
-"""docs/speed-traces.md: its code as it stands there."""
+"""The trace section of docs/fp8-not-faster.md: its code as it stands there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks.speed.trace import MeasuredStep
 from tests.docs.pages import blocks
 
-LOOP, READ, OWN = blocks("docs/speed-traces.md", "python")
+_, LOOP, READ, OWN = blocks("docs/fp8-not-faster.md", "python")
 
 
 def test_the_code_of_the_page(

@@ -140,22 +140,6 @@ def test_what_is_set_up_is_left_and_what_has_changed_is_done_again(
 
 
 @pytest.mark.processes
-def test_the_newest_is_looked_for_each_time_and_without_pins(
-    environment: ModuleType, calls: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = calls.parent / ".venv-newest"
-    (calls.parent / "requirements.lock").unlink()
-    for _ in range(2):
-        assert environment.main([str(folder), "newest", "transformers<5"]) == 0
-    assert calls.read_text().splitlines() == ["uv transformers<5 []"] * 2
-    assert environment.main([str(folder), "newest"]) == 0
-    assert calls.read_text().splitlines()[-1] == "uv .[dev] []"
-    assert not environment.is_complete(folder, "all"), "the tests' environment has the pinned versions"
-    assert environment.main([str(folder), "all", "transformers<5"]) == 2
-    assert "newest [REQUIREMENT ...]" in capsys.readouterr().err
-
-
-@pytest.mark.processes
 def test_an_interrupted_set_up_goes_on(
     environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,64 +162,3 @@ def test_an_interrupted_set_up_goes_on(
     _, _, *later = calls.read_text().splitlines()
     assert later == [f"{name} .[reference,lightning,report] ['whole_left-1.0.dist-info']" for name in ("uv", "pip")]
     assert "pip goes on in its place" in capsys.readouterr().err
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("has_pip", [False, True])
-def test_where_no_uv_can_be_had_the_pip_that_is_there_does(
-    environment: ModuleType,
-    calls: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    has_pip: bool,
-) -> None:
-    monkeypatch.setenv("PIP_IS_OLD", "1")
-    (calls.parent / "uv.py").unlink()
-    monkeypatch.setattr(environment, "_has", lambda folder, name: has_pip and name == "pip")
-    assert environment.main([str(calls.parent / ".venv"), "demo"]) == 0
-    brought = [] if has_pip else ["ensurepip"]
-    assert calls.read_text().splitlines() == [*brought, "pip .[reference,lightning,report] []"]
-    assert "uv cannot be fetched, so pip installs" in capsys.readouterr().err
-
-
-@pytest.mark.processes
-def test_an_interruption_is_said_in_a_line(
-    environment: ModuleType, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(process: object) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(environment, "_still_runs", interrupt)
-    assert environment.main([str(calls.parent / ".venv"), "demo"]) == 130
-    assert "Setting up .venv: interrupted. The next call goes on from here." in capsys.readouterr().err
-
-
-@pytest.mark.processes
-def test_an_environment_of_another_python_is_made_anew(environment: ModuleType, calls: Path) -> None:
-    folder = calls.parent / ".venv"
-    assert environment.main([str(folder), "demo"]) == 0
-    (folder / "bin" / "python").unlink()
-    (folder / "bin" / "python").symlink_to("/no/such/python")
-    (folder / "left").touch()
-    assert environment.main([str(folder), "demo"]) == 0
-    assert not (folder / "left").exists()
-
-
-def test_uv_has_the_settings_of_pip(environment: ModuleType) -> None:
-    options, variables = environment.settings_of_uv(
-        {"extra-index-url": "file:///a file:///b", "find-links": "wheels", "no-index": "true", "cert": "ours.pem"}
-    )
-    given = "--index file:///a --index file:///b --find-links wheels --no-index"
-    assert " ".join(options) == f"--index-strategy unsafe-best-match {given}"
-    assert variables == {"UV_SYSTEM_CERTS": "true", "SSL_CERT_FILE": "ours.pem"}
-    assert environment.settings_of_uv({}) == (["--index-strategy", "unsafe-best-match"], {"UV_SYSTEM_CERTS": "true"})
-
-
-def test_progress_is_the_last_that_was_printed(environment: ModuleType) -> None:
-    assert environment.progress("\nWARNING: a folder is ignored\n") == "it looks for packages"
-    assert environment.progress("Resolved 145 packages in 2s\n Downloading torch (180.0MiB)\n\n") == (
-        "Downloading torch (180.0MiB)"
-    )
-    long = environment.progress(f"Installing collected packages: {'a-package, ' * 100}\n")
-    assert long.startswith("Installing collected packages: a-package,")
-    assert len(long) <= 100

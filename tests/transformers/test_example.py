@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -47,12 +46,3 @@ def test_the_example_trains_in_fp8_under_accelerate_launch(tmp_path: Path) -> No
     assert sorted(board["train/loss"]) == [2, 4, 6, 8, 10, 12]
     assert sorted(board["eval/loss"]) == [6, 12]
     assert board["train/loss"][12] < board["train/loss"][2]
-    state = json.loads((folder / "checkpoint-12" / "trainer_state.json").read_text())
-    entries = {entry["step"]: entry for entry in state["log_history"] if "loss" in entry}
-    assert [step for step, entry in entries.items() if "te/nonfinite_num" in entry] == [2, 6, 12]
-    judged = [step for step, entry in entries.items() if "te/worst_sqnr_db" in entry]
-    assert judged == [6, 12], "delayed scaling has no scale yet in its first step"
-    for due, logged in ((5, 6), (10, 12)):
-        assert entries[logged]["te/worst_sqnr_db"] == pytest.approx(
-            min(value for (name, step), value in lines.items() if step == due and name.endswith("sqnr_db"))
-        )

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from te_precision_callbacks import PrecisionDebugTrainerCallback
 from te_precision_callbacks.transformers import Trainer, TrainingArguments
 from tests.accelerate.loops import wandb_artifacts, wandb_history
-from tests.conftest import Keeper, feature, statistics
+from tests.conftest import Keeper, statistics
 from tests.lightning.models import board_scalars, board_text, logged_lines
-from tests.transformers.models import Net, arguments, trainer
+from tests.transformers.models import arguments, trainer
 
 CONFIG = {
     "stats": {
@@ -143,15 +141,6 @@ def test_every_integration_gets_the_report(offline_trackers: Path, tmp_path: Pat
     assert ("report", ["report.html"]) in wandb_artifacts(tmp_path)
 
 
-def test_tensorboard_that_is_open_still_gets_the_report(tmp_path: Path) -> None:
-    """The integration was added behind the callback, so that it ends after it."""
-    callback = PrecisionDebugTrainerCallback(statistics(), report=True)
-    board = TensorBoardCallback()  # type: ignore[no-untyped-call]
-    trainer(arguments(tmp_path, max_steps=1), callback, board).train()
-    (events,) = tmp_path.rglob("events.out.tfevents*")
-    assert board_text(events.parent, "te/report") == [str(tmp_path / "report.html")]
-
-
 def test_a_histogram_is_a_histogram(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -212,29 +201,3 @@ def test_a_custom_callback_gets_statistics_once_it_is_registered(
     trainer(arguments(tmp_path, max_steps=2), registered, PrecisionDebugTrainerCallback(statistics())).train()
     assert all("te.net.0/activation/max" in names for names in registered.logs.values())
     assert all("loss" in names for names in registered.logs.values())
-
-
-def test_prefix_and_log_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "custom", Custom)
-    custom = Custom()
-    callback = PrecisionDebugTrainerCallback(statistics(), prefix="fp8", log_filter="*.net.1/*/max")
-    made = trainer(arguments(tmp_path, max_steps=1), custom, callback)
-    made.train()
-    assert [name for name in custom.logs[1] if "net" in name] == ["fp8.net.1/activation/max"]
-
-
-def test_values_that_are_not_finite_reach_the_integrations(tmp_path: Path) -> None:
-    """An SQNR of inf: the weight is exact in FP8."""
-    model = Net()
-    with torch.no_grad():
-        for layer in model.net:
-            layer.weight.fill_(0.5)  # type: ignore[operator,union-attr]
-    statistic = "fp8_current_scaling_sqnr_db"
-    config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["weight"], stats=[statistic], freq=1)}
-    args = arguments(tmp_path, report_to="tensorboard", max_steps=1)
-    made = trainer(args, PrecisionDebugTrainerCallback(config), model=model)
-    made.train()
-    (events,) = tmp_path.rglob("events.out.tfevents*")
-    board = board_scalars(events)
-    assert board[f"te.net.0/weight/{statistic}"] == {1: math.inf}
-    assert "te/worst_sqnr_db" not in made.state.log_history[0], "an exact tensor is nobody's worst"

@@ -1,4 +1,4 @@
-"""The floating-point formats of one byte or less, as data: what readers of recorded runs need, without torch.
+"""Floating-point formats of at most one byte, as data: for readers of recorded runs, without torch.
 
 Usage::
 
@@ -18,7 +18,7 @@ from enum import Enum
 
 
 class Specials(Enum):
-    """Which codes of a format are not numbers."""
+    """The codes of a format that are not numbers."""
 
     IEEE = "the highest exponent holds infinities (mantissa 0) and NaN"
     ONE_NAN = "only the code with all exponent and mantissa bits set is NaN; no infinity"
@@ -45,17 +45,15 @@ class Bits:
 
     @property
     def bits(self) -> int:
-        """Bits of one code."""
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
 
     @property
     def bias(self) -> int:
-        """The number that is subtracted from the exponent field."""
+        """Exponent bias."""
         return int(2 ** (self.exponent_bits - 1) - 1)
 
     @property
     def max_code(self) -> int:
-        """The code of the largest finite number."""
         highest = int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
         if self.specials is Specials.IEEE:
             return int(highest - 2**self.mantissa_bits)
@@ -63,33 +61,23 @@ class Bits:
 
     @property
     def nan_code(self) -> int | None:
-        """The code that a cast gives for NaN, of either sign; None if the format has none.
-
-        Upstream casts with ``cvt.rn.satfinite``, whose NaN has all bits but the sign set.
-        """
+        """The code of NaN after a cast (``cvt.rn.satfinite``: all bits but the sign are set); None without NaN."""
         return None if self.specials is Specials.NONE else int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
 
     @property
     def max(self) -> float:
-        """The largest finite number."""
         return self.value(self.max_code)
 
     @property
     def min_normal(self) -> float:
-        """The smallest normal number above zero."""
         return float(2.0 ** (1 - self.bias)) if self.mantissa_bits else float(2.0**-self.bias)
 
     @property
     def min_subnormal(self) -> float:
-        """The smallest number above zero."""
         return float(self.min_normal * 2.0**-self.mantissa_bits)
 
     def value(self, code: int) -> float:
-        """The number of a code.
-
-        Args:
-            code: 0 to 2**bits - 1.
-        """
+        """Decode a code from 0 to 2**bits - 1."""
         magnitude = code & (2 ** (self.exponent_bits + self.mantissa_bits) - 1)
         sign = -1.0 if magnitude != code else 1.0
         # Not divmod, which torch.compile does not know.

@@ -1,4 +1,4 @@
-"""Large matrices on a CPU to codes of FP8 and FP4 and back, in C++ (``conversions.cpp``).
+"""Conversion of large matrices on a CPU to FP8 and FP4 and back, in C++ (``conversions.cpp``).
 
 Usage::
 
@@ -6,8 +6,8 @@ Usage::
     codes = encoded(matrix, factors, (1, 32), E4M3)
     numbers = decoded(codes, E4M3, factors, (1, 32), torch.bfloat16)
 
-Each goes through the matrix once, where plain torch does so five times or more. Small matrices, other devices, machines
-without a C++ compiler, and short runs, for which compiling does not pay, take plain torch, which gives the same bits.
+C++ reads the matrix once, plain torch five times or more. Plain torch is used, with the same bits, for small matrices,
+other devices, short runs, and without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from te_precision_callbacks.base.numerics.formats import E2M1, FloatFormat, tabl
 from te_precision_callbacks.base.numerics.layouts import packed, unpacked
 
 SMALLEST = 1 << 15
-"""Numbers of a matrix from which it takes this way."""
+"""Matrices with fewer elements use plain torch."""
 
 _ELEMENTS_AT_ONCE = 1 << 18
-"""Elements that plain torch transforms at once: all intermediate results fit into a cache."""
+"""Elements that plain torch transforms at once, so that intermediate results fit into a cache."""
 
 _SIZES = (ctypes.c_int64,) * 4
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
@@ -49,14 +49,14 @@ FILE = CppFile(
 
 
 def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: bool = False) -> torch.Tensor:
-    """The largest magnitude in each block.
+    """Return the largest magnitude in each block.
 
-    Plain torch waits for the device, to know whether there is any NaN, unless NaN spreads.
+    Unless NaN spreads, plain torch synchronizes with the device.
 
     Args:
         matrix: any float type, [rows, columns].
         block: rows and columns of a block; the last ones may be partial.
-        nan_spreads: whether a block with NaN has NaN; else NaN is skipped, and a block that is NaN throughout has 0.
+        nan_spreads: whether NaN makes a block NaN; else NaN is skipped, and a block of only NaN gives 0.
 
     Returns:
         float32, [rows of blocks, columns of blocks].
@@ -80,18 +80,18 @@ def encoded(
     fmt: FloatFormat,
     random: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The codes of numbers times the factors of their blocks, rounded as :meth:`FloatFormat.encode` does, or at random.
+    """Encode numbers times the factors of their blocks, rounded as by :meth:`FloatFormat.encode`, or at random.
 
     Args:
         matrix: any float type, [rows, columns].
         factors: float32, [rows of blocks, columns of blocks].
         block: rows and columns of a block; the last ones may be partial.
-        fmt: E4M3, E5M2 or E2M1; this one for an even number of columns alone, and of a block's.
-        random: float32, [rows, columns], at least 0 and below 1, for E2M1 alone: a number is rounded up where its
-            distance from the next smaller number, in units of the gap that it lies in, is more than this.
+        fmt: E4M3, E5M2 or E2M1, which requires even numbers of columns.
+        random: float32, [rows, columns], in [0, 1), for E2M1 only: a number is rounded up where its distance from the
+            next smaller number, relative to the gap, exceeds this.
 
     Returns:
-        uint8, [rows, columns]; of E2M1 two codes a byte, [rows, columns / 2].
+        uint8, [rows, columns]; for E2M1 two codes per byte, [rows, columns / 2].
     """
     if _takes(matrix):
         source, of_blocks = _readable(matrix), factors.contiguous()
@@ -115,14 +115,14 @@ def decoded(
     block: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The numbers of codes, times the factors of their blocks if there are any.
+    """Decode codes, times the factors of their blocks if given.
 
     Args:
         codes: as :func:`encoded` returns them.
         fmt: their format.
         factors: float32, [rows of blocks, columns of blocks].
         block: rows and columns of a block; the last ones may be partial.
-        dtype: float32, or bfloat16, which has to hold the products.
+        dtype: float32, or bfloat16, which must be able to hold the products.
 
     Returns:
         [rows, columns].
@@ -142,8 +142,7 @@ def decoded(
 
 
 def transformed(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
-    """Each group of numbers along the last dimension, as a row, times a matrix, summed in float64, and rounded to
-    float32 and to bfloat16.
+    """Multiply each group along the last dimension by a matrix in float64, rounded to float32 and to bfloat16.
 
     Args:
         matrix: bfloat16, [rows, a multiple of 16].
@@ -186,10 +185,8 @@ def _takes(matrix: torch.Tensor) -> bool:
 
 
 def _readable(matrix: torch.Tensor) -> torch.Tensor:
-    """Without gaps, and of a type that the code reads."""
     return (matrix if matrix.dtype in (torch.float32, torch.bfloat16) else matrix.float()).contiguous()
 
 
 def _read(matrix: torch.Tensor) -> tuple[int, ...]:
-    """The first arguments of what reads a matrix."""
     return matrix.data_ptr(), matrix.dtype == torch.float32, *matrix.shape

@@ -1,4 +1,4 @@
-"""The floating-point formats of one byte or less, with the conversions to and from their bytes.
+"""Floating-point formats of at most one byte, with encoding and decoding.
 
 Usage::
 
@@ -28,27 +28,27 @@ class FloatFormat(Bits):
     """A format with at most 8 bits, and its conversions.
 
     Attributes:
-        dtype: torch's element type whose bytes are the codes; None if torch has none for single codes.
+        dtype: torch's element type with these codes, if it has one.
     """
 
     dtype: torch.dtype | None = None
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The nearest codes of a signed format: ties to even; infinity, and all above the largest number, saturate.
+        """Round to the nearest codes of a signed format, ties to even; infinity and larger numbers saturate.
 
-        NaN stays NaN, or is the largest number in a format without NaN. -0 is -0. ``cvt.rn.satfinite`` does the same on
-        the GPU (``common/util/ptx.cuh``, and the conversions of ``cuda_fp8.h`` that upstream's kernels use; PTX
-        ISA 8.6 for E2M1). torch's own cast does not saturate, and keeps the sign of NaN; Transformer Engine's
-        pure-torch reference of NVFP4 gives 0 for -0 and for NaN.
+        NaN stays NaN, or becomes the largest number in a format without NaN; -0 stays -0. This equals
+        ``cvt.rn.satfinite`` on the GPU (``common/util/ptx.cuh``, and ``cuda_fp8.h`` in upstream's kernels; PTX ISA 8.6
+        for E2M1). torch's own cast does not saturate and keeps the sign of NaN; Transformer Engine's pure-torch
+        reference of NVFP4 gives 0 for -0 and NaN.
 
         Args:
             values: float32, any shape.
 
         Returns:
-            uint8, same shape, one code a byte.
+            uint8, same shape, one code per byte.
 
         Raises:
-            ValueError: the format has no sign. Its numbers are scales, which each recipe rounds in its own way.
+            ValueError: the format has no sign; its numbers are scales, which each recipe rounds differently.
         """
         if not self.signed:
             raise ValueError(f"{self.name} has no sign; scales are not rounded to nearest.")
@@ -61,29 +61,16 @@ class FloatFormat(Bits):
         return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if _any_nan(values) else codes
 
     def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The codes of numbers of a signed format, which :meth:`encode` gives too; of FP4 in less time.
-
-        Args:
-            numbers: float32, any shape, each a number of the format.
-
-        Returns:
-            uint8, same shape, one code a byte.
-        """
+        """Encode numbers (float32) that the format represents exactly: as :meth:`encode`, but faster for FP4."""
         return self.encode(numbers) if self.dtype else self._looked_up((numbers.view(torch.int32) >> 16) & 0xFFFF)
 
     def _looked_up(self, upper: torch.Tensor) -> torch.Tensor:
         return _code_table(self, upper.device).index_select(0, upper.reshape(-1)).view(upper.shape)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
-        """The nearest numbers of a signed format, rounded as by :meth:`encode`; NaN stays NaN.
+        """Round to the nearest numbers of a signed format, as by :meth:`encode`; NaN stays NaN (float32, same shape).
 
-        Only arithmetic on whole tensors, so this can be compiled into a larger pass.
-
-        Args:
-            values: float32, any shape.
-
-        Returns:
-            float32, same shape.
+        Arithmetic on whole tensors only, so this can be compiled into a larger pass.
         """
         clamped = values.clamp(-self.max, self.max)
         if self.dtype is not None:
@@ -94,22 +81,14 @@ class FloatFormat(Bits):
         return torch.round(clamped / step) * step
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """The numbers of codes, exactly.
-
-        Args:
-            codes: uint8, any shape, one code a byte.
-
-        Returns:
-            float32, same shape, contiguous.
-        """
+        """Decode codes (uint8, one per byte) exactly: float32, same shape, contiguous."""
         if codes.device.type == "cpu" and self.signed and self.bits == 8:
             return self._decode_bits(codes)
         numbers = table(self, codes.device)
         return numbers.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def _decode_bits(self, codes: torch.Tensor) -> torch.Tensor:
-        """The numbers of codes of 8 bits, by moving their bits: on a CPU 3 times as fast as a look-up, and 10 times as
-        fast as torch's conversion to float32."""
+        """Decode 8-bit codes by moving bits: on a CPU 3 times as fast as a look-up, and 10 times as fast as torch."""
         # A float16 has a subnormal for each of theirs, and becomes float32 by an instruction that keeps it even where
         # float32 itself has no subnormals (torch.set_flush_denormal, libraries that are compiled with -ffast-math).
         position = 10 - self.mantissa_bits
@@ -133,13 +112,13 @@ def _any_nan(values: torch.Tensor) -> bool:
 
 @functools.cache
 def table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
-    """The number of each code: float32, [codes]."""
+    """Return the number of each code: float32, [codes]."""
     return torch.tensor([fmt.value(code) for code in range(2**fmt.bits)], dtype=torch.float32, device=device)
 
 
 @functools.cache
 def _code_table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
-    """The code of each float32 number whose low half is 0, by its high half."""
+    """Return the code of each float32 number with a low half of 0, by its high half."""
     high = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     values = torch.where(high < 1 << 15, high, high - (1 << 16)).mul(1 << 16).view(torch.float32)
     numbers = table(fmt, high.device)[: fmt.max_code + 1]

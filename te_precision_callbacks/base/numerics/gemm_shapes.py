@@ -1,4 +1,4 @@
-"""The shapes that a GEMM of quantized operands accepts: one table for each recipe and compute capability.
+"""The shapes that GEMMs of quantized operands accept, for each recipe and compute capability.
 
 Usage::
 
@@ -6,8 +6,8 @@ Usage::
         refusal.gemm, refusal.dimension, refusal.size, refusal.multiple, refusal.next_size  # "wgrad", "tokens", 30, ...
         str(refusal)  # wgrad: tokens is 30 and has to be a multiple of 16 (next: 32), for cuBLAS ...
 
-A linear layer multiplies three times. In the terms of cuBLAS, which is column-major, the result is m x n, and each of
-its elements is a sum of k products:
+A linear layer runs three GEMMs. In the terms of cuBLAS, which is column-major, the result is m x n, and each element
+is a sum of k products:
 
 ======= ====== ============ ============ ============ ========== ==========
 GEMM    layout m            n            k            operand A  operand B
@@ -19,8 +19,7 @@ wgrad   NT     in_features  out_features tokens       activation gradient
 
 Sources: ``common/gemm/cublaslt_gemm.cu`` (CanonicalizeGemmInput), ``pytorch/csrc/extensions/gemm.cpp``,
 ``pytorch/csrc/quantizer.cpp`` and ``pytorch/utils.py`` (assert_dim_for_fp8_exec) of Transformer Engine 2.20.2; cuBLAS's
-documentation, "Tensor Core Usage", which asks FP8 and FP4 GEMMs for rows of 16 bytes in each operand and in the result.
-Neither Transformer Engine nor the reference backend is imported here.
+documentation, "Tensor Core Usage", which requires rows of 16 bytes in the operands and the result of FP8 and FP4 GEMMs.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ SCALING_OF_RECIPE: Mapping[str, str] = {
     "mxfp8": MXFP8,
     "nvfp4": NVFP4,
 }
-"""Recipe, as in the names of statistics -> the scaling mode of its activations and gradients."""
+"""Recipe -> the scaling mode of its activations and gradients."""
 
 ROW_BYTES = 16
-"""The bytes of which a row of an operand or of the result must be a multiple."""
+"""Rows of operands and results are multiples of this many bytes."""
 
 _CUBLAS = "cuBLAS, which reads and writes rows of 16 bytes"
 _GEMM = "Transformer Engine's FP8 GEMM (leading dimension requirement)"
@@ -54,12 +53,12 @@ _MODULE = "Transformer Engine's modules (assert_dim_for_fp8_exec)"
 
 
 def layer_sizes(gemm: str, rows: int, columns: int, summed: int) -> tuple[int, int, int]:
-    """tokens, in_features and out_features of the layer of a GEMM, or the like of a product without a weight.
+    """Return tokens, in_features and out_features of the layer of a GEMM, or the equivalents for other products.
 
     Args:
-        gemm: ``fprop``, ``dgrad`` or ``wgrad``; of other products the sizes are rows, terms of a sum, and columns.
-        rows: of the result, as ``Product.n``.
-        columns: of the result, as ``Product.m``.
+        gemm: ``fprop``, ``dgrad`` or ``wgrad``, or another product.
+        rows: rows of the result, as ``Product.n``.
+        columns: columns of the result, as ``Product.m``.
         summed: the terms of each sum, ``k``.
     """
     if gemm == "dgrad":
@@ -69,12 +68,12 @@ def layer_sizes(gemm: str, rows: int, columns: int, summed: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class ShapeRule:
-    """A rule that a size of a GEMM must be a multiple of a number.
+    """A size of a GEMM must be a multiple of a number.
 
     Attributes:
         size: ``m``, ``n`` or ``k``, or the leading dimension of an operand in memory: ``lda``, ``ldb``.
         multiple: the number, in elements.
-        asked_by: the software that refuses other sizes.
+        asked_by: the software that requires it.
     """
 
     size: Size
@@ -84,14 +83,12 @@ class ShapeRule:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A dimension of a layer with which one of its GEMMs does not run.
+    """A dimension of a layer that prevents one of its GEMMs from running.
 
     Attributes:
-        gemm: the GEMM.
-        dimension: the dimension; ``tokens`` is the product of all dimensions of the input but the last.
-        size: its size.
-        multiple: the number of which the size must be a multiple.
-        asked_by: the software that refuses the size.
+        dimension: the dimension; ``tokens`` is the product of all dimensions of the input except the last.
+        multiple: the size must be a multiple of this.
+        asked_by: the software that requires it.
     """
 
     gemm: GemmName
@@ -102,7 +99,6 @@ class Refusal:
 
     @property
     def next_size(self) -> int:
-        """The smallest larger size that works."""
         return -(-self.size // self.multiple) * self.multiple
 
     def __str__(self) -> str:
@@ -113,7 +109,7 @@ class Refusal:
 
 
 def takes_any_layout(capability: tuple[int, int]) -> bool:
-    """Whether GPUs of this capability multiply per-tensor FP8 in any layout, not only with A transposed.
+    """Return whether GPUs of this capability multiply per-tensor FP8 in any layout, not only with A transposed.
 
     ``nvte_is_non_tn_fp8_gemm_supported`` (``common/transformer_engine.cpp``).
     """
@@ -123,14 +119,14 @@ def takes_any_layout(capability: tuple[int, int]) -> bool:
 def rules(
     scaling: str | None, capability: tuple[int, int], *, result_bytes: int = 2, b_in_rows: bool = True
 ) -> tuple[ShapeRule, ...]:
-    """The rules for the sizes of a GEMM.
+    """Return the rules for the sizes of a GEMM.
 
     Args:
-        scaling: a scaling mode of :mod:`te_precision_callbacks.base.numerics.scaling_modes`; None for high
-            precision, which takes any size.
+        scaling: one of :mod:`te_precision_callbacks.base.numerics.scaling_modes`; None for high precision, which
+            accepts any size.
         capability: the compute capability of the GPU.
-        result_bytes: bytes of an element of the result: 2 for bfloat16, 4 for float32.
-        b_in_rows: whether operand B, if it is in FP8 blocks, has 1D blocks, as activations and gradients have.
+        result_bytes: bytes per element of the result: 2 for bfloat16, 4 for float32.
+        b_in_rows: whether operand B in FP8 blocks has 1D blocks, as activations and gradients have.
     """
     result = ShapeRule("m", max(1, ROW_BYTES // result_bytes), _CUBLAS)
     if scaling == PER_TENSOR:
@@ -164,21 +160,20 @@ def refusals(
     result_bytes: int = 2,
     asserted: bool = True,
 ) -> list[Refusal]:
-    """The dimensions with which a layer's GEMMs do not run: one for each GEMM and dimension, the largest multiple.
+    """Return the dimensions that prevent a layer's GEMMs from running, with the largest multiple for each.
 
     Args:
         recipe: one of :data:`SCALING_OF_RECIPE`.
         capability: the compute capability of the GPU.
-        tokens: the product of all dimensions of the layer's input but the last; with 0 nothing is multiplied.
-        in_features: the layer's, on this rank.
-        out_features: the layer's, on this rank.
+        tokens: the product of all dimensions of the layer's input except the last; with 0 nothing is multiplied.
+        in_features, out_features: the layer's, on this rank.
         gemms: the GEMMs that run in the recipe.
-        result_bytes: bytes of an element of the results.
+        result_bytes: bytes per element of the results.
         asserted: whether the layer checks its operands before fprop, as ``Linear``, ``LayerNormLinear`` and
             ``LayerNormMLP`` do; ``GroupedLinear`` and ``te.ops`` do not.
 
     Raises:
-        KeyError: no such recipe.
+        KeyError: unknown recipe.
     """
     scaling = SCALING_OF_RECIPE[recipe]
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
@@ -205,8 +200,8 @@ _ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_featu
 
 
 def asserted_refusals(*, tokens: int, in_features: int, out_features: int) -> list[Refusal]:
-    """The dimensions with which ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` do not run under any recipe, even
-    if features run all of their GEMMs in high precision. Arguments are those of :func:`refusals`."""
+    """Return the dimensions that prevent ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` from running under any
+    recipe, even if features run all GEMMs in high precision. Takes the arguments of :func:`refusals`."""
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     return [
         Refusal("fprop", dimension, sizes[dimension], multiple, _MODULE)

@@ -1,4 +1,4 @@
-"""The tensors of attention as heads, whatever their order in memory.
+"""Attention tensors as heads, for any order in memory.
 
 Usage::
 
@@ -6,7 +6,7 @@ Usage::
     stored(in_heads(value, "sbhd"), columnwise=True)  # MXFP8 with its data in the order of its scales
 
 A format is the order of the dimensions b (batch), s (tokens), h (heads) and d (head size), as in the names of
-``NVTE_QKV_Format``. The scales of MXFP8 are those of the data in the format bhsd, with batch, heads and tokens merged
+``NVTE_QKV_Format``. The scales of MXFP8 belong to data in the format bhsd, with batch, heads and tokens merged
 (``mxfp8_quantize_fast_path`` of ``pytorch/attention/dot_product_attention/utils.py``, TE 2.20).
 """
 
@@ -18,21 +18,20 @@ from typing import Any
 import torch
 
 HEADS = "bhsd"
-"""The format that attention computes in."""
 
 
 def to_heads(tensor: torch.Tensor, form: str) -> torch.Tensor:
-    """A view of a tensor in the format ``form``: [batch, heads, tokens, head size]."""
+    """View a tensor of the format ``form`` as [batch, heads, tokens, head size]."""
     return tensor.permute([form.index(dimension) for dimension in HEADS])
 
 
 def from_heads(tensor: torch.Tensor, form: str) -> torch.Tensor:
-    """The inverse of :func:`to_heads`."""
+    """Invert :func:`to_heads`."""
     return tensor.permute([HEADS.index(dimension) for dimension in form])
 
 
 def in_heads(tensor: Any, form: str) -> Any:
-    """MXFP8 data in the format of its scales, for :func:`~te_precision_callbacks.base.numerics.layouts.stored`."""
+    """View MXFP8 data in the format of its scales, for :func:`~te_precision_callbacks.base.numerics.layouts.stored`."""
     rowwise, columnwise = (
         None if data is None else to_heads(data, form) for data in (tensor._rowwise_data, tensor._columnwise_data)
     )

@@ -7,7 +7,7 @@ Usage::
     part.scales  # one for each block: neither padded nor swizzled
     part.dequantized()  # float32, the tensor's logical shape
 
-Transformer Engine is not imported: a tensor, or its storage class, is recognised by its attributes, so a subclass is
+Transformer Engine is not imported: tensors and storage classes are recognized by their attributes, so a subclass is
 read like its parent. Read from Transformer Engine 2.20.2: ``pytorch/tensor/storage/*.py`` (layouts, and the
 arithmetic of their ``dequantize``), ``common/cast/mxfp8/swizzle.cuh`` and cuBLAS's "1D block scaling factors layout"
 (the order of swizzled scales), ``common/cast/nvfp4/dequantize_nvfp4.cuh``.
@@ -52,17 +52,17 @@ SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
 
 
 class LayoutError(PrecisionDebugError, ValueError):
-    """A quantized tensor whose layout is not known, or does not fit its shape."""
+    """A quantized tensor has an unknown layout, or data that do not match its shape."""
 
 
 class ScaleMemory(NamedTuple):
     """The scales of blocks as they lie in memory.
 
     Attributes:
-        matrix: [rows of blocks, columns of blocks] or larger; swizzled scales instead in the shape that
-            :func:`unswizzled` takes. float32, or codes as uint8.
-        swizzled: whether they are in the order that a GEMM reads.
-        transposed: whether swizzled scales are of the transpose: [columns of blocks, rows of blocks].
+        matrix: [rows of blocks, columns of blocks] or larger; swizzled scales in the shape that :func:`unswizzled`
+            accepts. float32, or codes as uint8.
+        swizzled: whether they are in the order of a GEMM.
+        transposed: whether swizzled scales are transposed: [columns of blocks, rows of blocks].
     """
 
     matrix: torch.Tensor
@@ -70,7 +70,7 @@ class ScaleMemory(NamedTuple):
     transposed: bool = False
 
     def in_rows(self) -> torch.Tensor:
-        """The scales by row and column of their block, with what pads them."""
+        """Return the scales by row and column of their block, with padding."""
         if not self.swizzled:
             return self.matrix
         compact = unswizzled(self.matrix)
@@ -79,24 +79,22 @@ class ScaleMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """One direction of a quantized tensor.
+    """One direction of a quantized tensor, rowwise or columnwise.
 
     Attributes:
         mode: one of the scaling modes above.
-        columnwise: the direction: columnwise or rowwise.
-        codes: uint8, [rows, columns], in the order of memory; FP4 has two codes a byte, the even one in the low half.
+        codes: uint8, [rows, columns], as in memory; FP4 has two codes per byte, the even one in the low half.
         transposed: whether the codes' rows are the tensor's last dimension.
         element_format: the format of the codes.
-        scale_memory: where the scales of the blocks of the codes lie: float32, or the codes of ``scale_format`` as
-            uint8.
+        scale_memory: the scales in memory: float32, or codes of ``scale_format`` as uint8.
         scale_format: E8M0 or E4M3; None if the scales are float32.
         block: rows and columns of a block of the codes.
         amax: NVFP4 only: float32, [1], or [rows] if each row has its own.
-        largest_scale: NVFP4 only: the E4M3 number of the largest scale, 448 or 256.
-        shape: the tensor's shape. Columnwise NVFP4 data are a matrix, whatever the tensor's leading dimensions were.
+        largest_scale: NVFP4 only: the largest scale in E4M3, 448 or 256.
+        shape: the tensor's shape; for columnwise NVFP4 data that of a matrix.
         stored_scale_shape: the shape of the scales in memory.
-        swizzled: whether the scales in memory were in the order that a GEMM reads.
-        hadamard: whether the codes are of a random Hadamard transform of the tensor.
+        swizzled: whether the scales in memory were in the order of a GEMM.
+        hadamard: whether the tensor was transformed by a random Hadamard transform.
     """
 
     mode: str
@@ -116,45 +114,45 @@ class Stored:
 
     @cached_property
     def scales(self) -> torch.Tensor:
-        """One for each block of the codes, [rows / block rows, columns / block columns], rounded up; as stored."""
+        """Stored scale of each block, [rows / block rows, columns / block columns], rounded up."""
         if self.mode == PER_TENSOR:  # an empty tensor has its scale too
             return self.scale_memory.matrix
         rows, columns = blocks.number(self.matrix_shape, self.block)
         return self.scale_memory.in_rows()[:rows, :columns]
 
     def elements(self, rows: slice = slice(None)) -> torch.Tensor:
-        """The decoded codes, of all rows or some, without scale: float32, [rows, columns]."""
+        """Decode the codes of all rows or some, without scale: float32, [rows, columns]."""
         codes = unpacked(self.codes[rows]) if self.element_format.bits == 4 else self.codes[rows]
         return self.element_format.decode(codes)
 
     def block_scales(self) -> torch.Tensor:
-        """The blocks' scales as numbers, without the factor of the whole tensor: float32, as :attr:`scales`."""
+        """Decode the scales of blocks, without the tensor's factor: float32, as :attr:`scales`."""
         return self.scales if self.scale_format is None else self.scale_format.decode(self.scales)
 
     def factors(self) -> torch.Tensor:
-        """The factor from decoded code to value of each block: float32, as :attr:`scales`."""
+        """Return the factor from decoded code to value of each block: float32, as :attr:`scales`."""
         scales = self.block_scales()
         if self.amax is None or self.largest_scale is None:
             return scales
         return nvfp4_factors(scales, self.amax.reshape(-1, 1), self.largest_scale)
 
     def spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
-        """A number per block, like :attr:`scales`, repeated for each element: [rows, columns]."""
+        """Repeat a number per block, like :attr:`scales`, for each element: [rows, columns]."""
         return blocks.spread(of_blocks, self.block, self.matrix_shape)
 
     def matrix(self) -> torch.Tensor:
-        """The dequantized numbers in the order of memory: float32, [rows, columns]."""
+        """Dequantize, in the order of memory: float32, [rows, columns]."""
         return blocks.times_blocks(self.elements(), self.factors(), self.block)
 
     def dequantized(self) -> torch.Tensor:
-        """The dequantized numbers: float32, the tensor's shape.
+        """Dequantize: float32, the tensor's shape.
 
-        If :attr:`hadamard` is set, they are of a Hadamard transform of the tensor.
+        If :attr:`hadamard` is set, the result is a Hadamard transform of the tensor.
         """
         return self.as_tensor(self.matrix())
 
     def as_tensor(self, matrix: torch.Tensor) -> torch.Tensor:
-        """A matrix in the order of memory, [rows, columns], in the tensor's shape."""
+        """Reshape a matrix in the order of memory, [rows, columns], to the tensor's shape."""
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     @property
@@ -165,12 +163,11 @@ class Stored:
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether this is a quantized tensor of a known format."""
     return scaling_mode(tensor) is not None
 
 
 def scaling_mode(tensor: Any) -> str | None:
-    """The scaling mode of a quantized tensor, or of its storage; None for an unknown format."""
+    """Return the scaling mode of a quantized tensor or its storage; None for an unknown format."""
     if hasattr(tensor, "_fp8_dtype"):
         if hasattr(tensor, "_transpose_invalid"):
             return PER_TENSOR
@@ -184,28 +181,24 @@ def scaling_mode(tensor: Any) -> str | None:
 
 
 def fp8_format(thing: Any) -> FloatFormat:
-    """The element format, E4M3 or E5M2, of a quantized FP8 tensor, its storage or a quantizer."""
+    """Return the element format, E4M3 or E5M2, of an FP8 tensor, its storage or a quantizer."""
     dtype = getattr(thing, "_fp8_dtype", None)
     dtype = getattr(thing, "dtype", None) if dtype is None else dtype
     return E5M2 if getattr(dtype, "name", str(dtype)) == "kFloat8E5M2" else E4M3
 
 
 def has_scale(tensor: Any) -> bool:
-    """Whether this is one of Transformer Engine's quantized tensors, even of an unknown format."""
+    """Return whether this is a quantized tensor of Transformer Engine, even of an unknown format."""
     if tensor is None or type(tensor) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
         return False
     return hasattr(tensor, "_scale_inv") or hasattr(tensor, "_rowwise_scale_inv")
 
 
 def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
-    """The object that a GEMM reads when it is given a tensor.
+    """Return the object that a GEMM reads for a tensor.
 
-    From a hybrid tensor the GEMM reads the part of the direction, from an identity the plain tensor inside, and any
-    other tensor itself, as in Transformer Engine (``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``).
-
-    Args:
-        tensor: a tensor of any class, or None.
-        columnwise: which of its data the GEMM reads.
+    For a hybrid tensor, this is the part of the direction; for an identity, the plain tensor inside; else the tensor
+    itself, as in Transformer Engine (``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``).
     """
     if tensor is None or type(tensor) is torch.Tensor:
         return tensor
@@ -216,12 +209,12 @@ def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
 
 
 def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
-    """One direction of a quantized tensor; None if it has no data of that direction.
+    """Return one direction of a quantized tensor; None if it has no data of that direction.
 
-    The rowwise data of per-tensor FP8 are its columnwise data too, and either is read from the layout that exists.
+    Both directions of per-tensor FP8 share their data, and are read from the layout that exists.
 
     Raises:
-        LayoutError: the tensor's format is unknown, or its buffers do not match one another.
+        LayoutError: the tensor's format is unknown, or its buffers do not match.
     """
     mode = scaling_mode(tensor)
     if mode is None:
@@ -242,7 +235,7 @@ def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
-    """The shape of a quantized tensor, even if it has columnwise data only."""
+    """Return the shape of a quantized tensor, even with columnwise data only."""
     part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
     if part is None:
         raise LayoutError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
@@ -250,9 +243,9 @@ def logical_shape(tensor: Any) -> tuple[int, ...]:
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Scales in the order that a GEMM reads, in the same shape.
+    """Reorder scales for a GEMM, in the same shape.
 
-    Tiles of 128 x 4 follow one another, along a row of tiles first; in a tile the scale of row i and column j is at
+    Tiles of 128 x 4 are stored along a row of tiles first; within a tile, the scale of row i and column j is at
     ``(i % 32) * 16 + (i // 32) * 4 + j``.
 
     Args:
@@ -264,19 +257,19 @@ def swizzled(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Scales in rows and columns, from the order that a GEMM reads: the inverse of :func:`swizzled`."""
+    """Invert :func:`swizzled`."""
     rows, columns = _tiles(scales)
     tiled = scales.reshape(rows, columns, 32, 4, SWIZZLE_COLUMNS)
     return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
 
 
 def unpacked(codes: torch.Tensor) -> torch.Tensor:
-    """FP4 codes one a byte, from two a byte: uint8, the last dimension twice as long."""
+    """Unpack FP4 codes to one per byte: uint8, the last dimension twice as long."""
     return torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """FP4 codes two a byte, the even one in the low half: uint8, the last dimension half as long."""
+    """Pack FP4 codes two per byte, the even one in the low half: uint8, the last dimension half as long."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
@@ -374,7 +367,7 @@ def _nvfp4(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bo
 
 
 def _matrix(data: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """The data as a matrix: the tensor's last dimension, first if transposed, and all other dimensions merged."""
+    """Flatten data to a matrix: the tensor's last dimension, first if transposed, by all others."""
     data = data.detach()
     if data.dim() < 2:
         return data.reshape(-1, 1) if transposed else data.reshape(1, -1)

@@ -1,4 +1,4 @@
-"""Quantizes a matrix to NVFP4: E2M1 codes, and an E4M3 scale for 16 elements.
+"""Quantization of a matrix to NVFP4: E2M1 codes, and an E4M3 scale for 16 elements.
 
 Usage::
 
@@ -17,8 +17,8 @@ multiplier           min(1 / (the block's scale * (1 / S)), F)
 data                 E2M1, nearest (ties to even) and saturating, of element * multiplier; NaN becomes 6, -0 stays -0
 ==================== ================================================================================================
 
-NaN is skipped in every amax. Only the kernel that fuses the Hadamard transform is different: there a block with NaN has
-the scale NaN, and an infinite A makes every scale 0 or NaN.
+NaN is skipped in every amax, except in the kernel that fuses the Hadamard transform: there a block with NaN has the
+scale NaN, and an infinite A makes every scale 0 or NaN.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _ELEMENTS_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True)
 class Nvfp4Rules:
-    """How one matrix is quantized.
+    """Options of the quantization of a matrix.
 
     Attributes:
         square: whether 16 x 16 elements share a scale, not 1 x 16.
-        stochastic: whether data is rounded up or down at random.
-        largest_scale: the E4M3 number of the largest scale.
-        better_of_two: whether each block takes the better of two scales ("4over6"), by the error "MAE" or "MSE".
-        error_in_scale_units: whether that error is taken in units of the E4M3 scale.
-        nan_spreads: whether a NaN makes its block's amax NaN.
+        stochastic: whether data is rounded stochastically.
+        largest_scale: the largest scale in E4M3.
+        better_of_two: the error, "MAE" or "MSE", by which each block chooses the better of two scales ("4over6").
+        error_in_scale_units: whether that error is in units of the E4M3 scale.
+        nan_spreads: whether NaN makes its block's amax NaN.
     """
 
     square: bool = False
@@ -66,10 +66,9 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tu
     Args:
         matrix: any float type, [rows, columns]; both multiples of 16, rows for square blocks only.
         amax: float32, [1], or [rows] if each row has its own.
-        rules: how to quantize.
 
     Returns:
-        E2M1 codes, uint8, [rows, columns / 2], two a byte; and E4M3 codes of the scales, uint8, [rows, columns / 16].
+        E2M1 codes, uint8, [rows, columns / 2], two per byte; and E4M3 scale codes, uint8, [rows, columns / 16].
     """
     rows, columns = matrix.shape
     matrix = matrix.contiguous()  # as a whole: torch transposes that in tiles, and parts number by number
@@ -97,7 +96,7 @@ def _one_scale(rows: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 def _better_of_two_scales(
     rows: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """4over6: each block's largest element becomes 6, or 4 if that makes the block's error smaller."""
+    """4over6: scale each block's largest element to 6, or to 4 if that makes the block's error smaller."""
     blocks = rows.float().view(len(rows), -1, BLOCK)
     base = _block_amax(rows, rules)
     base = base / torch.full_like(base, E2M1.max) * encode_scale
@@ -112,7 +111,7 @@ def _better_of_two_scales(
 def _candidate(
     blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes under one choice of scales, and the error of each block: float32, summed in the kernel's order."""
+    """Return the codes for given scales, and each block's error: float32, summed in the kernel's order."""
     codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules).unsqueeze(-1))
     scale = E4M3.decode(scale_codes)
     # In the order of the sum, so that each term is contiguous over all blocks.
@@ -138,12 +137,11 @@ def _candidate(
 
 
 def _multiplier(scale_codes: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules) -> torch.Tensor:
-    """The multiplier of each block's elements: [rows, blocks]."""
     return nvfp4_multiplier(E4M3.decode(scale_codes), encode_scale, nan_spreads=rules.nan_spreads)
 
 
 def _block_amax(rows: torch.Tensor, rules: Nvfp4Rules) -> torch.Tensor:
-    """The largest magnitude of each block: float32, [rows, blocks]; the same for all rows of a square block."""
+    """Return the amax of each block: float32, [rows, blocks]; equal for all rows of a square block."""
     side = BLOCK if rules.square else 1
     amaxes = block_amaxes(rows, (side, BLOCK), nan_spreads=rules.nan_spreads)
     return amaxes.repeat_interleave(side, 0) if rules.square else amaxes

@@ -1,4 +1,4 @@
-"""Quantizes and dequantizes a tensor by a recipe, in numbers: blocks are rounded, without codes in memory.
+"""Simulated quantization: rounds blocks by a recipe, without codes in memory.
 
 Usage::
 
@@ -7,9 +7,9 @@ Usage::
     rounded = round_blocks("mxfp8", blocks, tensor_amax, settings)
     rounded.values, rounded.factors
 
-Only arithmetic on whole tensors: nothing waits for the device, and the code can be compiled into a larger pass.
-Rounding is to nearest; NVFP4 is without the random Hadamard transform, and without the better of two scales ("4over6").
-Delayed scaling is not here: its scale comes from the amaxes of earlier steps.
+Arithmetic on whole tensors only: nothing synchronizes, and the code can be compiled into a larger pass.
+Rounds to nearest; NVFP4 is without the random Hadamard transform and without the better of two scales ("4over6").
+Delayed scaling is not supported, since its scale depends on earlier steps.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from te_precision_callbacks.base.numerics.scaling import (
 )
 
 FLOAT32_SCALES = (E8M0.min_subnormal, E8M0.max)
-"""The limits of MXFP8's scales, 2^-127 and 2^127, and of a float32 scale: 1 / amax is limited to the largest float32,
+"""The limits of MXFP8's scales, 2^-127 and 2^127, and of a float32 scale: 1 / amax, limited to the largest float32,
 or to the largest power of two below it."""
 
 
 class QuantizerSettings(NamedTuple):
-    """The settings that a quantizer may choose within its recipe.
+    """The options of a quantizer within its recipe.
 
     Attributes:
         e5m2: whether FP8 elements are E5M2, not E4M3.
-        square: whether blocks are squares, not pieces of a row.
+        square: whether blocks are squares, not parts of a row.
         power_of_two: whether a float32 scale is rounded down to a power of two.
-        amax_epsilon: the least amax that a float32 scale is taken from.
+        amax_epsilon: a lower bound of amax for float32 scales.
     """
 
     e5m2: bool = False
@@ -55,17 +55,16 @@ class QuantizerSettings(NamedTuple):
 
     @property
     def fp8(self) -> FloatFormat:
-        """The format of FP8 elements."""
         return E5M2 if self.e5m2 else E4M3
 
 
 class Rounded(NamedTuple):
-    """Blocks that were quantized and dequantized: float32.
+    """Blocks after quantization and dequantization: float32.
 
     Attributes:
         values: [blocks, elements].
         factors: [blocks, 1], from code to value.
-        scales: [blocks, 1], as stored; the factors follow from them.
+        scales: [blocks, 1], as stored.
     """
 
     values: torch.Tensor
@@ -75,7 +74,7 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe whose result follows from the tensor alone.
+    """A recipe whose result depends on the tensor only.
 
     Attributes:
         side: elements along a block; None for the whole tensor.
@@ -96,16 +95,15 @@ class Recipe:
     power_of_two: bool = False
 
     def block(self, settings: QuantizerSettings) -> tuple[int, int] | None:
-        """Rows and columns of a block; None for the whole tensor."""
+        """Return rows and columns of a block; None for the whole tensor."""
         return None if self.side is None else (self.side if settings.square else 1, self.side)
 
     def defaults(self, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:
-        """The recipe's defaults for a tensor.
+        """Return the recipe's default options for a tensor.
 
         Args:
-            tensor: activation, weight or gradient. The blocks of a weight are squares under FP8 block scaling and
-                NVFP4.
-            e5m2: whether an FP8 recipe casts to E5M2, not to E4M3; None for the recipe's default.
+            tensor: activation, weight or gradient. Blocks of weights are squares under FP8 block scaling and NVFP4.
+            e5m2: whether an FP8 recipe uses E5M2, not E4M3; None for the default.
         """
         return QuantizerSettings(
             e5m2=(self.hybrid and tensor == "gradient") if e5m2 is None else e5m2,
@@ -160,18 +158,17 @@ RECIPES: dict[str, Recipe] = {
     "fp8_block_scaling": Recipe(128, _block_fp8, FLOAT32_SCALES, square_weights=True, power_of_two=True),
     "nvfp4": Recipe(16, _nvfp4, (0.0, E4M3.max), square_weights=True),
 }
-"""The recipes whose result follows from the tensor alone, by their names in statistics."""
 
 
 def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings) -> Rounded:
-    """Blocks as a recipe would quantize them.
+    """Quantize and dequantize blocks by a recipe.
 
     Args:
         recipe: a key of :data:`RECIPES`.
-        blocks: [blocks, elements], any float dtype; elements that are not finite are taken as 0, and those beyond
-            float32 as its largest number.
-        tensor_amax: float32, of one element: the largest finite magnitude of the whole tensor.
-        settings: the settings of the recipe's quantizer.
+        blocks: [blocks, elements], any float dtype; non-finite elements count as 0, elements beyond float32 as its
+            largest number.
+        tensor_amax: float32, one element: the largest finite magnitude of the tensor.
+        settings: the options of the recipe's quantizer.
     """
     x = blocks if blocks.dtype == torch.float64 else blocks.to(torch.float32)
     x = torch.where(x.abs() < math.inf, x, 0.0).clamp(-FLOAT32_MAX, FLOAT32_MAX).to(torch.float32)
@@ -182,7 +179,7 @@ def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, s
 
 
 def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> torch.Tensor:
-    """A tensor rounded to MXFP8 and back.
+    """Round a tensor to MXFP8 and back.
 
     Args:
         values: any shape, float32, float16 or bfloat16; blocks at an edge may be partial.
@@ -190,8 +187,8 @@ def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> tor
         columnwise: whether blocks of 32 run down the columns, not along the rows of the last dimension.
 
     Returns:
-        float32, the same shape. As in the recipe, NaN does not affect the scale of its block and stays NaN. inf stays
-        inf, and makes the scale of its block 2^127, under which most other elements become 0.
+        float32, the same shape. As in the recipe, NaN stays NaN and does not affect the scale of its block. inf stays
+        inf, and makes the scale of its block 2^127, which rounds most other elements to 0.
     """
     matrix, block = as_matrix(values).to(torch.float32), (32, 1) if columnwise else (1, 32)
     blocks = in_blocks(matrix, block, 0.0)

@@ -1,4 +1,4 @@
-"""Computes scales from amaxes, for each recipe.
+"""Scales of each recipe, computed from amaxes.
 
 Usage::
 
@@ -14,10 +14,10 @@ Usage::
     multiplier = nvfp4_multiplier(E4M3.decode(stored), encode)  # of the elements before the cast
     factors = nvfp4_factors(E4M3.decode(stored), amax)  # of the decoded codes
 
-All in float32, rounded as the kernels of Transformer Engine 2.20 round. A division here is always of a tensor by a
-tensor: torch computes number / tensor as a reciprocal and a product, which is off by one unit in the last place for
-some values. Except for :func:`amax_of`, this is arithmetic on whole tensors: nothing waits for the device, and the code
-can be compiled into a larger pass. Sources: ``common/recipe/recipe_common.cuh`` (current and FP8 block scaling),
+All in float32, rounded as in the kernels of Transformer Engine 2.20. Divisions are always tensor by tensor: torch
+computes number / tensor as a reciprocal and a product, which differs in the last place for some values. Except for
+:func:`amax_of`, this is arithmetic on whole tensors: nothing synchronizes, and the code can be compiled into a larger
+pass. Sources: ``common/recipe/recipe_common.cuh`` (current and FP8 block scaling),
 ``common/recipe/delayed_scaling.cu``, ``common/util/ptx_arch_spec.cuh`` (E8M0), ``common/cast/nvfp4/core_nvfp4.cuh``.
 """
 
@@ -31,15 +31,15 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def amax_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude; NaN is skipped, infinity is not.
+    """Return the largest magnitude; NaN is skipped, infinity is not.
 
-    ``common/recipe/current_scaling.cu``: the running maximum is ``fmaxf``, which prefers a number to NaN.
+    ``common/recipe/current_scaling.cu``: the running maximum is ``fmaxf``, which prefers numbers to NaN.
 
     Args:
         tensor: any float type, any shape.
 
     Returns:
-        float32, shape [1]; 0 for a tensor that is empty or NaN throughout.
+        float32, shape [1]; 0 for a tensor that is empty or entirely NaN.
     """
     if tensor.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=tensor.device)
@@ -59,10 +59,10 @@ def fp8_scale(
     epsilon: float = 0.0,
     largest_scale: float = FLOAT32_MAX,
 ) -> torch.Tensor:
-    """The scale of current and of FP8 block scaling: the largest FP8 number divided by amax.
+    """Return the scale of current and FP8 block scaling: the largest FP8 number divided by amax.
 
-    ``compute_scale_from_amax``: amax is raised to epsilon first. An amax of 0, infinity or NaN gives 1; a quotient
-    beyond float32 gives ``largest_scale``.
+    ``compute_scale_from_amax``: amax is at least epsilon. An amax of 0, infinity or NaN gives 1; a quotient beyond
+    float32 gives ``largest_scale``.
 
     Args:
         amax: float32, any shape.
@@ -89,7 +89,7 @@ def fp8_scale(
 def delayed_scaling(
     newest: torch.Tensor, history: torch.Tensor, scale: torch.Tensor, *, most_recent: bool, largest_number: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The amax history and the scale of delayed scaling after a step.
+    """Return the amax history and the scale of delayed scaling after a step.
 
     ``kernel_bulk``: the newest amax is ``newest``, or row 0 of the history if ``newest`` is 0. If the newest amax is
     not 0, the history moves up by one row, the newest amax becomes its last row, and row 0 becomes 0. The scale becomes
@@ -99,8 +99,8 @@ def delayed_scaling(
         newest: float32, [tensors]: the amaxes of the step.
         history: float32, [history length, tensors].
         scale: float32, [tensors].
-        most_recent: whether the newest amax counts, not the largest of the history.
-        largest_number: the format's largest number, lowered by the margin: ``max * 2**-margin``.
+        most_recent: whether to use the newest amax, not the largest of the history.
+        largest_number: the format's largest number, reduced by the margin: ``max * 2**-margin``.
 
     Returns:
         history and scale, new tensors.
@@ -120,7 +120,7 @@ def delayed_scaling(
 
 
 def mxfp8_scale_inv(amaxes: torch.Tensor, element_format: FloatFormat) -> torch.Tensor:
-    """MXFP8's inverse scale of each block: amax divided by the format's largest number, rounded up to a power of two.
+    """Return MXFP8's inverse scales: amax divided by the format's largest number, rounded up to a power of two.
 
     ``cvt.rp.satfinite.ue8m0x2.f32``: numbers up to 2**-127, and 0, become 2**-127; infinity becomes 2**127. The
     division is a product with the float32 reciprocal, as in upstream's kernels.
@@ -130,7 +130,7 @@ def mxfp8_scale_inv(amaxes: torch.Tensor, element_format: FloatFormat) -> torch.
         element_format: E4M3 or E5M2.
 
     Returns:
-        float32, same shape: numbers of E8M0, whose reciprocals, the scales, are exact.
+        float32, same shape: numbers of E8M0, which have exact reciprocals.
     """
     bits = (amaxes * (1.0 / element_format.max)).view(torch.int32)
     exponents, mantissas = bits >> 23, bits & 0x7FFFFF
@@ -140,14 +140,14 @@ def mxfp8_scale_inv(amaxes: torch.Tensor, element_format: FloatFormat) -> torch.
 
 
 def e8m0_codes(numbers: torch.Tensor) -> torch.Tensor:
-    """The E8M0 codes of powers of two from 2**-127 to 2**127 (float32): uint8, same shape."""
+    """Encode powers of two from 2**-127 to 2**127 (float32) in E8M0: uint8, same shape."""
     return (numbers.view(torch.int32) >> 23).to(torch.uint8)
 
 
 def nvfp4_encode_scale(
     amax: torch.Tensor, largest_scale: float = E4M3.max, *, nan_spreads: bool = False
 ) -> torch.Tensor:
-    """The scale that brings a tensor into the range of E2M1 times E4M3: ``6 * largest_scale / amax``.
+    """Return the scale that maps a tensor to the range of E2M1 times E4M3: ``6 * largest_scale / amax``.
 
     ``compute_global_encode_scaling_factor_FP4``.
 
@@ -155,7 +155,7 @@ def nvfp4_encode_scale(
         amax: float32, any shape.
         largest_scale: 448, or 256 for a tensor of 4over6.
         nan_spreads: whether to compute as the fused kernel of the Hadamard transform does, and for master weights: the
-            scale of an infinite amax is then 0 and that of NaN is 1, not 1 and the largest float32.
+            scale of an infinite amax is then 0, of NaN 1, instead of 1 and the largest float32.
 
     Returns:
         float32, same shape.
@@ -167,12 +167,12 @@ def nvfp4_encode_scale(
 
 
 def nvfp4_block_scales(block_amaxes: torch.Tensor, encode_scale: torch.Tensor) -> torch.Tensor:
-    """Each block's scale before it is rounded to E4M3: float32, the shape of ``block_amaxes`` (float32)."""
+    """Return each block's scale before rounding to E4M3: float32, the shape of ``block_amaxes`` (float32)."""
     return block_amaxes * (encode_scale * (1.0 / E2M1.max))
 
 
 def nvfp4_multiplier(scales: torch.Tensor, encode_scale: torch.Tensor, *, nan_spreads: bool = False) -> torch.Tensor:
-    """The multiplier of each block's elements before they are cast to E2M1.
+    """Return the multiplier of each block's elements before the cast to E2M1.
 
     Args:
         scales: float32, any shape: the blocks' scales, rounded to E4M3.
@@ -188,14 +188,10 @@ def nvfp4_multiplier(scales: torch.Tensor, encode_scale: torch.Tensor, *, nan_sp
 
 
 def nvfp4_factors(scales: torch.Tensor, amax: torch.Tensor, largest_scale: float = E4M3.max) -> torch.Tensor:
-    """The factor from E2M1 number to value of each block.
+    """Return the factor from E2M1 number to value of each block.
 
     Computed in the order of upstream's kernel: ``(scale * amax) * (1 / (6 * largest_scale))``
     (``common/cast/nvfp4/dequantize_nvfp4.cuh``).
 
-    Args:
-        scales: float32: the blocks' scales, rounded to E4M3.
-        amax: float32, to be broadcast: the amax of the tensor, or of each row.
-        largest_scale: 448, or 256 for a tensor of 4over6.
     """
     return scales * amax * (1.0 / (E2M1.max * largest_scale))

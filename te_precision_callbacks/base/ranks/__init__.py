@@ -1,6 +1,6 @@
-"""Which rank this is, and the messages among ranks.
+"""The rank of this process, and messages among ranks.
 
-``tree.py`` carries them, ``meeting.py`` brings the ranks together, and ``messages.py`` has what the other parts use.
+``group.py`` sends them, ``meeting.py`` connects the ranks, and ``messages.py`` is the interface for other packages.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ import torch.distributed as dist
 
 
 def own_rank() -> int:
-    """The rank of this process; 0 for a single process."""
+    """Return the rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """Return the number of ranks."""
     return dist.get_world_size() if is_initialized() else 1
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed is available and in use."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_distributed(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is more than one rank to reduce over."""
+    """Return whether there are several ranks to reduce over."""
     return is_initialized() and dist.get_world_size(group) > 1
 
 
 def in_words(of_rank: Mapping[int, Any]) -> str:
-    """Which ranks have what, the most frequent first: ``5 on ranks 0, 2-7; 4 on rank 1``."""
+    """Format values and their ranks, the most frequent first: ``5 on ranks 0, 2-7; 4 on rank 1``."""
     ranks_with: dict[Any, list[int]] = {}
     for rank, value in sorted(of_rank.items()):
         ranks_with.setdefault(value, []).append(rank)
@@ -46,7 +45,7 @@ _MOST_NAMED = 8
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """The numbers of ranks in few words: ``ranks 0, 2-7``."""
+    """Format ranks: ``ranks 0, 2-7``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

@@ -1,18 +1,18 @@
-"""The private gloo process group over which the ranks of a run exchange messages.
+"""The private gloo process group for messages among the ranks of a run.
 
-The training's own process groups must not carry our messages: where ranks disagree about one, it would pair with a
-gradient. So :class:`Group` constructs a ``ProcessGroupGloo`` over keys of the training's store, as TorchFT does. No
-``new_group`` is called, and the training's groups and their counters stay as they are.
+Our messages must not use the training's process groups: where ranks disagree, a message would pair with a gradient.
+So :class:`Group` constructs a ``ProcessGroupGloo`` over keys of the training's store, as TorchFT does, without
+``new_group``, which would change the training's group counters.
 
 Three properties of gloo need care (torch 2.13):
 
 - Ranks that send different sizes abort the process. Callers agree on sizes before they send a payload.
 - ``abort`` and ``shutdown`` close no connection, and the destructor waits for running operations. :meth:`Group.close`
-  therefore shuts the sockets down, which ends the operations here and on the other ranks.
-- A forked process, such as a worker of a DataLoader, inherits the sockets and would keep them open after the rank has
+  therefore shuts down the sockets, which ends the operations on all ranks.
+- A forked process, such as a DataLoader worker, inherits the sockets and would keep them open after the rank has
   died. It closes its copies, and never runs the destructor, which would wait for threads that it does not have.
 
-Operations are polled, since ``Work.wait`` keeps Python from handling a signal.
+Operations are polled, since ``Work.wait`` blocks signal handlers of Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable that names the network interface; gloo reads it too."""
+"""Names the network interface; gloo reads it too."""
 
 _LONGEST_PAUSE = 0.005
 _LOOPBACK = "127.0.0.1"
@@ -44,12 +44,11 @@ AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
 
 class NoAddressError(Exception):
-    """This machine has no address that other machines can reach; the message says what to set."""
+    """This machine has no address that other machines can reach; the message has the remedy."""
 
 
 def devices(*, on_one_machine: bool) -> list[Any]:
-    """Listen on the interface that the user names; or on loopback, if all ranks share a machine; or on the address of
-    this machine.
+    """Listen on the user's interface, else on loopback if all ranks share a machine, else on this machine's address.
 
     Raises:
         NoAddressError: the interface does not exist, or the address is unknown.
@@ -66,7 +65,7 @@ def devices(*, on_one_machine: bool) -> list[Any]:
 
 
 def _own_address() -> str:
-    """The address from which this machine reaches the master; else that of the host name."""
+    """Return this machine's address towards the master, else the host name's."""
     found: list[str] = []
     with contextlib.suppress(OSError, KeyError):
         family, kind, _, _, where = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
@@ -84,17 +83,15 @@ def _own_address() -> str:
 
 
 class Group:
-    """The connections of a rank to all others. Constructing it waits for them.
+    """The connections of a rank to all others. The constructor waits for them.
 
     Args:
-        store: its keys are used by this group alone.
-        rank, size: the rank, and how many there are.
-        devices: as returned by :func:`devices`.
-        timeout: the seconds in which all ranks must have connected.
-        longest: the seconds after which an operation fails by itself; callers give up earlier.
+        store: provides keys for this group only.
+        timeout: seconds in which all ranks must have connected.
+        longest: timeout of an operation in seconds; callers give up earlier.
 
     Raises:
-        RuntimeError: the ranks have not connected.
+        RuntimeError: not all ranks have connected.
     """
 
     def __init__(
@@ -117,11 +114,11 @@ class Group:
     # ------------------------------------------------------------------ operations, which replace an array
 
     def add(self, array: npt.NDArray[np.float64]) -> None:
-        """Start to replace numbers by their sums, which have the same bits on all ranks."""
+        """Start a sum over the ranks, in place, with the same bits on all ranks."""
         self._reduce(array, dist.ReduceOp.SUM)
 
     def maximum(self, array: npt.NDArray[np.int64]) -> None:
-        """Start to replace numbers by the largest of any rank."""
+        """Start a maximum over the ranks, in place."""
         self._reduce(array, dist.ReduceOp.MAX)
 
     def _reduce(self, array: npt.NDArray[Any], operation: Any) -> None:
@@ -130,8 +127,7 @@ class Group:
         self._start(self._gloo.allreduce, [torch.from_numpy(array)], options)
 
     def gather(self, array: AnyArray) -> list[AnyArray]:
-        """Start to gather the arrays of all ranks, of one size, in those that are returned; they are empty but on rank
-        0."""
+        """Start a gather of arrays of equal size; the returned arrays are filled on rank 0."""
         found = [np.empty_like(array) for _ in range(self._size if self._is_root else 0)]
         options: Any = dist.GatherOptions()
         options.rootRank = 0
@@ -140,7 +136,7 @@ class Group:
         return found
 
     def broadcast(self, array: npt.NDArray[Any]) -> None:
-        """Start to replace an array by that of rank 0."""
+        """Start a broadcast from rank 0, in place."""
         options: Any = dist.BroadcastOptions()
         options.rootRank = 0
         self._start(self._gloo.broadcast, [torch.from_numpy(array)], options)
@@ -150,10 +146,10 @@ class Group:
         self._running.append(operation(*arguments))
 
     def finish(self, check: Callable[[], None]) -> None:
-        """Wait for all operations that were started.
+        """Wait for all started operations.
 
         Args:
-            check: called again and again; it raises to give up.
+            check: called repeatedly; raises an exception to give up.
 
         Raises:
             RuntimeError: an operation has failed, because another rank has closed its group or has died.
@@ -170,11 +166,11 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no connection has ended yet, as far as is known; never in a forked process."""
+        """Return whether all connections are open, as far as this process can detect; False in a forked process."""
         return self._gloo is not None and _connections(self._sockets) == self._sockets
 
     def close(self) -> None:
-        """End all connections and operations, on this rank and, as soon as they wait for it, on the others."""
+        """Close all connections; operations end here and on the other ranks."""
         gloo, self._gloo = self._gloo, None
         for descriptor, ends in self._sockets.items():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -186,7 +182,7 @@ class Group:
         self._running = []
 
     def forget(self) -> None:
-        """Let go of the connections in a process that was forked from the rank."""
+        """Close the connections in a forked process."""
         for descriptor, ends in _connections(self._sockets).items():
             if self._sockets[descriptor] == ends:
                 os.close(descriptor)
@@ -201,7 +197,7 @@ def _hold(gloo: Any, running: Sequence[Any]) -> None:
 
 
 def _sockets() -> dict[int, str]:
-    """The sockets of this process, with their inodes; empty where the system does not list them."""
+    """Return this process's sockets with their inodes; empty where the system does not list them."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -213,11 +209,10 @@ def _sockets() -> dict[int, str]:
 
 
 _Ends = tuple[Any, Any]
-"""The addresses of both sides."""
 
 
 def _connections(descriptors: Iterable[int]) -> dict[int, _Ends]:
-    """The connected sockets among some files, with their addresses."""
+    """Return the connected sockets among file descriptors, with both addresses."""
     found = {}
     for descriptor in descriptors:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:

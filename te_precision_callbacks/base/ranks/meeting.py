@@ -1,12 +1,11 @@
-"""How ranks find one another: through the store in which the process group of the training has met.
+"""Rendezvous of the ranks, through the store of the training's process group.
 
-Rank 0 opens a meeting, the others come, and rank 0 reports that all are there. Then all connect. A rank that does not
-come costs the others the time that they were given for it. A rank that cannot meet reports so once and waits for none:
-its message stays in the store. Each rank needs the same few keys, however many ranks there are.
+Rank 0 opens a meeting, the others arrive, and rank 0 confirms that all are there. Then all connect. Each rank needs
+the same few keys, however many ranks there are. A rank that cannot meet writes a refusal into the store and waits for
+nobody; a rank that does not arrive costs the others a timeout.
 
-Read from torch 2.13: ``torch.distributed.distributed_c10d._get_default_store``, and of its ``Store`` ``clone``, whose
-timeouts are not those of the training. ``wait`` is not used: it keeps Python from handling a signal, and a store warns
-of each wait that ends without a key.
+Read from torch 2.13: ``torch.distributed.distributed_c10d._get_default_store``, and ``Store.clone``, which allows
+separate timeouts. ``Store.wait`` is not used: it blocks Python's signal handlers, and warns after each timeout.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from te_precision_callbacks.base.ranks.group import Group, NoAddressError, devic
 logger = logging.getLogger(__name__)
 
 PROTOCOL = 2
-"""The version of the messages. Ranks with different ones do not connect."""
+"""The version of the messages; ranks with different versions do not connect."""
 
 WAITING = 15.0
-"""Seconds after which a rank warns that it waits for others."""
+"""Seconds of waiting after which a rank warns."""
 
 _ANSWER = 10.0
-"""Seconds after which the store should have answered."""
+"""Seconds in which the store should respond."""
 
 _LONGEST_PAUSE = 0.25
 
@@ -45,11 +44,10 @@ class MeetingFailed(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """A rank among those that meet.
+    """A rank of the group.
 
     Attributes:
-        rank, size: in the group.
-        name: how messages call a rank of the group.
+        name: formats a rank for messages.
     """
 
     rank: int
@@ -58,7 +56,7 @@ class Place:
 
 
 def shared_store(prefix: str) -> Any:
-    """The store of the training's process group, over its own connection, with our keys below a prefix."""
+    """Clone the store of the training's process group, and limit it to keys below a prefix."""
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
     store.set_timeout(timedelta(seconds=_ANSWER))
@@ -66,18 +64,12 @@ def shared_store(prefix: str) -> Any:
 
 
 def below(prefix: str, store: Any) -> Any:
-    """A part of a store: its keys that begin with a prefix."""
+    """Return a part of a store: the keys that begin with a prefix."""
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
 class Meeting:
-    """One meeting of the ranks. Each rank counts the meetings that it is called to, so what it reports in one of them
-    is there for the ranks that come later, however late that is.
-
-    Args:
-        store: of all ranks that meet.
-        at: this rank.
-    """
+    """A meeting of the ranks. Each rank counts its meetings, so a late rank still finds the messages of this one."""
 
     def __init__(self, store: Any, at: Place) -> None:
         self._store = store
@@ -86,24 +78,23 @@ class Meeting:
 
     @property
     def keys(self) -> Any:
-        """The keys of this meeting."""
         if not self._number:
             self._number = self._store.add(f"meetings/{self._at.rank}", 1)
         return below(str(self._number), self._store)
 
     def meet(self, wait: float, why: str) -> bool:
-        """Meet all ranks.
+        """Wait for all ranks.
 
         Args:
-            wait: the seconds in which all must have come.
-            why: what this rank waits for, for a warning.
+            wait: timeout in seconds.
+            why: the purpose, for a warning.
 
         Returns:
             Whether all ranks are on one machine.
 
         Raises:
-            MeetingFailed: not all came in time, one has refused, or some have other versions.
-            RuntimeError: of the store.
+            MeetingFailed: not all came in time, one has refused, or versions differ.
+            RuntimeError: the store failed.
         """
         keys, at = self.keys, self._at
         until, on_wait = time.monotonic() + wait, _warning(at, why)
@@ -132,8 +123,7 @@ class Meeting:
         return not keys.check(["several machines"])
 
     def refuse(self, why: str) -> None:
-        """Report to all ranks that this one does not meet them, or has met them and does not connect. Nobody waits for
-        it: those that wait now hear why, and so do those that come later."""
+        """Tell all ranks, now or later, not to wait for this one, and why."""
         keys = self.keys
         if self._at.rank:
             keys.set("refused", why)
@@ -144,18 +134,18 @@ class Meeting:
 
 
 def connect(keys: Any, at: Place, wait: float, longest: float, *, on_one_machine: bool) -> Group:
-    """Connect the ranks that have met. A rank on which this fails writes the reason to the key ``gone``.
+    """Connect the ranks that have met. If this fails, the rank writes the reason to the key ``gone``.
 
     Args:
-        keys: of the meeting, or of a later attempt.
+        keys: the keys of the meeting, or of a later attempt.
         at: this rank.
-        wait: the seconds in which all must have connected.
+        wait: timeout in seconds.
         longest: see :class:`Group`.
         on_one_machine: whether all ranks are.
 
     Raises:
         MeetingFailed: a rank cannot be reached.
-        RuntimeError: of the store, or of gloo.
+        RuntimeError: the store or gloo failed.
     """
     until = time.monotonic() + wait
     try:
@@ -183,7 +173,7 @@ def _all_are(keys: Any, where: str, at: Place, until: float, wait: float) -> Non
 
 
 def _warning(at: Place, why: str) -> Callable[[], None]:
-    """Warns once, on ranks 0 and 1, that not all ranks have come for a while: they may never do."""
+    """Return a function that warns once, on ranks 0 and 1, after a long wait."""
     begun, said = time.monotonic(), at.rank > 1
 
     def warn() -> None:
@@ -197,7 +187,7 @@ def _warning(at: Place, why: str) -> Callable[[], None]:
 
 
 def _until(is_there: Callable[[], bool], until: float, on_wait: Callable[[], None]) -> bool:
-    """Ask the store again and again, less and less often; whether the answer was yes in time."""
+    """Poll the store with increasing pauses; return whether the condition held in time."""
     pause = 0.001
     while not is_there():
         if time.monotonic() >= until:
@@ -209,7 +199,7 @@ def _until(is_there: Callable[[], bool], until: float, on_wait: Callable[[], Non
 
 
 def _machine() -> str:
-    """A name that processes of one machine share."""
+    """Return an ID that processes of one machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

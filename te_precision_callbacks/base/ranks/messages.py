@@ -1,13 +1,13 @@
-"""The messages among the ranks of a run: opened on all of them, closed at its end.
+"""Messages among the ranks of a run.
 
-A message begins with a header of fixed size, reduced by the maximum together with its negative: so all ranks see
-whether they are at the same message, with numbers of the same sizes and with equal texts. If not, nobody sends
-anything more. Numbers are then added, or merged by the maximum. Texts that differ are gathered on rank 0, and its
-union is broadcast. They are JSON: nothing that arrives is unpickled.
+A message begins with a header of fixed size, reduced by the maximum of its values and of their negatives. It shows
+all ranks whether they send the same kind of message, with payloads of equal size and equal texts. Otherwise nobody
+sends a payload. Values are then summed, or reduced by the maximum. Texts that differ are gathered on rank 0, which
+broadcasts their union. They are JSON: nothing from the network is unpickled.
 
-A rank on which anything fails leaves: it writes the reason into the store and closes its group. The others notice
-that in their current or next message, read the reason, and leave too. So nobody waits for a rank that is alive and has
-failed. A rank that is silent costs the others a timeout.
+A rank that fails writes the reason into the store and closes its group. The others detect that in their current or
+next message, read the reason, and leave too, so nobody waits for a rank that has failed. A rank that hangs costs the
+others a timeout.
 """
 
 from __future__ import annotations
@@ -40,45 +40,43 @@ Entry = TypeVar("Entry", bound=Hashable)
 Numbers = npt.NDArray[np.float64]
 
 EXCHANGING = 60.0
-"""The seconds that a rank waits for the others in a message of a step, but for the first one."""
+"""Timeout in seconds of a message, except in the first step."""
 
 FIRST_STEP = 300.0
-"""The most seconds that a rank waits for the others in the messages of the first step, in which some compile. A rank
-that leaves out its first ``step()`` holds the others up for as long, once."""
+"""The longest timeout of messages in the first step, in which some ranks compile. A rank that skips its first
+``step()`` blocks the others for this time, once."""
 
 CONNECTING = 15.0
-"""The seconds in which ranks that have met must connect."""
+"""Timeout for connecting after a meeting."""
 
 RECONNECTING = 10.0
-"""The same for ranks that meet again, in the middle of training."""
+"""Timeout for connecting during training."""
 
 POLLING, MOST_RETURNS = 8, 5
-"""After how many steps ranks that are apart look for the others, and how often they meet again at most. With these they
-are together again 26 to 34 steps after they parted."""
+"""Interval in steps at which separated ranks look for each other, and how often they reconnect at most. They are
+together again 26 to 34 steps after the separation."""
 
 _HEADER = 9
-"""Numbers in the header of a message: what it is, how many numbers are added, and merged by the maximum, and a hash of
-the text; the same negated; and the length of the text."""
+"""Numbers in the header: kind, number of sums and of maxima, hash of the text; their negatives; the text's length."""
 
 _ROOM = 500
-"""Maxima that travel with the header, so that a small message is one reduction."""
+"""Maxima that travel in the header, so that a small message is one reduction."""
 
 _LEFT, _WAITS = "left", "waits"
-"""Keys in the store: why a rank has left, and in which message a rank waits."""
+"""Keys in the store: why a rank has left, and the message in which a rank waits."""
 
 _LONGEST_TEXT = 4000
-"""Characters of the reason why a rank has left."""
 
 
 @dataclass(frozen=True)
 class Departure:
-    """Why a rank has left.
+    """The departure of a rank.
 
     Attributes:
-        rank: which one, in the group.
+        rank: the rank, in the group.
         text: the reason.
-        kind: the name of the class of its exception; empty if it has none.
-        raises: whether its caller gets the exception, so that those of all ranks should.
+        kind: the class name of its exception, if any.
+        raises: whether the rank raises this exception to its caller, so that all ranks should.
     """
 
     rank: int
@@ -88,10 +86,10 @@ class Departure:
 
 
 class RanksLostError(PrecisionDebugError, RuntimeError):
-    """The ranks exchange no messages any more.
+    """The ranks no longer exchange messages.
 
     Attributes:
-        departure: of the rank that was the first to leave, as far as it is known.
+        departure: of the first rank that left, if known.
     """
 
     def __init__(self, departure: Departure, message: str = "") -> None:
@@ -100,22 +98,22 @@ class RanksLostError(PrecisionDebugError, RuntimeError):
 
 
 class Messages:
-    """The messages of this rank to the others of a group. All ranks must make the same calls in the same order.
+    """This rank's messages to the others of a group. All ranks must make the same calls in the same order.
 
-    While the ranks are apart, before :meth:`open` and after any of them has left, nothing is sent.
+    Before :meth:`open`, and after any rank has left, nothing is sent.
 
     Args:
-        group: the process group of the training that has these ranks; None for all. Nothing is sent on it.
-        purpose: which messages of a process these are, equal on all ranks: each has its own meeting.
+        group: the training's process group with these ranks; None for all. It carries no messages.
+        purpose: identifies these messages on all ranks.
 
     Attributes:
-        rank, size: this rank's number in the group, and how many ranks it has.
+        rank, size: this rank in the group, and the number of ranks.
         meetings: how often the ranks have met.
-        departure: why the ranks are apart.
-        note: sent along with the numbers of a step: whether this rank wants all to do something.
-        wants_stop: likewise, whether it wants all to stop.
-        stop_is_wanted: whether some rank wanted that in the last numbers of a step.
-        timeout: the seconds that this rank waits in a message at most.
+        departure: why the ranks are separated.
+        note: a request to all ranks, sent with the values of a step.
+        wants_stop: a request to stop, sent likewise.
+        stop_is_wanted: whether any rank wanted to stop in the last step.
+        timeout: the timeout of a message in seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
@@ -138,11 +136,11 @@ class Messages:
         self._return: _Return | None = None
 
     def name(self, rank: int) -> str:
-        """How messages call a rank of the group."""
+        """Format a rank of the group for messages."""
         return f"rank {self._ranks[rank]}"
 
     def number(self, rank: int) -> int:
-        """The number among all ranks of a rank of the group."""
+        """Return the global rank of a rank of the group."""
         return self._ranks[rank]
 
     @property
@@ -151,24 +149,23 @@ class Messages:
 
     @property
     def is_open(self) -> bool:
-        """Whether the ranks exchange messages."""
         return self._group is not None
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first of the ranks, which speaks and writes for all."""
+        """Return whether this rank logs and writes for all."""
         return self.rank == 0
 
     # ------------------------------------------------------------------ the beginning and the end
 
     def open(self, why: str) -> None:
-        """Meet the other ranks; all must call it.
+        """Meet the other ranks; all must call this.
 
         Args:
-            why: what this rank waits for, for a warning: "to attach a session".
+            why: the purpose, for a warning: "to attach a session".
 
         Raises:
-            RanksLostError: the ranks have not met. They are apart from then on.
+            RanksLostError: the ranks have not met, and stay separated.
         """
         called: Meeting | None = None
         try:
@@ -191,11 +188,11 @@ class Messages:
             raise
 
     def decline(self, error: BaseException, called: Meeting | None = None) -> None:
-        """Tell the other ranks that this one does not meet them because something failed on it.
+        """Refuse to meet the other ranks because of a failure.
 
         Args:
-            error: what failed.
-            called: the meeting at which this rank is; None if it has not come to it.
+            error: the failure.
+            called: the meeting, if it has begun.
         """
         reason = _reason(error)
         own = reason if isinstance(error, MeetingFailed) else f"{self.name(self.rank)} has failed ({reason})"
@@ -206,8 +203,7 @@ class Messages:
         return Meeting(shared_store(f"te_precision_callbacks/{self._purpose}/{self._group_name}"), self._at)
 
     def settle(self) -> None:
-        """From now on ranks meet again where one of them has left; and from the next message on they come to messages
-        at about the same time, as in steps of training. To that one they may not: in their first step some compile."""
+        """Allow reconnecting, and use short timeouts after the next message, which may still wait for compilation."""
         if self._group is not None:
             self._return = _Return(self._keys)
 
@@ -222,22 +218,21 @@ class Messages:
         return RanksLostError(self.departure)
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
-        """Leave the other ranks, which then leave too, because something failed on this rank.
+        """Leave the group because of a failure; the other ranks then leave too.
 
         Args:
-            error: what failed.
-            raises: whether the caller of this rank gets the exception, so that those of all ranks should.
+            error: the failure.
+            raises: whether this rank raises the exception to its caller, so that all ranks should.
         """
         if self._group is not None:
             own = str(error) if isinstance(error, PrecisionDebugError) else _reason(error)
             self._leave(Departure(self.rank, own, type(error).__name__, raises))
 
     def part(self, why: str, *, for_good: bool) -> None:
-        """End the messages on all ranks, which do this for the same reason at the same time.
+        """Leave the group on all ranks, which do this at the same time for the same reason.
 
         Args:
-            why: the reason.
-            for_good: whether the ranks never meet again.
+            for_good: whether reconnecting is ruled out.
         """
         self._apart(why)
         if for_good:
@@ -252,7 +247,6 @@ class Messages:
             self._return.put_off()
 
     def close(self) -> None:
-        """End the messages of this rank."""
         self._close(Departure(self.rank, f"{self.name(self.rank).capitalize()} has ended its session"))
 
     def _close(self, departure: Departure) -> None:
@@ -270,55 +264,55 @@ class Messages:
     # ------------------------------------------------------------------ messages
 
     def merge(self, kind: str, why: str, numbers: Numbers, sums: int) -> None:
-        """Replace numbers by those of all ranks.
+        """Reduce values over the ranks, in place.
 
         Args:
-            kind: what they are, equal on all ranks.
-            why: what this rank waits for, for a warning: "to reduce statistics".
-            numbers: contiguous.
-            sums: how many of them are added. Of the rest the maximum is taken.
+            kind: the kind of message, equal on all ranks.
+            why: the purpose, for a warning: "to reduce statistics".
+            numbers: a contiguous array.
+            sums: the number of leading values that are summed; others are reduced by the maximum.
 
         Raises:
-            RanksLostError: the ranks are apart.
+            RanksLostError: the ranks are separated.
         """
         self._exchange(kind, why, numbers, sums)
 
     def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
-        """The largest of each number that the ranks give, which may be whole up to 2**53.
+        """Return the maximum of each number over the ranks; integers up to 2**53 are exact.
 
         Raises:
-            RanksLostError: the ranks are apart.
+            RanksLostError: the ranks are separated.
         """
         own = np.array(numbers, np.float64)
         self.merge(kind, why, own, 0)
         return tuple(own.tolist())
 
     def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
-        """The entries of all ranks, each once, in the same order everywhere: those of lower ranks first.
+        """Return the union of entries, in the same order on all ranks: entries of lower ranks first.
 
         Args:
-            own: this rank's.
+            own: this rank's entries.
             kind, why: as for :meth:`merge`.
-            of: the type of an entry, which pydantic can read from JSON.
+            of: the type of an entry, which pydantic can parse from JSON.
 
         Raises:
-            RanksLostError: the ranks are apart.
+            RanksLostError: the ranks are separated.
         """
         text = _written(own, of)
         found: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
         return found
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
-        """The numbers of each rank, by its number among all ranks: for messages of errors, since it grows with them.
+        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks.
 
         Raises:
-            RanksLostError: the ranks are apart.
+            RanksLostError: the ranks are separated.
         """
         found = self.pooled([(self._ranks[self.rank], tuple(numbers))], kind, why, tuple[int, tuple[int, ...]])
         return dict(sorted(found))
 
     def _exchange(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
-        """Merge numbers, and return the union of texts."""
+        """Reduce numbers, and return the union of texts."""
         group = self._group
         if group is None:
             raise RanksLostError(self.departure, self._in_words(self.departure))
@@ -382,7 +376,7 @@ class Messages:
         return shared.tobytes()
 
     def _departure_of_another(self, error: Exception) -> Departure:
-        """Why another rank has left: what it has written, or else that it cannot be reached."""
+        """Return why another rank has left, as it wrote into the store, or that it cannot be reached."""
         try:
             if self._keys.check([_LEFT]):
                 found = json.loads(self._keys.get(_LEFT))
@@ -393,13 +387,13 @@ class Messages:
         return Departure(self.rank, f"A rank cannot be reached any more: {why}")
 
     def waiting_ranks(self) -> set[int]:
-        """The ranks of the group that wait in the current message, and have done so for a while."""
+        """Return the ranks that have waited in the current message for a while."""
         keys = {rank: f"{_WAITS}/{rank}" for rank in range(self.size)}
         there = {rank for rank, key in keys.items() if self._keys.check([key])}
         return {rank for rank in there if int(self._keys.get(keys[rank])) == self._count}
 
     def note_waiting(self) -> None:
-        """Report to the other ranks that this one waits in the current message."""
+        """Let other ranks see that this one waits in the current message."""
         self._keys.set(f"{_WAITS}/{self.rank}", str(self._count))
 
     def _in_words(self, departure: Departure) -> str:
@@ -409,29 +403,29 @@ class Messages:
     # ------------------------------------------------------------------ notes
 
     def take_noted(self) -> bool | None:
-        """Whether any rank had a :attr:`note` in a message since the last call; None if there was none."""
+        """Return whether any rank had a :attr:`note` since the last call; None without a message."""
         noted, self._noted = self._noted, None
         return noted
 
     def put_noted(self, noted: bool, *, stops: bool) -> None:
-        """What has come of the ranks' notes, and whether some rank wants all to stop."""
+        """Set the combined requests of all ranks."""
         self._noted = noted
         self.stop_is_wanted = stops
 
     # ------------------------------------------------------------------ together again
 
     def tick(self, iteration: int, optimizer_steps: int) -> int | None:
-        """Look for the other ranks, at the end of a step in which this rank is apart; this hardly costs anything.
+        """Look for the other ranks, at the end of a step in which this rank is separated; costs almost nothing.
 
-        All ranks that are ready say so in the store. When rank 0 sees that all are, it names the step in which they
-        connect: an optimizer step, which training counts alike on all ranks, or an iteration where there are none.
+        Ranks that are ready announce it in the store. Once all are, rank 0 sets the step in which they connect: an
+        optimizer step, which all ranks count equally, or else an iteration.
 
         Args:
-            iteration: the iteration that comes next.
-            optimizer_steps: how many optimizer steps this rank has done; negative if that does not count them alike.
+            iteration: the next iteration.
+            optimizer_steps: the number of optimizer steps on this rank; negative if ranks do not count them equally.
 
         Returns:
-            Where the ranks are together again, the largest iteration of them; else None.
+            The largest iteration of all ranks, if they have reconnected; else None.
         """
         found = self._return
         if self._group is not None or found is None:
@@ -457,10 +451,10 @@ class Messages:
 
 
 class _Return:
-    """How ranks that are apart meet again.
+    """Reconnection of separated ranks.
 
     Args:
-        keys: those of the last meeting, which each attempt has a part of.
+        keys: the keys of the last meeting.
     """
 
     def __init__(self, keys: Any) -> None:
@@ -472,17 +466,16 @@ class _Return:
         self._meets: tuple[bool, int] | None = None
 
     def keys_of_attempt(self) -> Any:
-        """The part of the store that the current attempt has."""
         return below(f"again/{self._attempt}", self._keys)
 
     def put_off(self) -> None:
-        """Try again later, and each time twice as late."""
+        """Retry later, doubling the interval."""
         self._attempt += 1
         self._ready_at = self._meets = None
         self._is_ready = self._has_published = False
 
     def is_time(self, at: Place, iteration: int, optimizer_steps: int) -> bool:
-        """Whether the ranks connect now."""
+        """Return whether to connect now."""
         clock = iteration if optimizer_steps < 0 else optimizer_steps
         if self._attempt > MOST_RETURNS:
             return False
@@ -526,7 +519,7 @@ def _adapter(of: Any) -> TypeAdapter[Any]:
 
 
 def _written(entries: Iterable[Hashable], of: Any) -> bytes:
-    """Entries as JSON, each once; inf and nan as Python's json writes them."""
+    """Serialize entries as JSON, without duplicates; inf and nan as Python's json writes them."""
     return json.dumps(_adapter(of).dump_python(list(dict.fromkeys(entries)), mode="json")).encode()
 
 
@@ -536,7 +529,7 @@ def _read(text: bytes, of: Any) -> list[Any]:
 
 
 def _ranked(numbers: Numbers) -> npt.NDArray[np.int64]:
-    """Whole numbers in the order of the given ones, nan the largest: gloo's own maximum may lose a nan."""
+    """Map floats to integers in the same order, with nan as the largest; gloo's own maximum may lose a nan."""
     bits = np.where(np.isnan(numbers), np.nan, numbers).view(np.int64)
     return bits ^ ((bits >> 63) & np.iinfo(np.int64).max)
 
@@ -547,16 +540,11 @@ def _numbers_of(ranked: npt.NDArray[np.int64]) -> Numbers:
 
 
 class _GroupFailed(Exception):
-    """An operation of the group has failed: another rank has left or died."""
+    """An operation of the group failed, because another rank has left or died."""
 
 
 class _Waiting:
-    """The time that a rank waits in one message: it warns after a while, and gives up after a timeout.
-
-    Args:
-        messages: those of the rank.
-        why: what it waits for.
-    """
+    """Timing of one message: a warning after a while, then a timeout."""
 
     def __init__(self, messages: Messages, why: str) -> None:
         self._messages = messages
@@ -568,8 +556,8 @@ class _Waiting:
         """Wait for the operations of a group.
 
         Raises:
-            RanksLostError: that took too long.
-            _GroupFailed: they have failed.
+            RanksLostError: timeout.
+            _GroupFailed: an operation failed.
         """
         try:
             group.finish(self._check)
@@ -596,17 +584,17 @@ class _Waiting:
         return self._messages.name(self._messages.rank).capitalize()
 
     def _late(self) -> str:
-        """The ranks that are not at this message; not asked by all ranks, since each is asked for."""
+        """Return the ranks that are late, as text. Only two ranks query the store, which takes a request per rank."""
         messages = self._messages
         late = set(range(messages.size)) - messages.waiting_ranks() if messages.rank <= 1 else set()
         return ranks_in_words(sorted(map(messages.number, late))) if late else "other ranks"
 
 
 def _patience(group: dist.ProcessGroup | None) -> float:
-    """The seconds that a rank waits for the others to come at all: half of the time that the training's messages have.
+    """Return the timeout of a meeting in seconds: half of the timeout of the training's messages.
 
-    Ranks load a model at different speeds. A rank that waits in a message of the training for one that waits here must
-    not lose its patience first.
+    Ranks load a model at different speeds, and a rank that waits in a collective of the training for one that waits
+    here must not time out first.
     """
     try:
         training: Any = dist.group.WORLD if group is None else group

@@ -11,7 +11,7 @@ The exit code is 0 without findings, 1 with findings, and 2 for wrong use.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,12 +19,9 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.base.environment import Environment
     from te_precision_callbacks.base.torch_facts import Torch
     from te_precision_callbacks.cli.doctor.advice import DoctorFinding
-    from te_precision_callbacks.cli.doctor.examination import Examination
-    from te_precision_callbacks.cli.doctor.log_folder import LogFolder
-    from te_precision_callbacks.cli.doctor.packages import Package
+    from te_precision_callbacks.cli.doctor.machine import Machine
     from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine
 
 
@@ -34,48 +31,51 @@ def doctor_command(
     ] = Path(),
     as_json: Json = False,
 ) -> None:
-    """Show what a bug report needs to know of this machine, and what is wrong with it.
+    """Print system information for bug reports, and known problems.
 
-    Returns exit code 1 if something is. Of the environment, only variables that change numbers are shown.
+    The exit code is 1 if there are problems. Only environment variables that change results are shown.
     """
     from te_precision_callbacks.cli.doctor.advice import findings
-    from te_precision_callbacks.cli.doctor.examination import examine
+    from te_precision_callbacks.cli.doctor.machine import examine
 
-    examination = examine(log_dir)
-    found = findings(examination)
+    machine = examine(log_dir)
+    found = findings(machine)
     if as_json:
-        terminal.show_json({**vars(examination), "findings": found})
+        terminal.show_json({**vars(machine), "findings": found})
     else:
-        _show(examination, found)
+        _show(machine, found)
     raise typer.Exit(1 if found else 0)
 
-
-# ---------------------------------------------------------------------- the screen
 
 _INDENT = 3
 """The indent of the lines of a finding below its number."""
 
 
-def _show(examination: Examination, found: tuple[DoctorFinding, ...]) -> None:
-    from te_precision_callbacks.cli.doctor.examination import Failed
-
-    terminal.show_text(f"te-precision doctor on {examination.platform}")
-    parts = (
-        ("Packages", examination.packages, _show_packages),
-        ("Transformer Engine", examination.transformer_engine, _show_engine),
-        ("GPU and torch", examination.torch, _show_torch),
-        ("Environment variables that are set", examination.environment, _show_environment),
-        ("Log folder", examination.log_folder, _show_folder),
-    )
-    part: Any
-    show_part: Any
-    for title, part, show_part in parts:
-        terminal.show(f"\n[bold]{title}[/bold]")
-        if isinstance(part, Failed):
-            _line("could not be examined", part.failure)
-        else:
-            show_part(part)
-    terminal.show("\n[bold]Findings[/bold]")
+def _show(machine: Machine, found: tuple[DoctorFinding, ...]) -> None:
+    terminal.show_text(f"te-precision doctor on {machine.platform}")
+    _title("Packages")
+    table = terminal.table("package", "installed", "works with", "")
+    for package in machine.packages:
+        table.add_row(*map(terminal.cell, (package.name, package.version or "", package.wanted, package.state)))
+    terminal.show(table)
+    _title("Transformer Engine")
+    _show_engine(machine.transformer_engine)
+    _title("GPU and torch")
+    if isinstance(machine.torch, str):
+        _line("torch", machine.torch)
+    else:
+        _show_torch(machine.torch)
+    _title("Environment variables that are set")
+    for name, value in machine.environment.items():
+        _line(name, repr(value))
+    if not machine.environment:
+        terminal.show("  none of those that change numbers")
+    _title("Log folder")
+    folder = machine.log_folder
+    _line("folder", folder.path + ("" if folder.exists else ", which does not exist yet"))
+    _line("can be written to", f"no: {folder.why_not_writable}" if folder.why_not_writable else "yes")
+    _line("free space", f"{folder.free_bytes / 2**30:,.1f} GiB")
+    _title("Findings")
     for number, finding in enumerate(found, 1):
         terminal.show_text(f"{number}. ({finding.severity}) {finding.what}", hanging=_INDENT)
         terminal.show_text(f"-> {finding.remedy}", _INDENT, hanging=_INDENT)
@@ -83,16 +83,12 @@ def _show(examination: Examination, found: tuple[DoctorFinding, ...]) -> None:
         terminal.show("none")
 
 
+def _title(text: str) -> None:
+    terminal.show(f"\n[bold]{text}[/bold]")
+
+
 def _line(name: str, value: object) -> None:
     terminal.show_text(f"{name:<25} {value}", 2, hanging=2)
-
-
-def _show_packages(packages: tuple[Package, ...]) -> None:
-    table = terminal.table("package", "installed", "works with", "", "what to do")
-    for package in packages:
-        cells = (package.name, package.version or "", package.wanted, package.state, package.remedy)
-        table.add_row(*map(terminal.cell, cells))
-    terminal.show(table)
 
 
 def _show_engine(engine: TransformerEngine) -> None:
@@ -104,13 +100,13 @@ def _show_engine(engine: TransformerEngine) -> None:
         _line("compiled build", engine.why_not_compiled)
     if engine.why_no_reference:
         _line("reference backend", engine.why_no_reference)
-    if not engine.recipes:
+    if engine.recipes is None:
         return
-    table = terminal.table("recipe", *(recipes.place for recipes in engine.recipes))
+    table = terminal.table("recipe", engine.recipes.place)
     for recipe in RECIPES:
-        answers = ("not known" if place.failure else place.refusals.get(recipe, "runs") for place in engine.recipes)
-        table.add_row(recipe, *map(terminal.cell, answers))
-    table.add_row("te.autocast() takes", *(terminal.cell(recipes.default or "none") for recipes in engine.recipes))
+        answer = "not known" if engine.recipes.failure else engine.recipes.refusals.get(recipe, "runs")
+        table.add_row(recipe, terminal.cell(answer))
+    table.add_row("te.autocast() takes", terminal.cell(engine.recipes.default or "none"))
     terminal.show(table)
 
 
@@ -123,18 +119,3 @@ def _show_torch(torch: Torch) -> None:
         _line("CUDA_VISIBLE_DEVICES", repr(torch.visible_devices))
     _line("driver, CUDA, cuDNN", ", ".join(version or "none" for version in (torch.driver, torch.cuda, torch.cudnn)))
     _line("settings of a new process", ", ".join(f"{name}={value}" for name, value in torch.settings.items()))
-
-
-def _show_environment(environment: Environment) -> None:
-    for name, value in environment.settings.items():
-        _line(name, repr(value))
-    if not environment.settings:
-        terminal.show("  none of those that change numbers")
-
-
-def _show_folder(folder: LogFolder) -> None:
-    _line("folder", folder.path + ("" if folder.exists else ", which does not exist yet"))
-    _line("can be written to", "no: " + folder.why_not_writable if folder.why_not_writable else "yes")
-    _line("free space", f"{folder.free_bytes / 2**30:,.1f} GiB")
-    if not folder.why_not_writable:
-        _line("file locks", folder.why_no_locks or "work")

@@ -1,1 +1,1 @@
-"""What a config may say, for readers: on a page, in a terminal, in an editor. All of it is read from the schemas."""
+"""Reference of configs for pages, terminals and editors, generated from the schemas."""

@@ -1,4 +1,4 @@
-"""``te-precision features`` and ``te-precision statistics``: what a config may say.
+"""``te-precision features`` and ``te-precision statistics``: reference of configs.
 
 Usage::
 
@@ -71,7 +71,7 @@ def statistics_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the statistics that features collect, or explain one: its formula, its unit, and how to ask for it."""
+    """List the statistics that features collect, or explain one: its formula, its unit, and an example."""
     from te_precision_callbacks.cli.manual.statistics import find, statistics
 
     found = statistics() if name is None else (find(name),)
@@ -151,7 +151,7 @@ def _explain_statistic(statistic: Explained) -> None:
 
 
 def _facts(statistic: Explained) -> list[tuple[str, str]]:
-    """What the formula does not say of a statistic: headings and texts."""
+    """Headings and texts beside the formula."""
     found = [("unit", statistic.unit), ("computed from", statistic.of)]
     if statistic.is_histogram:
         found.append(("value", "a histogram"))

@@ -1,7 +1,7 @@
-"""What there is to say of each feature, read from its schema.
+"""Reference of features, read from their schemas.
 
-    features()                       # all that a config may name
-    (found,) = find("FakeQuant")     # case does not matter
+    features()                       # all features
+    (found,) = find("FakeQuant")     # in any case
     found.keys[0].name               # "enabled"
 
 docs/features.md, ``te-precision features`` and the JSON Schema of configs are made from it.
@@ -34,11 +34,11 @@ class Key:
 
     Attributes:
         name: as in a config.
-        where: the levels at which the key may be given, outermost first.
-        values: the values that the key takes, in words.
+        where: the levels that take the key, outermost first.
+        values: the values, in words.
         required: whether the key must be given.
-        default: the value without the key; None if there is none.
-        meaning: what the key does.
+        default: the default; None without one.
+        meaning: the effect of the key.
     """
 
     name: str
@@ -50,22 +50,22 @@ class Key:
 
     @property
     def places(self) -> str:
-        """The levels at which the key may be given, in words."""
+        """The levels that take the key, in words."""
         return ", ".join(dict.fromkeys(f"items of `{path[-1]}`" if path else "feature" for path in self.where))
 
 
 @dataclass(frozen=True)
 class FeatureEntry:
-    """A feature that a config may name.
+    """A feature.
 
     Attributes:
         name: as registered; configs may write it in any case.
-        namespace: the key of a section below which it is given; :data:`BASE` for the section itself.
-        paragraphs: what the feature does; the first paragraph says it briefly.
-        tensors: the tensors that it can act on; empty for a feature of whole GEMMs.
-        gemms: the GEMMs that it can act on; empty for a feature of whole tensors.
-        keys: its keys, those of its items included; empty if they are not checked.
-        example: a section of a config that uses the feature, as YAML; empty if there is none.
+        namespace: the key of a section that contains it; :data:`BASE` for the section itself.
+        paragraphs: its description, first in brief.
+        tensors: its tensors; empty for a feature of whole GEMMs.
+        gemms: its GEMMs; empty for a feature of whole tensors.
+        keys: its keys, with the keys of its items; empty if they are not checked.
+        example: a section of a config, as YAML; may be empty.
     """
 
     name: str
@@ -93,17 +93,17 @@ class FeatureEntry:
 
     @classmethod
     def unchecked(cls, name: str, namespace: str) -> FeatureEntry:
-        """A feature of another package, of which the name is all that is known."""
+        """Return a feature of another package by its name alone."""
         return cls(name, namespace, ("Not a feature of this project: its keys are not checked.",))
 
     @property
     def place(self) -> str:
-        """Where a config names the feature."""
+        """The place of the feature in a config."""
         return "the section" if self.namespace == BASE else f"{self.namespace}:"
 
 
 def features() -> tuple[FeatureEntry, ...]:
-    """All features that a config may name, but a user's own and those of upstream's tests; this project's first."""
+    """All features, without users' own and upstream's tests; this project's first."""
     return tuple(
         _feature(name, namespace)
         for namespace, registered in known_features().items()
@@ -127,7 +127,7 @@ def find(name: str) -> tuple[FeatureEntry, ...]:
 
 
 def keys_of(model: type[FeatureSchema]) -> tuple[Key, ...]:
-    """The keys of a feature, those of its items included."""
+    """The keys of a feature and of its items."""
     found: dict[str, Key] = {}
     for path, level in levels(model).items():
         for name, field in level.model_fields.items():

@@ -5,114 +5,154 @@ python -m te_precision_callbacks.cli.manual.features_page > docs/features.md
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 from te_precision_callbacks.cli.manual.features import FeatureEntry, Key
 from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.config.selection import SELECTORS
 
+_COMMON = (
+    "tensors",
+    "tensors_struct",
+    "gemms",
+    "gemms_struct",
+    "start_step",
+    "end_step",
+    "start_end_list",
+    "freq",
+)
+"""Keys that the introduction explains for all features, beside those of the items."""
 
-def _default(key: Key) -> str:
-    return "must be given" if key.required else "" if key.default is None else str(key.default)
+_IN_ITEMS = ("tensor", "gemm")
+
+_STATS = {
+    "LogFp8TensorStats": (
+        "names such as `underflows%`, `mxfp8_mse_columnwise`, `mxfp8_e5m2_sqnr_db`",
+        "Statistics to compute, here or in each item. A name without a recipe is for the layer's own quantization; a"
+        " name with a recipe shows how that recipe would quantize the tensor.",
+    ),
+    "LogNvfp4TensorStats": (
+        "names such as `underflows%`, `mse_columnwise`",
+        "Statistics to compute, here or in each item, for NVFP4.",
+    ),
+}
+"""Feature -> the value and the meaning of ``stats``, whose names docs/statistics.md lists."""
 
 
 def _section(feature: FeatureEntry) -> str:
-    rows = "\n".join(
-        f"| `{key.name}` | {key.places} | {key.values} | {_default(key)} | {key.meaning} |" for key in feature.keys
-    )
-    head = "| key | where | takes | default | meaning |\n|---|---|---|---|---|"
-    purpose = " ".join(feature.paragraphs)
-    return f"## {feature.name}\n\n{purpose}\n\n{head}\n{rows}\n\n```yaml\n{feature.example}\n```\n"
+    purpose = _filled(" ".join(feature.paragraphs))
+    rows = "\n".join(_row(feature, key) for key in feature.keys if key.name not in (*_COMMON, *_IN_ITEMS, "enabled"))
+    table = f"| key | takes | default | in items of | meaning |\n|---|---|---|---|---|\n{rows}\n\n" if rows else ""
+    text = f"## {feature.name}\n\n{purpose}\n\n{_common(feature)}{table}```yaml\n{feature.example}\n```\n"
+    return re.sub(r"\bdocs/([\w-]+\.md)", r"[\1](\1)", text)
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _common(feature: FeatureEntry) -> str:
+    """The common keys that the feature takes, with the tensors and GEMMs that it can act on."""
+    names = {"tensors": ", ".join(feature.tensors), "gemms": ", ".join(feature.gemms)}
+    found = []
+    for key in feature.keys:
+        if key.name in _COMMON:
+            default = f"default {key.default}" if key.name == "freq" and key.default != 1 else ""
+            more = names.get(key.name, default)
+            found.append(f"`{key.name}`" + (f" ({more})" if more else ""))
+    return _filled(f"Common keys: {', '.join(found)}.") + "\n\n"
+
+
+def _row(feature: FeatureEntry, key: Key) -> str:
+    items = ", ".join(dict.fromkeys(f"`{path[-1]}`" for path in key.where if path))
+    takes, meaning = key.values, key.meaning
+    if key.name == "stats" and feature.name in _STATS:
+        takes, meaning = _STATS[feature.name]
+        meaning += " [All names](statistics.md#statistics-of-quantized-tensors)."
+    default = "" if key.default is None else key.default
+    return f"| `{key.name}` | {takes} | {default} | {items} | {meaning} |"
 
 
 def _selectors() -> str:
     """The list of the keys of ``layers``."""
-    return "\n".join(
-        textwrap.fill(f"- `{key}`: {meaning}", 120, subsequent_indent="  ", break_on_hyphens=False)
-        for key, meaning in SELECTORS.items()
-    )
+    return "\n".join(_filled(f"- `{key}`: {meaning}", "  ") for key, meaning in SELECTORS.items())
 
 
 _INTRODUCTION = f"""\
 # Features
 
-The keys of a config section, and of the features below its `transformer_engine:`. This page is generated from the
-schemas that check configs: `python -m te_precision_callbacks.cli.manual.features_page > docs/features.md`.
-
-## Sections and their layers
-
-A config is a mapping of sections. Each section has `enabled`, `layers`, and features below `transformer_engine:`. If a
-section is not enabled, nothing else in it is read. A layer may be in several sections with different features. The keys
-of `layers` select:
-
-{_selectors()}
-
-If a section has several of these keys, nvidia-dlfw-inspect's rule applies:
-
-- `exact_layer_names` takes precedence, then `layer_name_regex_pattern`. Other keys have no effect then, and cause a
-  warning.
-- `layer_numbers` and `layer_types` combine: a layer must match both. Within each list, one match is enough.
-
-A section that selects no layer of the model, and an exact name without a layer, are errors at start;
-`allow_unmatched=True` turns both into warnings. A type or a number without a layer only causes a warning if other
-entries of the list match.
-
-### Names
-
-A layer's name is its path in the module tree, without the parts that DDP, FSDP, torch.compile, checkpoint wrappers and
-PEFT add: `layers.3.q_proj`, and `layers.3.q_proj.lora_A.default` for the adapter. Selectors also match the name that
-the script gave (`te.Linear(..., name="head")`, or nvidia-dlfw-inspect's `infer_and_assign_layer_names` before
-`attach()`), the path with PEFT's parts (`base_model.model.layers.3.q_proj.base_layer`), and the path without a
-LightningModule's own attribute. If ranks have different layers at the same path, the names have Megatron's numbers
-([statistics.md](statistics.md#aggregation)).
-
-If modules have an attribute `layer_number`, nvidia-dlfw-inspect calls the same layer `model.layers.4.q_proj`. A config
-for those names may select other layers here; one warning then lists both sets. For nvidia-dlfw-inspect's names and
-numbers, pass `layer_names="upstream"` to any integration, or write the key at the level of the sections:
+The keys of a config, and of each feature. This page is generated from the schemas that check configs:
+`python -m te_precision_callbacks.cli.manual.features_page > docs/features.md`.
 
 ```yaml
-layer_names: upstream     # or path, to use paths without a warning
-statistics:
+statistics:                      # a section: any name
   enabled: True
-  layers:
+  layers:                        # the layers it selects
     layer_types: [layernorm_mlp]
-  transformer_engine:
+  transformer_engine:            # the features that act on them
     LogTensorStats:
       enabled: True
       tensors: [activation]
       stats: [max]
 ```
 
-- A layer's number is then the only number in its name, except in `fc1` and `fc2`. A layer with several numbers or none,
-  for which nvidia-dlfw-inspect raises, has no number. `layer_types` match only parts of the name.
-- Selectors match the names of the model passed to the session, or of the model without DDP and other wrappers.
-  Names from the script's own `infer_and_assign_layer_names` take precedence.
-- Layers with equal names (`model.layers.None....`, if `layer_number` is not set) are distinguished by a count, and the
-  name selects all of them.
-- nvidia-dlfw-inspect itself does not read a file with this key.
+A layer may be in several sections with different features. A section or feature with `enabled: False` is not checked.
+Feature names ignore case: `DisableFp8Gemm` is `DisableFP8GEMM`. All problems of a config are reported in one error,
+with their lines.
 
-### Errors
+## Select layers
 
-One error reports all problems of a config with their lines. Unknown features are errors when the config is loaded, or
-when a session starts if there are feature folders (`feature_dirs=`), which are executed then.
+{_selectors()}
 
-## Keys
+If a section has several of these keys, `exact_layer_names` takes precedence, then `layer_name_regex_pattern`; a warning
+names the keys without effect. With `layer_numbers` and `layer_types`, a layer must match both; within each list, one
+match is enough.
 
-- `te-precision features NAME` prints the keys of one feature, `te-precision statistics` the values of `stats`
-  ([statistics.md](statistics.md)).
-- Feature names ignore case: `DisableFp8Gemm` is `DisableFP8GEMM`.
-- An item's key takes precedence over the feature's. The item of a tensor takes precedence over a GEMM's.
-- Tensors: `fprop` multiplies `activation` and `weight` to `output`; `dgrad` multiplies `gradient` and `weight` to
-  `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
-- A tensor may be in several items of `tensors_struct`, which all apply. If a feature has GEMMs, a GEMM may be in one
-  item only, and a tensor in one item of that GEMM only.
-- A GEMM multiplies two quantized tensors, or two in high precision. A feature that quantizes a tensor of a GEMM
-  (PerTensorScaling) and a feature that runs the GEMM in high precision (the Disable features, FakeQuant) therefore
-  exclude each other in steps in which both act.
-- `start_step`, `end_step` and `start_end_list` of features that change precision are this project's own keys:
-  Transformer Engine's features of these names act in every step.
-- The keys of your own features are not checked.
-"""
+A section that selects no layer of the model, and an exact name without a layer, are errors at start. With
+`allow_unmatched=True` they are warnings.
+
+### Names
+
+A layer's name is its path in the module tree, without the parts that DDP, FSDP, torch.compile, checkpoint wrappers and
+PEFT add: `layers.3.q_proj`, or `layers.3.q_proj.lora_A.default` for an adapter. Selectors also match
+
+- the name that the script gave, as in `te.Linear(..., name="head")`;
+- the path with PEFT's parts, such as `base_model.model.layers.3.q_proj.base_layer`;
+- the path without a LightningModule's own attribute.
+
+If ranks have different layers at the same path, the names get [a prefix or Megatron's
+numbers](statistics.md#aggregation).
+
+nvidia-dlfw-inspect names some layers differently: with an attribute `layer_number`, `model.layers.3.q_proj` is
+`model.layers.4.q_proj`. To use a config that was written for those names, pass `layer_names="upstream"`, or write
+`layer_names: upstream` above the sections. Without either, a warning appears if the config would select other layers
+by those names; `layer_names: path` turns it off.
+
+## Keys of all features
+
+`te-precision features NAME` prints the keys of one feature.
+
+| key | takes | meaning |
+|---|---|---|
+| `enabled` | True or False | Required in each feature. |
+| `tensors` | a name or a list | Tensors that the feature acts on. |
+| `gemms` | a name or a list | GEMMs that the feature acts on. |
+| `tensors_struct`, `gemms_struct` | a list of mappings | Instead of `tensors` and `gemms`: an item for each, with `tensor` or `gemm` and keys that apply only there. An item's key takes precedence over the feature's, and a tensor's over a GEMM's. |
+| `freq` | an integer >= 1 | The feature acts in steps that are multiples of this number, by default in each: with `freq: 10` and `start_step: 5` in steps 10, 20, ... Not for features that change precision. |
+| `start_step` | an integer >= 0 | The first step, counted from 0. |
+| `end_step` | an integer >= -1 | The last step, inclusive. -1, the default: no end. |
+| `start_end_list` | a list of [start, end] pairs | Several ranges of steps instead, ends included: `[[0, 20], [80, -1]]`. |
+
+- Steps are *debug iterations*: an optimizer step with all of its micro-batches is one.
+- The three GEMMs of a linear layer: `fprop` multiplies `activation` and `weight` to `output`; `dgrad` multiplies
+  `gradient` and `weight` to `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
+- A GEMM multiplies two quantized tensors, or two in high precision. Therefore PerTensorScaling, which quantizes
+  tensors, and the Disable features and FakeQuant, which run a GEMM in high precision, exclude each other on a GEMM in
+  the same step.
+- Transformer Engine's own features that change precision act in every step; their steps are keys of this project.
+- The keys of [your own features](custom-features.md) are not checked.
+"""  # noqa: E501
 
 
 def as_markdown() -> str:

@@ -1,12 +1,12 @@
-"""The JSON Schema of configs, with which an editor completes keys and marks what is misspelt or of a wrong type.
+"""The JSON Schema of configs, for completion and checks in editors.
 
     schema = config_schema()                       # draft 2020-12, as data for json.dumps
-    schema = config_schema(own=["ClipOutliers"])   # a user's own feature is known too, with any keys
+    schema = config_schema(own=["ClipOutliers"])   # accepts a user's own feature, with any keys
 
-It refuses nothing that :func:`te_precision_callbacks.config.load_config` accepts, with the same ``features=``. Only
-``load_config`` finds what one key alone does not show (schedules without a step, tensors that take no part in a GEMM, a
-tensor without statistics, features that exclude each other), ranges that end before they start, and regular expressions
-that are none.
+It accepts every config that :func:`te_precision_callbacks.config.load_config` accepts, with the same ``features=``.
+Only ``load_config`` finds contradictions between keys (schedules without a step, tensors that take no part in a GEMM, a
+tensor without statistics, features that exclude each other), ranges that end before they start, and invalid regular
+expressions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def config_schema(own: Iterable[str] = ()) -> JsonSchema:
     """The schema of a config file.
 
     Args:
-        own: the names of a user's own features, whose keys are not checked.
+        own: the names of a user's own features; their keys are not checked.
     """
     known = known_features(own)
     models = [model for name in known[NAMESPACE] if (model := schema_of(name)) is not None]

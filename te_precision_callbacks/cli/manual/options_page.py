@@ -38,7 +38,7 @@ def _documented() -> Iterator[tuple[str, str]]:
 
 def _as_markdown(text: str) -> str:
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`").replace("|", "\\|")
-    return re.sub(r"\bdocs/([\w-]+\.md)(#[\w-]+)?", r"[docs/\1](\1\2)", text)
+    return re.sub(r"\bdocs/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""What there is to say of each statistic, read from the table of statistics, the grammar of names and the schemas.
+"""Reference of statistics, read from their table, the grammar of names and the schemas.
 
-    statistics()                                # one for each row of the table
-    find("mxfp8_mse_columnwise").recipe.name    # "mxfp8"
-    find("mxfp8_mse_columnwise").example        # "stats: [mxfp8_mse_columnwise]"
-
-``te-precision statistics`` prints it.
+statistics()                                # one for each row of the table
+find("mxfp8_mse_columnwise").recipe.name    # "mxfp8"
+find("mxfp8_mse_columnwise").example        # "stats: [mxfp8_mse_columnwise]"
 """
 
 from __future__ import annotations
@@ -39,15 +37,15 @@ from te_precision_callbacks.statistics.table import BLOCKWISE, GEMM_STATISTICS, 
 
 @dataclass(frozen=True)
 class RecipeEntry:
-    """How a recipe quantizes, in words.
+    """The quantization of a recipe, in words.
 
     Attributes:
         name: as in statistics' names.
         shares: the elements that share a factor.
         factor: the factors from codes to values.
-        elements: the format of the elements, unless a name says one.
-        formats: the formats that a name can say.
-        is_simulated: whether a layer that does not run the recipe has its statistics, too: what it would give.
+        elements: the default format of the elements.
+        formats: the formats that a name can contain.
+        is_simulated: whether layers with other recipes have its statistics too, as a simulation.
     """
 
     name: str
@@ -85,24 +83,22 @@ def recipes_table() -> str:
 
 @dataclass(frozen=True)
 class Explained:
-    """A statistic, under a name as in a config or in logs.
-
-    It has many attributes because they are the keys of ``te-precision statistics --json``.
+    """A statistic, under a name as in a config or in logs. The attributes are keys of ``--json``.
 
     Attributes:
         name: the name.
         statistic: its name in the table, without recipe, element format, direction and parameters.
-        formula, unit: as in the table; :data:`te_precision_callbacks.statistics.table.SYMBOLS` says what x, y, n are.
-        of: what it is computed from.
+        formula, unit: as in the table; :data:`te_precision_callbacks.statistics.table.SYMBOLS` defines x, y and n.
+        of: the data that it is computed from.
         merged: how micro-batches and ranks are merged.
-        worse: the direction in which it gets worse; empty for neither.
+        worse: the direction that is worse; empty for neither.
         is_upstream: whether Transformer Engine 2.20 has the statistic.
-        is_histogram: whether its value is not one number.
-        collected_by: the features that take the name, each with the tensors that it can be of.
-        is_of_own_recipe: whether it is of the recipe that the layer runs.
-        recipe: the recipe that it is of, if the name says one.
-        element_format: the format of the recipe's elements, if the name says one.
-        direction: ``rowwise`` or ``columnwise`` if it is of quantized data that differ by direction, else None.
+        is_histogram: whether its value is a histogram.
+        collected_by: feature -> tensors.
+        is_of_own_recipe: whether it is of the layer's recipe.
+        recipe: the recipe in the name; may be None.
+        element_format: the format in the name; may be None.
+        direction: ``rowwise`` or ``columnwise`` for quantized data that differ by direction, else None.
         read_by: tensor -> the GEMM that reads its data of this direction.
         block_size, dims: the blocks of :data:`BLOCKWISE`.
         example: a line for the options of such a feature.
@@ -182,7 +178,7 @@ def _explained(name: str, request: Request) -> Explained:
 
 
 def _takes(model: type[FeatureSchema], entry: Any) -> bool:
-    """Whether a feature takes an entry of its ``stats``."""
+    """Return whether a feature takes an entry of its ``stats``."""
     try:
         _stats_of(model).validate_python([entry])
     except ValidationError:

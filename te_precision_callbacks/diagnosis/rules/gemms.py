@@ -23,7 +23,7 @@ and the percent of zeros beyond those that are expected. Over 1,024 elements the
 standard deviation of 0.016 at most."""
 
 EXCESS, EXCESS_STEPS = 10.0, 2
-"""The excess, and due steps in a row."""
+"""The excess, and collection steps in a row."""
 
 _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 
@@ -38,11 +38,10 @@ class _OfGemms(Judge):
 
     @property
     def why_not(self) -> str:
-        """As of :class:`Judge`; also why nothing was measured."""
+        """The reason why the rule was not checked, or why nothing was measured."""
         return super().why_not or (self._unmeasured and f"LogGemmError has measured nothing: {self._unmeasured}")
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        """As of :class:`Judge`."""
         self._unmeasured = "" if facts.settings is None else facts.settings.unmeasured
         self.applies = bool(self.steps or self._unmeasured)
         return ()
@@ -55,10 +54,10 @@ class _OfGemms(Judge):
 
 
 class Kernel(_OfGemms):
-    """Results that are not the product of their operands, by more than rounding.
+    """Results that differ from the product of their operands by more than rounding.
 
     Args:
-        kind: which of them: those off by a factor, those of one rank alone, or all others.
+        kind: ``gain``: off by a factor; ``rank``: on one rank only; ``kernel``: all others.
     """
 
     def __init__(self, kind: str) -> None:
@@ -67,7 +66,6 @@ class Kernel(_OfGemms):
         self._streaks = ColumnStreaks(1)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         settings = facts.settings
         ranks = settings is not None and settings.ranks > 1 and settings.alike
         for ratio in self._columns(numbers, "gemm_kernel_ratio"):
@@ -93,7 +91,7 @@ def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np
 
 
 def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column, kind: str) -> str:
-    """What is seen of a GEMM, and where."""
+    """Describe the error of a GEMM, and its place."""
     times = f"{ratio.values[at]:.3g} times its tolerance"
     if kind == "gain":
         what = f"gives {beside['gemm_gain'][at]:.4g} times the product of its operands"
@@ -114,14 +112,13 @@ def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column,
 
 
 class Quantizer(_OfGemms):
-    """Codes or scales that are not those of the format."""
+    """Codes or scales that differ from the format's."""
 
     def __init__(self) -> None:
         super().__init__()
         self._streaks = ColumnStreaks(1)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for operand in "ab":
             for statistic, most, text in (
                 (f"gemm_wrong_codes_{operand}%", CODES, "{:.3g} % of the codes are not the nearest of their format"),
@@ -142,7 +139,7 @@ class Quantizer(_OfGemms):
 
 
 class Excess(_OfGemms):
-    """Products whose error is far above that of their operands."""
+    """Products with a far larger error than their operands."""
 
     needed = EXCESS_STEPS
 
@@ -151,7 +148,6 @@ class Excess(_OfGemms):
         self._streaks = ColumnStreaks(EXCESS_STEPS)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for column in self._columns(numbers, "gemm_excess"):
             yield from self._streaks.sightings(
                 numbers,
@@ -250,7 +246,7 @@ RULES = (
         subject="tensor",
         needs="gemm_excess of GEMMs",
         collect=_COLLECT,
-        condition=f"gemm_excess is above {EXCESS:g} in {EXCESS_STEPS} due steps in a row",
+        condition=f"gemm_excess is above {EXCESS:g} in {EXCESS_STEPS} collection steps in a row",
         silent="products that cancel a little: independent operands have an excess of 1",
         severity="note",
         source="|dA B|^2 is the sum of the squared terms times the squared error of A, and |A B|^2 is less where terms"

@@ -22,10 +22,11 @@ RHYTHM = 5
 """The most steps of a rhythm in which a layer may train: a generator every fifth step (WGAN, arXiv 1701.07875)."""
 
 ZEROS, ZEROS_STEPS = 7.0, 3
-"""Percent of the elements of a weight's gradient that are 0, and due steps in a row."""
+"""Percent of the elements of a weight's gradient that are 0, and collection steps in a row."""
 
 GROWTH, GROWTH_STEPS, BEGIN = 6.0, 2, 3
-"""Powers of two above the least of the first due steps, due steps in a row, and how many steps are the first."""
+"""Powers of two above the least of the first collection steps, collection steps in a row, and the number of first
+steps."""
 
 FAR_GROWN: Mapping[str, float] = {"weight": 8.0, "gradient": 11.0}
 """The same for a warning although nothing is lost in quantization; of other tensors, which include the massive
@@ -40,7 +41,7 @@ STOP_GROWTH = (
 
 
 class DeadGradient(Judge):
-    """A layer that computes, and whose gradient is 0 or never comes."""
+    """A layer that runs with a zero or missing gradient."""
 
     needed = DEAD_STEPS
 
@@ -53,18 +54,16 @@ class DeadGradient(Judge):
 
     @property
     def why_not(self) -> str:
-        """As of :class:`Judge`."""
-        lacks = "no backward has reached a layer with statistics in a due step" if self._lacks_backward else ""
+        lacks = "no backward has reached a layer with statistics in a collection step" if self._lacks_backward else ""
         return super().why_not or lacks
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
-        if event.kind == "parameters" and "missing-gradient" in event.data["checked"] and not event.data["problems"]:
+        checked = event.data.get("checked", ()) if event.kind == "parameters" else ()
+        if "missing-gradient" in checked and not event.data["problems"]:
             self._all_trained = self._all_trained or event.iteration
         yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         gradient = numbers.one("cur_amax", "gradient")
         activation = numbers.one("cur_amax", "activation")
         if gradient is None:
@@ -97,7 +96,7 @@ class DeadGradient(Judge):
 
 
 class Rhythms:
-    """Which rhythms explain the due steps in which each layer has trained, and those in which it has not."""
+    """Periodic schedules that explain in which collection steps a layer has trained."""
 
     def __init__(self) -> None:
         self._periods, self._places = np.array(
@@ -144,7 +143,6 @@ class ZerosInWgrad(Judge):
         self._streaks = ColumnStreaks(ZEROS_STEPS)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for column in numbers.all("zeros%", ("wgrad",)):
             self.saw(numbers.iteration)
             values = numbers.unbroken(column).values
@@ -159,7 +157,7 @@ class ZerosInWgrad(Judge):
 
 
 class Growth(Judge):
-    """A tensor whose amax has grown far above that of the first steps."""
+    """A tensor with an amax that has grown far above the first steps."""
 
     needed = 1 + GROWTH_STEPS
 
@@ -169,7 +167,6 @@ class Growth(Judge):
         self._begins: dict[str, Begin] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for column in numbers.all("cur_amax"):
             now = numbers.unbroken(column).bits
             begin = self._begins.setdefault(column.family.tensor, Begin())
@@ -267,7 +264,7 @@ RULES = (
         subject="tensor",
         needs="zeros% of wgrad",
         collect="LogTensorStats with tensors: [wgrad] and stats: [zeros%]",
-        condition=f"zeros% of wgrad is at least {ZEROS:g} in {ZEROS_STEPS} due steps in a row, and not 100",
+        condition=f"zeros% of wgrad is at least {ZEROS:g} in {ZEROS_STEPS} collection steps in a row, and not 100",
         silent="activation functions such as ReLU, whose zeros are exact: hence a note",
         severity="note",
         source="arXiv 2604.12374, 2.2: 7 % of the parameters at the end of an NVFP4 run, 3 times those of BF16",
@@ -286,11 +283,11 @@ RULES = (
         id="growth",
         title="a tensor has grown far above its initial size",
         subject="tensor",
-        needs="cur_amax of tensors in more than one due step",
+        needs="cur_amax of tensors in more than one collection step",
         collect="LogTensorStats with stats: [cur_amax], or no config at all; and a longer run",
         condition=(
-            f"amax is at least 2^{GROWTH:g} times the least of its first {BEGIN} due steps, in"
-            f" {GROWTH_STEPS} due steps in"
+            f"amax is at least 2^{GROWTH:g} times the least of its first {BEGIN} collection steps, in"
+            f" {GROWTH_STEPS} collection steps in"
             " a row. A note;"
             " a warning if elements of the tensor overflow, or underflow by half of what the rule underflow takes, or"
             f" from 2^{FAR_GROWN['weight']:g} for a weight, 2^{FAR_GROWN['gradient']:g} for a gradient and"

@@ -55,14 +55,12 @@ class DivergingLoss(Judge):
         self._restored: list[tuple[int, float]] = []
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         losses = event.data.get("losses") if event.kind == "losses_restored" else None
         if isinstance(losses, list) and all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
             self._restored = [(event.iteration, loss) for loss in losses]
         yield from ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         losses = [name for name in loss_first(values) if is_loss_of_training(name) and math.isfinite(values[name])]
         if losses:
             self.saw(iteration)
@@ -130,7 +128,7 @@ class _Curve:
         return None
 
     def _lost_level(self) -> tuple[int, float] | None:
-        """The last losses that have lost much of what the best level had gained, and this level."""
+        """The last losses that have lost much of the best level's progress, and this level."""
         if self._best is None:
             return None
         level, spread = self._best
@@ -163,7 +161,6 @@ class GradientJump(Judge):
         self._high: list[tuple[int, float]] = []
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         name, norm = gradient_norm_of(values)
         if not (math.isfinite(norm) and norm > 0):
             return
@@ -198,14 +195,12 @@ class NonfiniteGradientNorm(Judge):
         self._waiting: list[Sighting] = []
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if facts.settings is not None:
             self._is_scaled = facts.settings.loss_is_scaled
             self.applies = not self._is_scaled
             yield from self._known()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         name, norm = gradient_norm_of(values)
         if not name or self._is_scaled:
             return
@@ -215,14 +210,14 @@ class NonfiniteGradientNorm(Judge):
             yield from self._known()
 
     def _known(self) -> Iterator[Sighting]:
-        """What waits for the facts, which come after the first step."""
+        """Sightings that wait for the facts, which come after the first step."""
         if self._is_scaled is not None:
             waiting, self._waiting = self._waiting, []
             yield from () if self._is_scaled else waiting
 
 
 class WeightJump(Judge):
-    """Weights whose size changes at once in many layers, after it was steady."""
+    """Weights that change their size at once in many layers, after steady steps."""
 
     needed = 3
 
@@ -231,7 +226,6 @@ class WeightJump(Judge):
         self._last: dict[Family, tuple[int, Column, Column]] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for statistic in ("cur_amax", "std", "l2_norm"):
             for column in numbers.all(statistic, ("weight",)):
                 self.saw(numbers.iteration)

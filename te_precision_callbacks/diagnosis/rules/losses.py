@@ -1,4 +1,4 @@
-"""Rules on what a step loses: inf and nan, what is above the range of a format, what rounds to 0."""
+"""Rules on lost elements: inf and nan, overflow, underflow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_KEPT = 4
 """The most layers that a finding proposes to keep in high precision."""
 
 OVERFLOW, OF_OTHERS, OVERFLOW_STEPS = 0.5, 2.0, 3
-"""Percent of the elements of activations, of other tensors, which may grow from 0, and due steps in a row."""
+"""Percent of the elements of activations, of other tensors, which may grow from 0, and collection steps in a row."""
 
 FALLING = 0.75
 """A share that is below so much of the last one is going away."""
@@ -66,7 +66,6 @@ class Nonfinite(Judge):
         self._first: Sighting | None = None
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         before = self.steps[-1] if self.steps else None
         found: dict[tuple[str, str], str] = {}
         for column in numbers.all("cur_amax"):
@@ -85,7 +84,6 @@ class Nonfinite(Judge):
             yield self._first
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if event.kind == "nonfinite":
             first_line = event.text.partition("\n")[0].rstrip(". ")
             self._first = self._first or Sighting(
@@ -101,13 +99,13 @@ class Nonfinite(Judge):
 
 
 def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts) -> Sighting:
-    """What the first step with inf or nan shows of where they came from.
+    """Describe the origin of inf and nan by the first step with any.
 
     Args:
-        found: layer and tensor -> what is seen there.
-        before: the last step without any; None if there is none.
+        found: layer and tensor -> description.
+        before: the last step without any; None without one.
         iteration: the step.
-        facts: those of the step.
+        facts: the facts of the step.
     """
     weights = sum(tensor == "weight" for _, tensor in found)
     if before is not None and weights > 1:  # an optimizer's step has spread it, so the first layer is only the first
@@ -130,7 +128,6 @@ class _OfQuantized(Judge):
     """A rule on what quantization loses, which is not about a run without low precision."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         if ran and not self.steps:
             self.applies = any(layer.low for layer in ran)
@@ -138,8 +135,9 @@ class _OfQuantized(Judge):
 
 
 class FromZero:
-    """Layers whose tensor is 0 in its first collection step, as with LoRA. In the first steps of a run it doubles from
-    step to step and then grows by a half, so a scale that is a step late is too small."""
+    """Layers with a tensor that is 0 in its first collection step, as with LoRA. In the first steps of a run it doubles
+    from step to step and then grows by a half, so a scale that is a step late is too small.
+    """
 
     def __init__(self) -> None:
         self._first: dict[str, dict[int, float]] = {}
@@ -158,7 +156,7 @@ class FromZero:
 
 
 class Overflow(_OfQuantized):
-    """Elements above the range of their format, in several due steps in a row."""
+    """Elements above the range of their format, in several collection steps in a row."""
 
     needed = OVERFLOW_STEPS
 
@@ -169,7 +167,6 @@ class Overflow(_OfQuantized):
         self._from_zero = FromZero()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         self._from_zero.note(numbers, facts)
         for column in numbers.all("overflows%", facts=facts):
             unbroken = np.nan_to_num(numbers.unbroken(column).values)
@@ -200,7 +197,6 @@ class Underflow(_OfQuantized):
         self._streaks = ColumnStreaks(UNDERFLOW_STEPS)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for column in numbers.all("underflows%", facts=facts):
             self.saw(numbers.iteration)
             values = numbers.unbroken(column).values
@@ -281,12 +277,12 @@ def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDAr
 
 
 def most_overflow(tensor: str) -> float:
-    """The percent of elements above the range of the format from which on that is a finding."""
+    """The threshold for elements above the range of the format, in percent."""
     return OVERFLOW if tensor == "activation" else OF_OTHERS
 
 
 def most_underflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.float64]:
-    """[layers of the column]: the percent of elements that round to 0 from which on that is a finding."""
+    """[layers of the column]: the threshold for elements that round to 0, in percent."""
     tensor = column.family.tensor
 
     def make() -> npt.NDArray[np.float64]:
@@ -347,7 +343,7 @@ RULES = (
         collect="LogFp8TensorStats with stats: [overflows%], or no config at all",
         condition=(
             f"overflows% is at least {OVERFLOW:g} of activations or {OF_OTHERS:g} of other tensors in"
-            f" {OVERFLOW_STEPS} due steps in a row, and"
+            f" {OVERFLOW_STEPS} collection steps in a row, and"
             f" not below {FALLING:g} of the last one"
         ),
         silent=(

@@ -22,16 +22,13 @@ class FailedRun(Judge):
 
     @property
     def why_not(self) -> str:
-        """As of :class:`Judge`."""
         return self._stopped
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        """As of :class:`Judge`."""
         self.judged = facts.has_run and not self._stopped
         return ()
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         first_line = event.text.partition("\n")[0].rstrip(":. ")
         if event.kind == "stopped":
             self._stopped, self.judged = first_line, False
@@ -48,7 +45,6 @@ class BrokenContract(Judge):
         self.applies = False
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if event.kind == "contract_judged":
             self.applies = self.judged = True
             if event.severity != "info":
@@ -56,7 +52,7 @@ class BrokenContract(Judge):
 
 
 class FailedObservation(Judge):
-    """A failure of the observation, after which numbers may be missing."""
+    """A failure of the observation: values may be missing after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,11 +61,9 @@ class FailedObservation(Judge):
 
     @property
     def why_not(self) -> str:
-        """As of :class:`Judge`."""
         return self._failure
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if event.kind == "observation_failed" and not self._failure:
             self.applies = True
             self._failure = f"in step {event.iteration}, {event.text.partition(chr(10))[0].rstrip('.')}"

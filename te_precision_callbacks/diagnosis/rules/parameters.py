@@ -1,4 +1,4 @@
-"""Rules on parameters that do not train, and on ranks whose parameters differ."""
+"""Rules on parameters that do not train, and on parameters that differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from te_precision_callbacks.sinks.step_records import Event
 
 
 class _Kind(NamedTuple):
-    """A kind of problem, as in :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
+    """A kind of :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
 
     Attributes:
-        seen: what was seen, with places for ``names``, for ``number``, and for ``since``, its first step.
-        remedy: what to do; empty for the rule's remedy.
-        severity: its severity.
+        seen: the description, with places for ``names``, for ``number``, and for ``since``, its first step.
+        remedy: by default the rule's remedy.
+        severity: by default the rule's severity.
     """
 
     seen: str
@@ -106,7 +106,6 @@ class _OfParameters(Judge):
     rule: str
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if event.kind != "parameters":
             return
         if self.rule in event.data.get("checked", ()):
@@ -140,7 +139,6 @@ class _OfRanks(_OfParameters):
         self.applies = False
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         self.applies = facts.settings is not None and facts.settings.ranks > 1
         yield from ()
 

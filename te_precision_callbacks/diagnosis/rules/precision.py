@@ -1,4 +1,4 @@
-"""Rules on what runs in which precision, and on what is kept in which type."""
+"""Rules on the precision of products, and on the types of states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class Hole(Judge):
     """A layer in high precision among alike layers in low precision."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         forms: dict[str, list[LayerFacts]] = {}
         for layer in facts.layers.values():
             if layer.reasons or layer.low:
@@ -65,7 +64,7 @@ def _is_hole(layer: LayerFacts) -> bool:
 
 
 class NoLowPrecision(Judge):
-    """A run in which no product runs in low precision."""
+    """A run without any product in low precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,14 +73,12 @@ class NoLowPrecision(Judge):
         self._steps = 0
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         self._facts = facts
         self._has_low |= any(layer.low for layer in facts.layers.values())
         self.judged |= self._has_low
         yield from ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if self._has_low:
             return
         self._steps += any(layer.low or layer.reasons for layer in facts.layers.values())
@@ -90,7 +87,6 @@ class NoLowPrecision(Judge):
             yield from self._sighting(facts)
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if event.kind == "segment_ended":
             self.judged |= self._facts.has_run
             yield from self._sighting(self._facts)
@@ -121,7 +117,7 @@ class NoLowPrecision(Judge):
 
 
 def _remedy(reason: Reason) -> str:
-    """What makes products run in low precision, as a sentence; empty where that is not known."""
+    """The remedy as a sentence; empty if unknown."""
     text = REMEDIES.get(reason, "")
     return text[:1].upper() + text[1:]
 
@@ -130,7 +126,6 @@ class Recomputed(Judge):
     """A backward in high precision, because a checkpoint recomputes the forward outside of te.autocast."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         self.judged |= facts.has_run
         layers = [
             layer.name
@@ -150,7 +145,6 @@ class Mxfp8Hybrid(Judge):
         self.applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         of_recipe = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
         self.applies = bool(of_recipe)
         self.judged = self.applies
@@ -167,7 +161,6 @@ class Nvfp4Tail(Judge):
         self.applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         self.applies = any(layer.recipe == "nvfp4" for layer in ran)
         self.judged = self.applies
@@ -184,7 +177,6 @@ class LowPrecisionState(Judge):
     """Optimizer state and gradients in bfloat16."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         self.judged |= bool(facts.states)
         for subject, text in (
             ("optimizer_state", "the optimizer keeps its state in bfloat16"),

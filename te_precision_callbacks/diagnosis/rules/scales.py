@@ -15,19 +15,20 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses, most_overflow
 
 FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3
-"""Powers of two by which amax is above the range of the scale, the same where elements overflow, and due steps in a
-row."""
+"""Powers of two by which amax is above the range of the scale, the same where elements overflow, and collection steps
+in a row."""
 
 RISING, RISEN = 0.4, 4.0
-"""The same of an activation or gradient whose amax rises from due step to due step, and by how much it must have risen.
-A scale of delayed scaling is a step late, so amax is a little above its range as long as gradients grow: in healthy
-runs, due in each step, by up to 2^1.5 for two steps, and while amax rises by up to 2^2.6."""
+"""The same of an activation or gradient with an amax that rises from collection step to collection step, and the
+minimum rise. A scale of delayed scaling is a step late, so amax is a little above its range as long as gradients grow:
+in healthy runs, collected in each step, by up to 2^1.5 for two steps, and while amax rises by up to 2^2.6."""
 
 TOO_LARGE, TOO_LARGE_STEPS, LOST = 5.0, 2, 0.5
-"""Powers of two by which the range is above amax, due steps in a row, and percent of the elements that round to 0."""
+"""Powers of two by which the range is above amax, collection steps in a row, and percent of
+the elements that round to 0."""
 
 APART, APART_STEPS = 1.0, 2
-"""Powers of two between the scales of ranks that are a warning, and due steps in a row."""
+"""Powers of two between the scales of ranks that are a warning, and collection steps in a row."""
 
 UNMOVED_STEPS = 3
 """Collection steps in which a scale has not moved although amax has."""
@@ -40,8 +41,7 @@ class _UnmovedScales:
     """The scales of a tensor that have stayed the same since the first collection step.
 
     Args:
-        tensor: the tensor. A weight with the scale 1 counts only if its amax varies: one that is kept in FP8 may be
-            frozen.
+        tensor: the tensor. A weight with the scale 1 counts only if its amax varies: an FP8 weight may be frozen.
     """
 
     def __init__(self, tensor: str) -> None:
@@ -53,12 +53,12 @@ class _UnmovedScales:
 
         Args:
             scales: ``scale_inv_max`` of the tensor.
-            amaxes: [layers of the column], nan where they are not known.
+            amaxes: [layers of the column], nan if unknown.
             largest: [layers of the column], the largest number of the format.
 
         Returns:
-            [layers of the column]: the number of collection steps in which the scale has been the same although it
-            should have followed amax, 0 where there is no reason to; and whether it still has the initial value 1.
+            [layers of the column]: the number of collection steps with the same scale although it should have followed
+            amax, 0 if it should not; and whether it still has the initial value 1.
         """
         missing = int(scales.layers.max(initial=-1)) + 1 - len(self._layers)
         if missing > 0:
@@ -87,7 +87,6 @@ class _OfScaleAndAmax(Judge):
         self._unmoved: dict[str, _UnmovedScales] = {}
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        """As of :class:`Judge`."""
         if facts.knows_recipes:
             self.applies = facts.has_delayed_scaling
         return ()
@@ -117,7 +116,6 @@ class ScaleNeverUpdated(_OfScaleAndAmax):
         self._since: dict[str, int] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
             self.saw(numbers.iteration)
@@ -156,7 +154,6 @@ class StaleScale(_OfScaleAndAmax):
         self._begins: dict[str, Column] = {}  # amax before it began to rise, of layers in which it does
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         self._from_zero.note(numbers, facts)
         for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
@@ -227,14 +224,12 @@ class ScalesDiffer(Judge):
         self._streaks = ColumnStreaks(APART_STEPS)
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        """As of :class:`Judge`."""
         if facts.settings is not None and facts.layers:
             # With several micro-batches a rank has several scales in a step: those of activations change after each.
             self.applies = facts.has_delayed_scaling and facts.settings.ranks > 1 and facts.micro_batches == 1
         return ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if not self.applies:
             return
         for largest in numbers.all("scale_inv_max", facts=facts):
@@ -320,10 +315,11 @@ RULES = (
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect=_COLLECT,
         condition=(
-            f"amax is at least 2^{FAR:g} times the range of the scale in {TOO_SMALL_STEPS} due steps in a row, or"
-            f" 2^{TOO_SMALL:g} times with as many overflows as the rule overflow takes; or 2^{RISING:g} times while it"
-            f" rises by 2^{RISEN:g} in all, but for weights; or the range is at least"
-            f" 2^{TOO_LARGE:g} times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} due steps in a row"
+            f"amax is at least 2^{FAR:g} times the range of the scale in {TOO_SMALL_STEPS} collection steps in a row,"
+            f" or 2^{TOO_SMALL:g} times with as many overflows as the rule overflow takes; or 2^{RISING:g} times while"
+            f" it rises by 2^{RISEN:g} in all, but for weights; or the range is at least"
+            f" 2^{TOO_LARGE:g} times amax and underflows% at least {LOST:g} in {TOO_LARGE_STEPS} collection steps in a"
+            " row"
         ),
         silent=(
             "the first step, which has no scale yet; the growth of gradients in the first steps of a healthy run, which"
@@ -354,7 +350,7 @@ RULES = (
             " reduced over ranks"
         ),
         condition=(
-            f"the scales of a tensor differ between ranks in {APART_STEPS} due steps in a row. A warning if by"
+            f"the scales of a tensor differ between ranks in {APART_STEPS} collection steps in a row. A warning if by"
             f" 2^{APART:g} or more, else a note"
         ),
         silent=(

@@ -1,4 +1,4 @@
-"""Rules on what is set for a whole run: the scaling of the loss, the reduction of amaxes, the arguments of recipes."""
+"""Rules on settings of a whole run: the scaling of the loss, the reduction of amaxes, the arguments of recipes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
 
@@ -14,7 +13,6 @@ class LossScaling(Judge):
     """A GradScaler where nothing is in float16."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         settings = facts.settings
         if settings is None or not facts.has_run:
             return
@@ -42,7 +40,6 @@ class AmaxReduction(Judge):
         self.applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         settings = facts.settings
         if settings is None or not facts.has_run:
             return
@@ -71,16 +68,13 @@ class IgnoredArgument(Judge):
     """Arguments of recipes that Transformer Engine accepts and does not use."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         settings = facts.settings
         if settings is None or not facts.has_run:
             return
         self.judged = True
         for row in settings.ignored:
-            value = f" ({row['value']})" if row["value"] else ""
-            seen = f"{row['recipe']}: {row['argument']}{value} has no effect: {row['why']}. {row['instead']}"
-            severity: Severity = "warning" if row["severity"] == "warning" else "note"
-            yield Sighting((), "", "", seen, None, severity, key=f"{row['recipe']}.{row['argument']}")
+            seen = f"{row['recipe']}: {row['argument']} ({row['value']}) has no effect: {row['why']}. {row['instead']}"
+            yield Sighting((), "", "", seen, None, "warning", key=f"{row['recipe']}.{row['argument']}")
 
 
 _COLLECT = "a session, or a run recorded by one"
@@ -147,7 +141,7 @@ RULES = (
         collect=_COLLECT,
         condition=(
             "an argument of a recipe has a value of its own, and nothing in Transformer Engine 2.20 reads it for this"
-            " recipe and these layers. A note where the result is what was asked for anyway"
+            " recipe and these layers"
         ),
         silent="arguments at their default; arguments that never were of the recipe, which leave no trace",
         severity="warning",

@@ -1,4 +1,4 @@
-"""The rule on tensors that differ from those of alike layers."""
+"""The rule on tensors that differ from alike layers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LEAST_ALIKE, LEAST_OF_SHARES, FEW = 2, 3, 7
 stronger evidence."""
 
 FAR, OF_WEIGHTS, FAR_STEPS = 12.0, 8.0, 3
-"""Powers of two that need no consequence, the same of weights, which are more alike, and due steps in a row."""
+"""Powers of two that need no consequence, the same of weights, which are more alike, and collection steps in a row."""
 
 NEAR, NEAR_STEPS, LOST = 5.0, 2, 1.0
-"""Powers of two with a consequence, due steps in a row, and percent of the elements that round to 0."""
+"""Powers of two with a consequence, collection steps in a row, and percent of the elements that round to 0."""
 
 SPREADS, FEW_SPREADS = 6.0, 3.0
 """A jump counts from so many median absolute deviations of all steps between neighbours; with few alike layers, from so
@@ -56,7 +56,6 @@ class Sibling(Judge):
         self._most_alike = 0
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         known: set[str] = set()
         for statistic in _STATISTICS:
             for column in numbers.all(statistic, facts=facts):
@@ -72,7 +71,6 @@ class Sibling(Judge):
 
     @property
     def why_not(self) -> str:
-        """As of :class:`Judge`."""
         if self.steps or not self._most_alike:
             return super().why_not
         return "the model has no alike layers"
@@ -140,7 +138,7 @@ class Sibling(Judge):
         return facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
 
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        """The places in a column of layers that are alike, in the order in which the tensor passes through them."""
+        """The places in a column of each group of alike layers, in the order of the tensor's path."""
         tensor = column.family.tensor
         layers, which = np.unique(column.layers, return_inverse=True)
         names = [numbers.names[layer] for layer in layers.tolist()]
@@ -159,12 +157,12 @@ class Sibling(Judge):
 
 
 def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
-    """How many powers of two each of alike layers is away from the others; 0 where that is ordinary.
+    """Return the deviation of each of alike layers from the others, in powers of two; 0 for ordinary layers.
 
-    The layers form stretches between jumps. A jump is a difference of neighbours that is far from the median of all
-    such differences, which is the trend with depth. The stretches on the level of the most layers are ordinary. Where
-    the tensor flows from layer to layer, a jump up that lasts to the end makes the layers before it ordinary. A jump up
-    to a level that is not ordinary counts from the layer before it.
+    The layers form stretches between jumps. A jump is a difference of neighbours far from the median of all
+    differences, the trend with depth. The stretches on the level of the most layers are ordinary. If the tensor flows
+    from layer to layer, a jump up that lasts to the end makes the layers before it ordinary. A jump up to a level that
+    is not ordinary counts from the layer before it.
 
     Args:
         bits: [layers], the logarithms to base 2, in the order of execution.
@@ -196,10 +194,10 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
 
 
 def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
-    """The same for a few layers, which are too few to know their trend with depth.
+    """The same for too few layers to have a trend with depth.
 
-    A layer deviates if all others are near one another. Where the tensor flows from layer to layer, a jump that lasts
-    to the end is a deviation of the first layer behind it.
+    A layer deviates if all others are close together. If the tensor flows from layer to layer, a jump that lasts to the
+    end is a deviation of the first layer behind it.
     """
     found = np.zeros(len(bits))
     for place in range(len(bits)):

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 
 class SlowerInLowPrecision(Judge):
-    """Layers whose GEMMs and casts are expected to take longer than the same layer in BF16, on the GPU of the run."""
+    """Layers with a longer expected time for GEMMs and casts than in BF16, on the GPU of the run."""
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         from te_precision_callbacks.speed.devices import device_reported
 
         device = None if facts.settings is None else device_reported(facts.settings.gpu)

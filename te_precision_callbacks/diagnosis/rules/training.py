@@ -1,4 +1,4 @@
-"""Rules on what the trainer logs: a loss that is inf or nan, a gradient norm that grows without a falling loss."""
+"""Rules on metrics of the trainer: a loss that is inf or nan, a gradient norm that grows without a falling loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
 
 def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
-    """The gradient norm among what the trainer logs, with its name; an empty name and nan without one."""
+    """The gradient norm among the trainer's metrics, with its name; an empty name and nan without one."""
     norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
     name = min(norms, key=lambda name: (name != "grad_norm", len(name), name), default="")
     return name, values.get(name, math.nan)
@@ -68,7 +68,6 @@ class NonfiniteLoss(Judge):
 
     @property
     def why_not(self) -> str:
-        """As of :class:`Judge`."""
         if self._is_filtered:
             return (
                 "the Trainer leaves inf and nan out of the loss that it logs: set logging_nan_inf_filter=False in its"
@@ -84,14 +83,12 @@ class NonfiniteLoss(Judge):
         )
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if facts.settings is not None:
             self._is_filtered = facts.settings.loss_is_filtered
             self.judged &= self._has_unfiltered or not self._is_filtered
         yield from ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         losses = [name for name in values if is_loss_of_training(name)]
         self._has_unfiltered |= UNFILTERED in values
         if losses:
@@ -118,7 +115,6 @@ class GradientNorm(Judge):
         self._waiting: dict[int, list[_Point]] = {count: [] for count in MEANS}
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         losses = [name for name in values if is_loss(name) and _OF_EVALUATION.isdisjoint(words_of(name))]
         if losses:
             self._loss = values[loss_first(losses)[0]]

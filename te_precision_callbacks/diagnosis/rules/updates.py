@@ -1,4 +1,4 @@
-"""Rules on weights that are not what they should be after an optimizer's step."""
+"""Rules on weights after an optimizer's step: stale, lost or too small updates."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.statistics.names import BELOW_EPS, STALE, UNCHANGED
 
 STALE_SHARE, STALE_STEPS = 3.0, 2
-"""Percent of a weight's elements, and due steps in a row."""
+"""Percent of a weight's elements, and collection steps in a row."""
 
 LOST, LOST_STEPS = 90.0, 2
-"""Percent of the elements, and due steps in a row."""
+"""Percent of the elements, and collection steps in a row."""
 
 SMALL, SMALL_STEPS = 90.0, 2
-"""Percent of the weights, and due steps in a row."""
+"""Percent of the weights, and collection steps in a row."""
 
 
 class _OfOneNumber(Judge):
-    """A number that is too large in several due steps in a row."""
+    """A number that is too large in several collection steps in a row."""
 
     statistic: str
     most: float
@@ -32,7 +32,6 @@ class _OfOneNumber(Judge):
         self._streaks = ColumnStreaks(self.needed)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         for column in numbers.all(self.statistic):
             self.saw(numbers.iteration)
             for sighting in self._streaks.sightings(
@@ -52,7 +51,6 @@ class StaleWeights(_OfOneNumber):
         self.applies = False
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         yield from super().step(numbers, facts)
         self.applies = bool(self.steps)
 
@@ -64,7 +62,6 @@ class LostUpdates(_OfOneNumber):
     seen = "{:.3g} % of the weights in bfloat16 or float16 are the same after a step of the optimizer"
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         types = [row.weight_dtype for row in facts.layers.values() if row.weight_dtype]
         if types:
             self.applies = any("bfloat16" in text or "float16" in text for text in types)
@@ -78,7 +75,6 @@ class BelowEps(_OfOneNumber):
     seen = "the gradients of {:.3g} % of the weights are smaller than the optimizer's eps"
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        """As of :class:`Judge`."""
         if facts.settings is not None and facts.settings.adds_eps is not None:
             self.applies = facts.settings.adds_eps
         yield from ()
@@ -91,12 +87,12 @@ RULES = (
         id="stale-weights",
         title="a layer multiplies with low-precision weights of an earlier step",
         subject="tensor",
-        needs="a forward with is_first_microbatch=False in a due step",
+        needs="a forward with is_first_microbatch=False in a collection step",
         collect="any statistic of the layer",
         condition=(
             f"at least {STALE_SHARE:g} % of the elements of a cached weight are farther from the present"
             f" weight than its"
-            f" format rounds, in {STALE_STEPS} due steps in a row"
+            f" format rounds, in {STALE_STEPS} collection steps in a row"
         ),
         silent="micro-batches 2 to n of a step, frozen weights, learning rates too small to change a code",
         severity="error",
@@ -107,7 +103,7 @@ RULES = (
             "Pass is_first_microbatch=True in the first micro-batch after each step of the optimizer; in Megatron call"
             " set_is_first_microbatch() of each model chunk. A layer on Transformer Engine's debug path"
             " renews its cache"
-            " in due steps, so the run differs without the debugger"
+            " in collection steps, so the run differs without the debugger"
         ),
         judge=StaleWeights,
     ),
@@ -118,8 +114,8 @@ RULES = (
         needs=f"{UNCHANGED}, which a session with the default config has for weights in bfloat16 or float16",
         collect=_COLLECT,
         condition=(
-            f"at least {LOST:g} % of the sampled elements with a gradient are unchanged by a step, in {LOST_STEPS} due"
-            " steps in a row, at a learning rate of at least 1 % of its largest"
+            f"at least {LOST:g} % of the sampled elements with a gradient are unchanged by a step, in {LOST_STEPS}"
+            " collection steps in a row, at a learning rate of at least 1 % of its largest"
         ),
         silent="master weights, Kahan summation and stochastic rounding; the end of a decay to 0",
         severity="warning",
@@ -140,7 +136,7 @@ RULES = (
         condition=(
             f"the root mean square of the gradient of at least {SMALL:g} % of the weights is below the"
             f" optimizer's eps, and"
-            f" above 0, in {SMALL_STEPS} due steps in a row"
+            f" above 0, in {SMALL_STEPS} collection steps in a row"
         ),
         silent="single weights, such as those of rare tokens",
         severity="warning",

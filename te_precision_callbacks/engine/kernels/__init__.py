@@ -2,7 +2,7 @@
 
     add([Pending(tensor, codes, scale_inv, False, places)], sums, maxima)           # merged into these vectors
     sums, maxima = measure(tensor)                                                  # MOMENT_SUMS, MAXIMA
-    sums, maxima = measure(tensor, codes, scale_inv, e5m2=False)                    # and those of the codes, the scale
+    sums, maxima = measure(tensor, codes, scale_inv, e5m2=False)                    # also of codes and scale
     sums, maxima = measure(tensor, histogram=True)                                  # and EXPONENT_BINS counts
 
 All give the columns of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, and none waits for

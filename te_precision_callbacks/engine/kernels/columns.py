@@ -59,7 +59,7 @@ NOTHING = -math.inf
 
 
 class ColumnPlaces(NamedTuple):
-    """Where the columns of a measurement begin in a vector of sums and in one of maxima; -1: they are not wanted.
+    """Offsets of a measurement's columns in the vectors of sums and maxima; -1: not measured.
 
     Attributes:
         moments, compared, scales, exponents: MOMENT_SUMS, COMPARISON_SUMS, SCALE_SUMS, and EXPONENT_BINS counts.
@@ -110,7 +110,7 @@ class InBlocks:
 
     @property
     def stored_again(self) -> tuple[int, int]:
-        """How many rows and columns of stored scales a block has, all the same."""
+        """Rows and columns of stored scales per block."""
         (height, width), (rows, columns) = self.block, self.part.block
         return height // rows, width // columns
 
@@ -120,7 +120,7 @@ class InBlocks:
         return FLOAT32_SCALES if self.part.largest_scale is None else (0.0, self.part.largest_scale)
 
     def fits(self, values: torch.Tensor) -> bool:
-        """Whether this can be the tensor before quantization."""
+        """Return whether a tensor has the shape of the tensor before quantization."""
         row = values.shape[-1] if values.ndim > 1 else values.numel()
         shape = (values.numel() // (row or 1), row)
         return (shape[::-1] if self.part.transposed else shape) == self.part.matrix_shape
@@ -199,7 +199,7 @@ def measured_by(
     e5m2: bool = False,
     histogram: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a pass adds for one tensor alone: the vectors of :func:`layout`."""
+    """Columns of one tensor: the vectors of :func:`layout`."""
     places, width, extremes = layout(codes=codes is not None, histogram=histogram)
     sums = torch.zeros(width, dtype=torch.float64, device=values.device)
     maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)

@@ -1,4 +1,4 @@
-"""What another recipe, or blocks, would give, on a CPU by ``torch.compile``: each input is read once.
+"""Simulated recipes and block statistics on a CPU by ``torch.compile``: each input is read once.
 
 A kernel for each function and combination of dtypes is compiled when a tensor of at least :data:`SMALLEST` elements
 comes (some seconds each, kept on disk by Inductor); smaller tensors are cheaper in plain torch. Nothing is compiled
@@ -41,10 +41,10 @@ _in_plain_torch = 0
 
 
 def takes(values: torch.Tensor) -> bool:
-    """Whether the compiled pass is taken for a tensor: it is on the CPU and large enough, and nothing has failed.
+    """Return whether the compiled pass applies: a large CPU tensor, and no earlier failure.
 
-    The tensor must also be a plain one (dynamo may not know a subclass), compiling must pay by now, and no dispatch
-    mode may be active: under one torch compiles nothing, and never again the functions that it was asked for meanwhile.
+    The tensor must also be plain (dynamo may not support a subclass), and no dispatch mode may be active: under one
+    torch compiles nothing, and never again the functions called meanwhile.
     """
     if _failed or _in_plain_torch < PAYS_FROM or not _could_take(values):
         return False
@@ -87,12 +87,12 @@ def _split(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
     """``function(rows, *others)``, compiled if :func:`takes` accepts ``rows``; uncompiled if that fails, and for a
-    single row, for which torch would compile again.
+    single row, since torch would compile again for it.
 
     Args:
         function: of whole tensors, without branches on their values. One object for all calls, since it is compiled
             once for each combination of dtypes.
-        rows: a matrix, whose shape may differ from call to call.
+        rows: a matrix; its shape may differ between calls.
         others: further tensors.
     """
     if takes(rows) and rows.shape[0] > 1:

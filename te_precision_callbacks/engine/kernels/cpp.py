@@ -1,4 +1,4 @@
-"""Functions in C++ that read tensors on a CPU, beside plain torch.
+"""C++ functions that read tensors on a CPU, next to plain torch.
 
 Nothing is compiled before plain torch has measured as much as that takes: a short run would wait longer for the
 compiler than for its numbers. Without a C++ compiler everything is done in plain torch, which is logged once.
@@ -22,17 +22,17 @@ _A_CALL = 2**16
 
 
 class CppPass(CppFunction):
-    """A function of a file of C++ beside this module, which reads one tensor."""
+    """A function of a C++ file in this folder that reads one tensor."""
 
     def __init__(self, file: str, name: str, argtypes: Sequence[Any], **about: Any) -> None:
         super().__init__(Path(__file__).with_name(file), name, argtypes, **about)
 
     def could_take(self, values: torch.Tensor) -> bool:
-        """Whether it can read a tensor: a plain one on the CPU, of a dtype that it reads."""
+        """Return whether it can read a tensor: a plain one on the CPU, of a supported dtype."""
         return type(values) is torch.Tensor and values.dtype in DTYPES and values.device.type == "cpu"
 
     def takes(self, values: torch.Tensor) -> bool:
-        """Whether it is taken for a tensor."""
+        """Return whether it applies to a tensor."""
         return self.could_take(values) and self.is_taken()
 
     def leaves(self, values: torch.Tensor) -> None:

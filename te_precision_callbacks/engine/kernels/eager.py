@@ -29,7 +29,7 @@ PIECE_ELSEWHERE = 2**22
 
 
 def piece_size(values: torch.Tensor) -> int:
-    """How many elements of a tensor are looked at together."""
+    """Elements of a tensor processed together."""
     return PIECE if values.device.type == "cpu" else PIECE_ELSEWHERE
 
 
@@ -91,7 +91,7 @@ def _finite_or(otherwise: float, x: torch.Tensor) -> torch.Tensor:
 
 
 def _count(mask: torch.Tensor) -> torch.Tensor:
-    """How many of each row are true: float64, [rows]; exact to 2^24."""
+    """Count true elements per row: float64, [rows]; exact to 2^24."""
     if torch.compiler.is_compiling():
         return mask.sum(1, dtype=torch.float32).to(torch.float64)
     return mask.view(torch.int8).sum(1, dtype=torch.int32).to(torch.float64)
@@ -179,7 +179,7 @@ def exponents(values: torch.Tensor) -> torch.Tensor:
 
 
 def count_in_bins(powers: torch.Tensor, counted: torch.Tensor, bins: Bins) -> torch.Tensor:
-    """How many numbers lie in each bin.
+    """Count numbers per bin.
 
     Args:
         powers: float64, 1-D: the numbers' logarithms to base 2.
@@ -194,7 +194,7 @@ def count_in_bins(powers: torch.Tensor, counted: torch.Tensor, bins: Bins) -> to
 
 
 def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
-    """How often each of 0 to ``number`` - 1 occurs in whole numbers from 0 to ``number``: float64."""
+    """Count the occurrences of 0 to ``number`` - 1 in whole numbers from 0 to ``number``: float64."""
     counts = torch.zeros(number + 1, dtype=torch.float64, device=bins.device)
     if bins.device.type == "cpu":
         counts += torch.bincount(bins, minlength=number + 1)
@@ -285,7 +285,7 @@ def _finite_columns(
 
 
 def _zeros(magnitudes: torch.Tensor) -> float:
-    """How many are 0. As whole numbers, which torch compares in a fifth of the time: nan counts as one above 0."""
+    """Count zeros, compared as integers, which takes torch a fifth of the time; nan counts as above 0."""
     integer = torch.int64 if magnitudes.dtype == torch.float64 else torch.int32
     return magnitudes.numel() - float(magnitudes.view(integer).clamp(max=1).sum(dtype=torch.int32))
 

@@ -50,7 +50,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
 
 
 def destinations(pending: Pending) -> dict[Of, tuple[int, int]]:
-    """The kinds that are wanted of blocks, and where their sums and maxima begin; -1: a kind has none."""
+    """Requested kinds of block statistics, and the offsets of their sums and maxima; -1: none."""
     whole, own = pending.places, pending.of_blocks
     places = {
         Of.QUANTIZED: (whole.compared, -1),
@@ -137,7 +137,7 @@ def _both(
 
 
 def _occupied(blocks: torch.Tensor) -> torch.Tensor:
-    """Which blocks have a finite element other than 0: bool, [blocks]."""
+    """Return blocks that have a finite element other than 0: bool, [blocks]."""
     return ((blocks != 0) & blocks.isfinite()).any(1)
 
 
@@ -155,7 +155,7 @@ def _needs_comparison(wanted: Collection[Of]) -> bool:
 
 
 def needs_blocks(wanted: Collection[Of]) -> bool:
-    """Whether each block must be looked at: for its losses, or for whether its scale means anything."""
+    """Return blocks to inspect, for losses or for a meaningful scale."""
     return not _BY_BLOCK.isdisjoint(wanted)
 
 
@@ -243,7 +243,7 @@ def limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
 
 
 def scale_bins(scales: torch.Tensor) -> torch.Tensor:
-    """How many factors are in each bin of :data:`~te_precision_callbacks.statistics.table.SCALES`: float64."""
+    """Count factors per bin of :data:`~te_precision_callbacks.statistics.table.SCALES`: float64."""
     wide = scales.reshape(-1).to(torch.float64)
     return eager.count_in_bins(torch.log2(wide), (wide > 0) & (wide < math.inf), SCALES)
 
@@ -256,7 +256,7 @@ def range_columns(blocks: torch.Tensor, wanted: Collection[Of]) -> dict[Of, Sums
         wanted: the kinds to compute; those outside :data:`RANGE_KINDS` are ignored.
 
     Returns:
-        The columns that are added and those of which the maximum is kept: RANGE_SUMS and RANGE_MAXIMA, the counts of
+        Columns for sums and for maxima: RANGE_SUMS and RANGE_MAXIMA, the counts of
         the bins and RANGE_MAXIMA. float64.
     """
     if RANGE_KINDS.isdisjoint(wanted):

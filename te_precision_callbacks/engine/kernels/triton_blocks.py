@@ -4,13 +4,13 @@
 
 Codes and scales are read as they lie in memory: two FP4 codes a byte, scales with padding or in the order that a GEMM
 reads, codes of the transpose. Counts and extremes are exact; the sums of elements have the arithmetic and the bounds of
-:mod:`~te_precision_callbacks.engine.kernels.triton_parts`. What is a number of each block, its scale and its dynamic
+:mod:`~te_precision_callbacks.engine.kernels.triton_parts`. Values per block, its scale and its dynamic
 range, is computed and added in float64.
 
-A program takes tiles of 16 x 128 elements of the codes' matrix, or as many of these below one another as a block has. A
+A program takes tiles of 16 x 128 elements of the codes' matrix, or as many stacked tiles as a block has. A
 thread has 16 elements of each. What belongs to a block is brought together in the thread first, and then among the
 threads of the block. How often a scale or a range is in a bin is counted in the program's registers, and added to zeros
-by atomics: whole numbers, whose sum does not depend on the order.
+by atomics: integers, so the order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -193,7 +193,6 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
 
 
 def _quantized(found: InBlocks, *, compares: bool) -> tuple[torch.Tensor | None, ...]:
-    """Codes, scales and amax, as they lie in memory."""
     part, memory = found.part, found.part.scale_memory
     scales = memory.matrix.contiguous() if memory.swizzled else memory.matrix
     return part.codes if compares else None, scales, part.amax
@@ -581,7 +580,7 @@ def _add_counts(counts: tl.tensor, found: tl.tensor, NUMBER: tl.constexpr, KEPT:
 
 @jit
 def _swizzled(row: tl.tensor, column: tl.tensor, tile_stride: tl.tensor) -> tl.tensor:
-    """Where a scale lies in the order that a GEMM reads: see :mod:`te_precision_callbacks.base.numerics.layouts`."""
+    """Return the index of a scale in the order read by a GEMM: :mod:`te_precision_callbacks.base.numerics.layouts`."""
     at = (row // 128).to(tl.int64) * tile_stride + (column // 4) * 512
     return at + ((row % 32) * 16 + row % 128 // 32 * 4 + column % 4)
 
@@ -600,7 +599,7 @@ def _decode_scale(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 @jit
 def _decode_e2m1(code: tl.tensor) -> tl.tensor:
-    """The float32 of an FP4 code, exactly: its bits are those of a float32 that has 2^-126 of the value."""
+    """Decode an FP4 code exactly: its bits are a float32 with 2^-126 of the value."""
     bits = code.to(tl.int32)
     small = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
     return small * 8.507059173023462e37
@@ -624,7 +623,7 @@ def _scale_bin(scale: tl.tensor) -> tl.tensor:
 
 @jit
 def _log2_of_ratio(largest: tl.tensor, smallest: tl.tensor) -> tl.tensor:
-    """log2 of the ratio of two magnitudes, of which there are the bits: float64, exact for powers of two."""
+    """Return log2 of the ratio of two magnitudes, given as bits: float64, exact for powers of two."""
     there = smallest > 0
     upper = tl.where(there, largest, 1).to(tl.float32, bitcast=True).to(tl.float64)
     lower = tl.where(there, smallest, 1).to(tl.float32, bitcast=True).to(tl.float64)
@@ -704,7 +703,7 @@ def _of_block(
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """The float32 number of each block from that of its elements: [blocks]. By its bits, so that a nan stays."""
+    """Reduce a float32 of each element to one per block, by bits, so that nan survives: [blocks]."""
     bits = tl.where(there, scale.to(tl.int32, bitcast=True), -0x80000000)
     found = _in_thread(bits, True, HEIGHT, WIDTH)
     return _in_block(found, True, HEIGHT, WIDTH, LANE_ROWS, GROUP).to(tl.float32, bitcast=True)

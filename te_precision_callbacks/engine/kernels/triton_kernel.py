@@ -9,7 +9,7 @@ Usage::
 It runs on a GPU, and on CPU tensors where ``TRITON_INTERPRET=1`` was set before triton was imported. The host never
 waits for the device.
 
-The arithmetic, and its bounds, are those of :mod:`~te_precision_callbacks.engine.kernels.triton_parts`.
+For the arithmetic and its bounds see :mod:`~te_precision_callbacks.engine.kernels.triton_parts`.
 """
 
 from __future__ import annotations
@@ -113,12 +113,11 @@ def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
 
 
 def _meet(places: ColumnPlaces, others: ColumnPlaces) -> bool:
-    """Whether two results go to the same place."""
     return any(place == other >= 0 for place, other in zip(places, others, strict=True))
 
 
 def _shared_launch(one: Pending) -> tuple[object, ...] | None:
-    """What tensors of one launch have in common; None for one that is measured alone."""
+    """Return the common properties of tensors in one launch; None for a tensor measured alone."""
     values, codes = one.values, one.codes
     if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
         return None
@@ -202,7 +201,6 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
 
 
 def _filled(given: Sequence[Any], filling: Any) -> list[Any]:
-    """As many as a launch can take, the missing ones all the same."""
     return [*given, *[filling] * (_MOST_TOGETHER - len(given))]
 
 
@@ -509,7 +507,7 @@ def _offset(
     stride3: tl.tensor,
     stride4: tl.tensor,
 ) -> tl.tensor:
-    """Where the element number ``index`` lies. A size of 1 is a constant to Triton, which drops its division."""
+    """Return the offset of element ``index``. Triton treats a size of 1 as a constant and drops its division."""
     offset = (index % size0).to(tl.int64) * stride0
     index = index // size0
     offset += (index % size1).to(tl.int64) * stride1

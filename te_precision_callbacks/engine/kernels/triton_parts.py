@@ -1,4 +1,4 @@
-"""What the Triton kernels share: formats, the moments of a tile, its comparison with quantized values, and results.
+"""Common parts of the Triton kernels: formats, moments of a tile, comparison with quantized values, and results.
 
 Counts and extremes are exact. Sums are taken in float32 over the elements that one thread has of a tile, and in float64
 from there on: a GPU does float64 at half (H100) to a 64th (consumer GPUs) of its float32 rate. A thread subtracts the
@@ -108,7 +108,7 @@ def tile_moments(
 
 @jit
 def comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Which elements underflow and which overflow, as 0 and 1; and the sum of squared errors of each thread.
+    """Return underflows and overflows as 0 and 1, and the sum of squared errors of each thread.
 
     Args:
         x: a tile of [rows, threads, elements].
@@ -127,7 +127,7 @@ def comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tenso
 
 @jit
 def exponent_counts(x: tl.tensor, ELEMENTS: tl.constexpr) -> tl.tensor:
-    """How many elements of a tile have each exponent, [256]; the last bin has zeros and what is not finite."""
+    """Count elements of a tile per exponent, [256]; the last bin has zeros and non-finite elements."""
     # A mask of tl.histogram is younger than Triton 3.2; no finite number has the exponent 255.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = tl.where(magnitude == 0, 255, magnitude >> 23)
@@ -144,7 +144,7 @@ def store_moments(
     square_total: tl.tensor,
     abs_sum: tl.tensor,
 ) -> None:
-    """Store MOMENT_SUMS: those of all threads; of them ``finite`` and ``square_total`` are sums already."""
+    """Store MOMENT_SUMS of all threads; ``finite`` and ``square_total`` are sums already."""
     tl.store(at + 0, finite)
     tl.store(at + 1, seen.to(tl.float64) - finite)
     tl.store(at + 2, finite - total_of(nonzero_count))
@@ -215,7 +215,7 @@ def raise_at(kept: tl.tensor, found: tl.tensor, is_kept: tl.tensor) -> None:
 
 @jit
 def decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """The float32 of what was loaded, exactly."""
+    """Convert loaded elements to float32, exactly."""
     if FORMAT == "bfloat16":
         x = (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif FORMAT == "e5m2":
@@ -254,7 +254,7 @@ def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr)
 @jit
 def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
     """Moments of any tile, for each thread: the counts of finite elements and of those other than 0, the sum, the sum
-    of squares, that of magnitudes, the smallest magnitude :func:`from_above`; the maximum, and the negated minimum."""
+    of squares, sum of magnitudes, smallest magnitude :func:`from_above`; the maximum, and the negated minimum."""
     finite = is_finite(x)
     magnitude = tl.where(finite, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     count = thread_sum(finite.to(tl.int32))

@@ -1,11 +1,11 @@
-"""The measured time of a step: a trace of torch.profiler, by layer, pass, GEMM and kind of kernel.
+"""Measured time of a step, from a trace of torch.profiler: by layer, pass, GEMM and kind of kernel.
 
-    measured = measure(read_trace("trace.json.gz"), coverage)
+    measured = measure(read_trace("trace.json.gz"))
     show(measured)
     for row in measured.products:
         print(row.layer, row.gemm, row.kind, row.format, row.ms)
 
-In a trace of a CPU, operators take the place of kernels.
+In a CPU trace, operators take the place of kernels.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.speed.errors import TraceError
-    from te_precision_callbacks.speed.trace.events import Trace
     from te_precision_callbacks.speed.trace.measuring import MeasuredProduct, MeasuredStep, measure
     from te_precision_callbacks.speed.trace.printing import show
-    from te_precision_callbacks.speed.trace.reading import read_trace
+    from te_precision_callbacks.speed.trace.reading import Trace, read_trace
 
 __all__ = ["MeasuredProduct", "MeasuredStep", "Trace", "TraceError", "measure", "read_trace", "show"]
 

@@ -1,6 +1,6 @@
-"""Which kind of work a kernel or an operator does, by its name: tables of patterns, each with its source.
+"""Kind of work of a kernel or operator, by its name: tables of patterns, each with its source.
 
-The first row that matches counts. Names of kernels are read as CUPTI gives them, demangled or not.
+The first matching row counts. Kernel names are as CUPTI reports them, demangled or not.
 """
 
 from __future__ import annotations
@@ -27,21 +27,15 @@ KernelKind = Literal[
 ]
 """What a kernel does.
 
-``cast``: quantizes, with what belongs to that: amax, scales, transposes, Hadamard transforms, swizzled scales, padding.
-``routing``: sorts and permutes the tokens of experts. ``softmax``: of attention in plain torch, and of losses.
-``copy``: moves memory and changes nothing but its layout or type. ``host``: of a CPU's profile alone, what an operator
-that is none of torch's does between others, mostly Python.
+``cast``: quantization, including amax, scales, transposes, Hadamard transforms, swizzled scales and padding.
+``routing``: sorts and permutes the tokens of experts. ``softmax``: in attention of plain torch, and in losses.
+``copy``: moves memory, changing only layout or type. ``host``: only in a CPU profile, time outside torch operators,
+mostly Python.
 """
 
 
 class NamedKernel(NamedTuple):
-    """What is known of a name.
-
-    Attributes:
-        kind: the kind.
-        format: the format of a GEMM's operands: ``bf16``, ``fp16``, ``fp32``, ``tf32``, ``fp8``, ``mxfp8``, ``nvfp4``;
-            empty where the name does not have it.
-    """
+    """Kind of a kernel, and the format of a GEMM's operands such as ``bf16`` or ``fp8``; empty if not in the name."""
 
     kind: KernelKind
     format: str = ""

@@ -1,26 +1,17 @@
-"""From a trace to the time of a step, by layer, pass, GEMM and kind of kernel."""
+"""The measured time of a step, by layer, pass, GEMM and kind of kernel, from a trace."""
 
 from __future__ import annotations
 
-import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.errors import TraceError
-from te_precision_callbacks.speed.trace.assigning import (
-    assign,
-    calls_of,
-    contexts_of,
-    is_part,
-    layers_of_units,
-    work_of,
-)
-from te_precision_callbacks.speed.trace.events import HostCall, Pass, Trace, TraceEvent
-from te_precision_callbacks.speed.trace.kinds import KernelKind
+from te_precision_callbacks.speed.trace.assigning import set_contexts
+from te_precision_callbacks.speed.trace.kinds import KernelKind, NamedKernel, of_kernel, of_operator
 from te_precision_callbacks.speed.trace.range_names import read_layer
+from te_precision_callbacks.speed.trace.reading import Pass, Trace, TraceEvent
 
 _OF_AN_OPTIMIZER = ("elementwise", "reduction", "norm", "host")
 _MOST_UNKNOWN = 5
@@ -28,19 +19,16 @@ _MOST_UNKNOWN = 5
 
 @dataclass(frozen=True)
 class MeasuredProduct:
-    """The time of kernels of one kind for a layer in a pass, in a step.
+    """Time per step of one kind of kernel in a layer and pass.
 
     Attributes:
-        layer: the layer of a GEMM; of other kernels its module, where several layers share one; empty where no layer is
-            known.
-        gemm: as ``Product.gemm``; empty for kernels of other kinds, for attention in one kernel, and where it is not
-            known.
+        layer: the layer of a GEMM; of other kernels the module, where several layers share one; empty if unknown.
+        gemm: the GEMM of a Transformer Engine layer; empty for other layers and kinds.
         of_pass: the pass; empty outside of forward, backward and optimizer.
-        kind: what the kernels do; None if their names are unknown.
-        format: the format of a GEMM's operands, by the name of its kernel or by the run; empty for other kinds.
-        ms: milliseconds of a step, the mean of the iterations in the trace; kernels that ran at the same time count
-            fully.
-        calls: kernels, or operators of the host, of a step.
+        kind: the kind of kernel; None if the name is unknown.
+        format: the format of a GEMM's operands, from the kernel's name; empty for other kinds.
+        ms: milliseconds per step, the mean over iterations; concurrent kernels count fully.
+        calls: kernels, or operators of the host, per step.
     """
 
     layer: str
@@ -54,17 +42,16 @@ class MeasuredProduct:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The time of a step in a trace: the mean of the iterations.
+    """Time of a step in a trace, the mean over iterations.
 
     Attributes:
         device: the name of the device, or ``CPU``.
-        on_device: whether kernels of a device were measured; else operators of the host.
-        rank: the rank that the trace is of; None if the trace does not have it.
-        iterations: the iterations in the trace; empty without their ranges, when the whole trace counts as one step.
-        wall_ms: milliseconds of a step, from the first kernel of the first one to the last kernel of the last one; of a
-            CPU those of the iterations.
-        products: the rows, by time.
-        notes: what is uncertain.
+        on_device: whether device kernels were measured, rather than host operators.
+        rank: the rank of the trace; None if unknown.
+        iterations: the iterations; empty if the trace does not mark them and counts as one step.
+        wall_ms: milliseconds per step from the first kernel to the last; on a CPU, the length of the iterations.
+        products: the rows, longest first.
+        notes: limits of these times.
     """
 
     device: str
@@ -81,127 +68,102 @@ class MeasuredStep:
         return sum(row.ms for row in self.products)
 
     def by_kind(self) -> dict[tuple[str, str], float]:
-        """Return kind and format -> milliseconds, by time; the kind ``unknown`` for unknown kernels."""
+        """Return kind and format -> milliseconds, longest first; ``unknown`` for unknown kernels."""
         sums: dict[tuple[str, str], float] = defaultdict(float)
         for row in self.products:
             sums[row.kind or "unknown", row.format] += row.ms
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def measure(trace: Trace, products: Iterable[Product] = ()) -> MeasuredStep:
-    """Measure a step.
-
-    Args:
-        trace: a trace with a whole step or several.
-        products: those of the run that the trace is of, as ``session.coverage()`` or ``run.coverage`` has them.
+def measure(trace: Trace) -> MeasuredStep:
+    """Measure the steps of a trace.
 
     Raises:
-        TraceError: the trace has no ranges of layers, is of another run, or nothing in it has a time.
+        TraceError: the trace has no layer ranges, or nothing in it has a time.
     """
-    run = tuple(products)
-    contexts = contexts_of(trace)
-    work, iterations = _within(work_of(trace), contexts.iterations)
+    spans = set_contexts(trace)
+    all_work = trace.kernels or [event for event in trace.host if event.what == "operator"]
+    work, iterations = _in_iterations(all_work, spans)
     if not work:
         raise TraceError(
             f"{trace.path} has no kernels and no operators. Profile a step of the training with the activities CPU and"
             " CUDA."
         )
-    calls = calls_of(work)
-    ranges = [found for event in trace.host if (found := read_layer(event.name)) is not None]
-    _check_layers(trace, {found.layer for found in ranges if found.gemm}, run, has_ranges=bool(ranges))
-    assign(calls, contexts.forward_of, run)
-    layers = layers_of_units(calls, contexts.forward_of)
+    if not any(read_layer(event.name) for event in trace.host):
+        raise TraceError(
+            f"{trace.path} has no ranges of layers, so kernels cannot be assigned to layers. Record the trace with"
+            ' profile=, such as profile="11-13", which adds them.'
+        )
     steps = max(1, len(iterations))
     wall = max(event.end for event in work) - min(event.begin for event in work)
     if not trace.kernels and iterations:
-        wall = sum(end - begin for begin, end in (contexts.iterations[number] for number in iterations))
+        wall = sum(spans[number][1] - spans[number][0] for number in iterations)
+    known = {event: _named(event) for event in work}
     return MeasuredStep(
         device=(trace.device or "a GPU that the trace does not name") if trace.kernels else "CPU",
         on_device=bool(trace.kernels),
         rank=trace.rank,
         iterations=iterations,
         wall_ms=wall / 1e3 / steps,
-        products=_rows(work, layers, steps),
-        notes=tuple(_notes(trace, work, calls, iterations)),
+        products=_rows(known, steps),
+        notes=tuple(_notes(trace, known, iterations)),
     )
 
 
-def _within(
-    work: Sequence[TraceEvent], iterations: Mapping[int, tuple[float, float]]
+def _in_iterations(
+    work: Sequence[TraceEvent], spans: Mapping[int, tuple[float, float]]
 ) -> tuple[Sequence[TraceEvent], tuple[int, ...]]:
-    """Return the work that was launched in an iteration; all of it without ranges of iterations."""
-    if not iterations:
+    """Return the work launched in an iteration, and these iterations; all work if the trace marks none."""
+    if not spans:
         return work, ()
-    linked = min((event.begin for event in work if event.launch is not None), default=float("-inf"))
-    # What the host launched before the trace began has no launch in it, and is of no step in it.
-    work = [event for event in work if event.launch is not None or event.begin >= linked]
-    numbers = sorted(iterations, key=lambda number: iterations[number])
-    begins = [iterations[number][0] for number in numbers]
-    found: dict[int, list[TraceEvent]] = {}
+    counted, iterations = [], set()
     for event in work:
-        place = bisect.bisect_right(begins, event.launched) - 1
-        if place >= 0 and event.launched <= iterations[numbers[place]][1]:
-            found.setdefault(numbers[place], []).append(event)
-    return [event for number in sorted(found) for event in found[number]], tuple(sorted(found))
+        for number, (begin, end) in spans.items():
+            if event.launched is not None and begin <= event.launched <= end:
+                counted.append(event)
+                iterations.add(number)
+    return counted, tuple(sorted(iterations))
 
 
-def _check_layers(trace: Trace, layers: set[str], run: Sequence[Product], *, has_ranges: bool) -> None:
-    """Refuse a trace without ranges of layers, or whose ranges name other layers than those of the run.
-
-    Raises:
-        TraceError: it has no ranges, or none of its layers with GEMMs is one of the run's.
-    """
-    if not has_ranges:
-        raise TraceError(
-            f"{trace.path} has no ranges of layers, so nothing says which kernel belongs to which layer. Record the"
-            ' trace with profile=, such as profile="11-13", which adds them.'
-        )
-    own = {product.layer for product in run}
-    if own and layers and not any(layer in own or any(is_part(part, layer) for part in own) for layer in layers):
-        raise TraceError(
-            f"{trace.path} is a trace of another run: its ranges name {in_sentence(*sorted(layers), most=2)}, and the"
-            f" run has {in_sentence(*sorted(own), most=2)}. Give the trace of this run, or the run of this trace."
-        )
+def _named(event: TraceEvent) -> NamedKernel | None:
+    """Return the kind and format of a kernel or operator; None if unknown."""
+    if event.what == "operator":
+        return of_operator(event.name) or NamedKernel("host")
+    operator = event.context.operator
+    return of_kernel(event.name) or (None if operator is None else of_operator(operator.name))
 
 
-def _rows(work: Iterable[TraceEvent], layers: Mapping[TraceEvent, str], steps: int) -> tuple[MeasuredProduct, ...]:
+def _rows(work: Mapping[TraceEvent, NamedKernel | None], steps: int) -> tuple[MeasuredProduct, ...]:
     sums: dict[tuple[str, str, Pass, KernelKind | None, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for event in work:
-        call, context = event.call, event.context
-        kind = None if event.known is None else event.known.kind
-        if call is not None:
-            by_run = "" if call.product is None else call.product.precision
-            form = (event.known.format if event.known is not None else "") or by_run
-            entry = sums[call.layer, call.gemm, call.context.of_pass, kind, form]
-        else:
-            layer = context.layer or ("" if context.unit is None else layers.get(context.unit, ""))
-            if context.of_pass == "optimizer" and kind in _OF_AN_OPTIMIZER:
-                kind = "optimizer"
-            entry = sums[layer, "", context.of_pass, kind, ""]
-        entry[0] += event.us / 1e3 / steps
+    for event, known in work.items():
+        layer, gemm, of_pass, _, _ = event.context
+        kind, form = (None, "") if known is None else known
+        if kind not in ("gemm", "convolution"):
+            gemm = form = ""
+        if of_pass == "optimizer" and kind in _OF_AN_OPTIMIZER:
+            kind = "optimizer"
+        entry = sums[layer, gemm, of_pass, kind, form]
+        entry[0] += max(0.0, event.us) / 1e3 / steps
         entry[1] += 1 / steps
     rows = (MeasuredProduct(*key, ms, count) for key, (ms, count) in sums.items())
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.layer, row.gemm)))
 
 
-def _notes(
-    trace: Trace, work: Sequence[TraceEvent], calls: Sequence[HostCall], iterations: tuple[int, ...]
-) -> Iterable[str]:
+def _notes(trace: Trace, work: Mapping[TraceEvent, NamedKernel | None], iterations: tuple[int, ...]) -> Iterable[str]:
     if not iterations:
         yield (
             "The trace does not mark steps, so all of it counts as one step. Profile with profile=, or call step() of"
             " torch.profiler once per step."
         )
     if not trace.kernels:
-        yield "The trace has no event of a GPU. The times are those of operators on the host."
-    if all(event.shapes is None for event in trace.host):
-        yield "The trace has no shapes (record_shapes=False): dgrad and wgrad of torch layers cannot be separated."
-    without = sum(not call.layer for call in calls)
+        yield "The trace has no GPU events. The times are those of operators on the host."
+    products = [event for event, known in work.items() if known and known.kind in ("gemm", "attention")]
+    without = sum(not event.context.layer for event in products)
     if without:
-        yield f"{without} of {len(calls)} GEMMs and attentions ran outside of all ranges: their layer is unknown."
+        yield f"{without} of {len(products)} GEMM and attention kernels ran outside all ranges: their layer is unknown."
     unknown: dict[str, float] = defaultdict(float)
-    for event in work:
-        if event.known is None:
+    for event, known in work.items():
+        if known is None:
             unknown[event.name] += event.us
     if unknown:
         share = 100 * sum(unknown.values()) / sum(event.us for event in work)

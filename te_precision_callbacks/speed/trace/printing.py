@@ -1,4 +1,4 @@
-"""Print a measured step: tables for the terminal."""
+"""Print a measured step to the terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PASSES = ("forward", "backward", "recompute", "optimizer", "other")
 
 
 def show(step: MeasuredStep) -> None:
-    """Print a measured step, fitted to the terminal: kinds of kernels by pass, layers by time, and notes."""
-    first, last = (step.iterations or (None,))[0], (step.iterations or (None,))[-1]
-    of = "the whole trace" if first is None else f"iteration {first}"
-    if first != last:
-        of = f"{len(step.iterations)} iterations ({first} to {last}), the mean of them"
+    """Print a measured step: kinds of kernels by pass, layers by time, and notes."""
+    iterations = step.iterations
+    of = f"iteration {iterations[0]}" if iterations else "the whole trace"
+    if len(iterations) > 1:
+        of = f"mean of {len(iterations)} iterations ({iterations[0]} to {iterations[-1]})"
     rank = "" if step.rank is None else f", rank {step.rank}"
     terminal.show_text(f"{step.device}{rank}: {of}. Step {step.wall_ms:.3f} ms.")
     _show_kinds(step)
@@ -53,11 +53,10 @@ def _show_layers(step: MeasuredStep) -> None:
         rows.append([layer, f"{sum(parts.values()):.3f}", ", ".join(f"{name} {ms:.3f}" for name, ms in largest)])
     _show_table(["layer", "ms", "of which"], rows[:_MOST_LAYERS])
     if len(rows) > _MOST_LAYERS:
-        terminal.show_text(f"and {len(rows) - _MOST_LAYERS} more layers, which --json has.")
+        terminal.show_text(f"and {len(rows) - _MOST_LAYERS} more layers; --json lists all.")
 
 
 def _show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, whose numbers are the columns between the first one and "of which"."""
     table = terminal.table(*head)
     for column in table.columns[1:]:
         column.justify = "left" if column.header == "of which" else "right"

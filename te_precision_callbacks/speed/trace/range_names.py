@@ -1,4 +1,4 @@
-"""The names of the ranges that a session puts around layers while a profile is due: they are written and read here."""
+"""Names of the profiler ranges that a session adds around layers and iterations, written and parsed here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAYER = f"{_MARK}layer|"
 
 
 class LayerRange(NamedTuple):
-    """What a range says.
+    """A range around a layer or one of its GEMMs.
 
     Attributes:
         layer: the layer, or the module whose layers run.
@@ -31,28 +31,28 @@ class LayerRange(NamedTuple):
 
 
 def iteration_range(iteration: int) -> str:
-    """The name of the range around a debug iteration."""
+    """Return the name of the range around a debug iteration."""
     return f"{_ITERATION}{iteration}"
 
 
 def read_iteration(name: str) -> int | None:
-    """The iteration of a range around one, also of ``ProfilerStep#3`` of torch.profiler; None for another range."""
+    """Return the iteration of a range, also of torch.profiler's ``ProfilerStep#3``; None for another range."""
     number = name.removeprefix(_ITERATION) if name.startswith(_ITERATION) else name.removeprefix("ProfilerStep#")
     return int(number) if number != name and number.isdigit() else None
 
 
 def unended_range(iteration: int) -> str:
-    """The name of a range behind that of an iteration which the run has left before its end."""
+    """Return the name of the range that marks an iteration as incomplete."""
     return f"{_UNENDED}{iteration}"
 
 
 def read_unended(name: str) -> int | None:
-    """The iteration of which a range says that it has not ended; None for another range."""
+    """Return the iteration that a range marks as incomplete; None for another range."""
     return int(name.removeprefix(_UNENDED)) if name.startswith(_UNENDED) else None
 
 
 def read_layer(name: str) -> LayerRange | None:
-    """What the range of a layer says; None for another range."""
+    """Parse the range of a layer; None for another range."""
     if not name.startswith(_LAYER):
         return None
     direction, gemm, layer = name[len(_LAYER) :].split("|", 2)
@@ -60,7 +60,7 @@ def read_layer(name: str) -> LayerRange | None:
 
 
 def module_of(layers: Sequence[str]) -> str:
-    """The module of one or several layers: ``mlp`` of ``mlp.fc1`` and ``mlp.fc2``."""
+    """Return the module of one or several layers: ``mlp`` of ``mlp.fc1`` and ``mlp.fc2``."""
     if len(layers) == 1:
         return layers[0]
     return layers[0].rpartition(".")[0] or layers[0]

@@ -1,7 +1,7 @@
 """Read a trace of torch.profiler: Kineto's JSON in the Chrome trace event format, plain or compressed with gzip.
 
 Categories and arguments are those of Kineto's ``output_json.cpp`` and torch's ``profiler_kineto.cpp``. Events become
-:class:`TraceEvent` objects while the JSON is parsed, so that the arguments that are not needed take no memory.
+:class:`TraceEvent` objects during parsing, so that unused arguments take no memory.
 """
 
 from __future__ import annotations
@@ -11,11 +11,17 @@ import json
 import sys
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from te_precision_callbacks.speed.errors import TraceError
-from te_precision_callbacks.speed.trace.events import EventType, Trace, TraceEvent
+
+Pass = Literal["forward", "backward", "recompute", "optimizer", ""]
+"""Part of a step. ``recompute`` is a forward that an activation checkpoint repeats in the backward; empty for anything
+else, such as loading a batch."""
+
+EventType = Literal["operator", "range", "call", "kernel"]
 
 _CATEGORIES: Mapping[str, EventType] = {
     "cpu_op": "operator",
@@ -28,14 +34,77 @@ _CATEGORIES: Mapping[str, EventType] = {
 }
 
 
-def read_trace(path: str | Path) -> Trace:
-    """Read a trace.
+class Context(NamedTuple):
+    """Position of an event in the training step.
 
-    Args:
-        path: a ``.json`` or ``.json.gz`` that torch.profiler has written.
+    Attributes:
+        layer, gemm: from the innermost range; empty outside of ranges.
+        of_pass: the pass.
+        unit: the outermost operator of the pass: a call of an autograd Function or operator, or its backward node.
+        operator: the innermost operator.
+    """
+
+    layer: str = ""
+    gemm: str = ""
+    of_pass: Pass = ""
+    unit: TraceEvent | None = None
+    operator: TraceEvent | None = None
+
+
+OUTSIDE = Context()
+"""Context outside all ranges and operators."""
+
+
+@dataclass(slots=True, eq=False)
+class TraceEvent:
+    """An operator, range or CUDA runtime call on the host, or a kernel, copy or fill on the device.
+
+    Attributes:
+        begin, end: in microseconds.
+        lane: the number of its thread or stream.
+        link: the correlation ID shared by a call and the kernels it launches.
+        has_node: whether the operator has an autograd node.
+        us: microseconds; of an operator without nested operators.
+        launched: when the host launched it; None if the launch is not in the trace.
+    """
+
+    name: str
+    what: EventType
+    begin: float
+    end: float
+    lane: int
+    link: int | None
+    has_node: bool
+    context: Context = OUTSIDE
+    us: float = 0.0
+    launched: float | None = None
+
+
+@dataclass
+class Trace:
+    """A trace.
+
+    Attributes:
+        device: the name of the GPU; empty if unknown.
+        rank: the rank of the process; None if unknown.
+        host: operators, ranges and calls.
+        kernels: kernels, copies and fills; empty without a GPU.
+        arrows: (lane, begin) of an operator of a backward -> those of the forward that created its node.
+    """
+
+    path: Path
+    device: str = ""
+    rank: int | None = None
+    host: list[TraceEvent] = field(default_factory=list)
+    kernels: list[TraceEvent] = field(default_factory=list)
+    arrows: dict[tuple[int, float], tuple[int, float]] = field(default_factory=dict)
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a ``.json`` or ``.json.gz`` written by torch.profiler.
 
     Raises:
-        TraceError: there is no such file, it is not a trace, or it is cut off.
+        TraceError: the file does not exist, is not a trace, or is truncated.
     """
     path = Path(path)
     trace = Trace(path)
@@ -45,17 +114,17 @@ def read_trace(path: str | Path) -> Trace:
         text = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
         facts = json.loads(text, object_hook=reader.read)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path} is cut off or not a gzip file ({error}). Copy or write it again.") from error
+        raise TraceError(f"{path} is truncated or not a gzip file ({error}). Copy or write it again.") from error
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
         raise TraceError(
-            f"{path} is cut off, or is not a trace of torch.profiler: it is not JSON ({error}). A process that is"
-            " killed while it writes leaves such a file. Write the trace again."
+            f"{path} is truncated or not a trace of torch.profiler: it is not JSON ({error}). A process killed while"
+            " writing leaves such a file. Write the trace again."
         ) from error
     if not trace.host and not trace.kernels:
         raise TraceError(
-            f"{path} is not a trace of torch.profiler: it has no operator, kernel or range. Give a file of"
+            f"{path} is not a trace of torch.profiler: it has no operator, kernel or range. Give a file written by"
             " torch.profiler's export_chrome_trace() or tensorboard_trace_handler()."
         )
     trace.arrows = {at: reader.forwards[key] for key, at in reader.backwards if key in reader.forwards}
@@ -66,7 +135,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 class _TraceReader:
-    """Puts the events of a JSON file into a trace."""
+    """Collects the events of a JSON file into a trace."""
 
     def __init__(self, trace: Trace) -> None:
         self.forwards: dict[Any, tuple[int, float]] = {}
@@ -74,46 +143,34 @@ class _TraceReader:
         self._trace = trace
         self._lanes: dict[tuple[Any, Any], int] = {}
 
-    def read(self, found: dict[str, Any]) -> object:
-        """Read an object of the file.
-
-        Returns:
-            The object; None in place of an event, which is kept in the trace if it is needed.
-        """
-        phase = found.get("ph")
+    def read(self, event: dict[str, Any]) -> object:
+        """Return a JSON object, or None in place of an event, which goes into the trace if needed."""
+        phase = event.get("ph")
         if phase is None:
-            return found
+            return event
         try:
-            what = _CATEGORIES.get(found.get("cat", ""))
+            what = _CATEGORIES.get(event.get("cat", ""))
             if phase == "X" and what is not None:
                 events = self._trace.kernels if what == "kernel" else self._trace.host
-                events.append(self._event(found, what))
-            elif phase in ("s", "f") and found.get("cat") == "fwdbwd":
-                at = self._lane(found), float(found["ts"])
+                events.append(self._event(event, what))
+            elif phase in ("s", "f") and event.get("cat") == "fwdbwd":
+                at = self._lane(event), float(event["ts"])
                 if phase == "s":
-                    self.forwards[found["id"]] = at
+                    self.forwards[event["id"]] = at
                 else:
-                    self.backwards.append((found["id"], at))
+                    self.backwards.append((event["id"], at))
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise TraceError(
-                f"{self._trace.path} has an event that torch.profiler does not write: {str(found)[:120]} ({error})."
+                f"{self._trace.path} has an event that torch.profiler does not write: {str(event)[:120]} ({error})."
             ) from error
         return None
 
-    def _event(self, found: Mapping[str, Any], what: EventType) -> TraceEvent:
-        arguments = found.get("args") or {}
-        begin = float(found["ts"])
-        shapes = arguments.get("Input Dims")
-        return TraceEvent(
-            sys.intern(found["name"]),
-            what,
-            begin,
-            begin + float(found.get("dur", 0)),
-            self._lane(found),
-            arguments.get("correlation") if what in ("call", "kernel") else None,
-            "Sequence number" in arguments,
-            shapes if isinstance(shapes, list) else None,
-        )
+    def _event(self, event: Mapping[str, Any], what: EventType) -> TraceEvent:
+        arguments = event.get("args") or {}
+        begin, us = float(event["ts"]), float(event.get("dur", 0))
+        link = arguments.get("correlation") if what in ("call", "kernel") else None
+        has_node = "Sequence number" in arguments
+        return TraceEvent(sys.intern(event["name"]), what, begin, begin + us, self._lane(event), link, has_node, us=us)
 
-    def _lane(self, found: Mapping[str, Any]) -> int:
-        return self._lanes.setdefault((found.get("pid"), found.get("tid")), len(self._lanes))
+    def _lane(self, event: Mapping[str, Any]) -> int:
+        return self._lanes.setdefault((event.get("pid"), event.get("tid")), len(self._lanes))

@@ -24,10 +24,10 @@ _MOST_PREFIXES = 8
 
 
 def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
-    """The second run with the names of the first, if they share no layer but most of the ends of their names.
+    """Rename the layers of the second run like the first, if they share no layer but most of the ends of their names.
 
     Args:
-        a: the run whose names count.
+        a: the run with the names to use.
         b: the other one.
     """
     ours, theirs = _layers(a), _layers(b)

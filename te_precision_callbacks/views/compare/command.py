@@ -29,11 +29,11 @@ def compare_command(
         list[str] | None,
         typer.Option(
             metavar="RUN",
-            help="A run that differs from A ordinarily, such as in the seed alone. It gives each statistic its ordinary"
-            " spread, and only what leaves it counts. May be given several times.",
+            help="A baseline run like A, for example with another seed: it sets the noise floor. May be given several"
+            " times.",
         ),
     ] = None,
-    lasting: Annotated[int, typer.Option(metavar="N", help="The steps for which a difference must last to count.")] = 5,
+    lasting: Annotated[int, typer.Option(metavar="N", help="The minimum number of steps of a difference.")] = 5,
     report: Annotated[
         Path | None,
         typer.Option("--report", "-o", metavar="FILE", help="Also write one page that opens offline, such as x.html."),
@@ -63,8 +63,8 @@ def compare_command(
     if len(chosen) > len(paths):
         raise typer.BadParameter(f"{len(chosen)} runs are chosen, of {len(paths)} folders", param_hint="--run")
     wanted = [*chosen, *[None] * (len(paths) - len(chosen))]
-    opened, told = zip(*(chosen_run(path, name) for path, name in zip(paths, wanted, strict=True)), strict=True)
-    for line in dict.fromkeys(filter(None, told)):
+    opened, notes = zip(*(chosen_run(path, name) for path, name in zip(paths, wanted, strict=True)), strict=True)
+    for line in dict.fromkeys(filter(None, notes)):
         terminal.show_text(line, err=as_json)
     if report is not None:
         from te_precision_callbacks.views.report.page import output_path

@@ -10,14 +10,13 @@ from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.aligning import align
 from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
 from te_precision_callbacks.views.compare.departures import Search
-from te_precision_callbacks.views.compare.differing_facts import facts_that_differ
+from te_precision_callbacks.views.compare.differing_facts import facts_that_differ, layers_with_other_rows
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.new_findings import compare_verdicts
 from te_precision_callbacks.views.compare.order import Order
 from te_precision_callbacks.views.compare.origins import partings
 from te_precision_callbacks.views.compare.result import Comparison, ComparisonError, Floor, Pairing
 from te_precision_callbacks.views.compare.sides import Side, side_of_run
-from te_precision_callbacks.views.compare.tensor_sizes import Sizes
 
 LASTING = 5
 """The steps that a difference must last."""
@@ -33,18 +32,18 @@ def compare(
 ) -> Comparison:
     """Compare two runs.
 
-    Numbers pair by scope, layer, tensor, statistic and step. Statistics of the quantized tensors of different recipes
-    do not pair; those of the tensors themselves do.
+    Values pair by scope, layer, tensor, statistic and step. Statistics of quantized tensors pair only within a recipe,
+    statistics of the tensors themselves always.
 
     Args:
         a: the reference.
         b: the other run.
-        noise: runs that differ from a ordinarily, such as in the seed alone: they say how much each statistic does.
-        lasting: the steps for which a difference must last to count.
-        numbers: keeps what is compared, for :func:`te_precision_callbacks.views.compare.write_comparison`.
+        noise: baseline runs that differ from a by the seed, for example: their differences are the noise floor.
+        lasting: the minimum number of steps of a difference.
+        numbers: collects values for :func:`te_precision_callbacks.views.compare.write_comparison`.
 
     Raises:
-        ComparisonError: a run has no numbers, or nothing pairs.
+        ComparisonError: a run has no values, or nothing pairs.
     """
     if lasting < 1:
         raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")
@@ -58,11 +57,11 @@ def compare(
         if reason:
             raise ComparisonError(reason)
     order = Order([a, b])
-    sizes = Sizes(a, b)
-    search = Search(one, other, others, lasting, sizes, None if numbers is None else numbers.taking(one, other, paired))
+    collect = None if numbers is None else numbers.collect_from(one, other, paired, has_noise=bool(others))
+    search = Search(one, other, others, lasting, collect)
     found = list(search.run(paired, {subject: order.place(subject) for subject in paired}))
-    comparable = not sizes.with_other_rows  # of losses of other batches nothing is known
-    shares = (precision_shares(a), precision_shares(b)) if comparable else ({}, {})
+    resized = layers_with_other_rows(a, b)
+    shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))  # no bound is known for other batches
     if search.without_steps == len(paired):
         raise ComparisonError(
             f"{one.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(one)},"
@@ -73,7 +72,7 @@ def compare(
         one.name,
         other.name,
         tuple(facts_that_differ(a, b)),
-        _pairing(one, other, paired, search),
+        _pairing(one, other, paired, search, resized),
         lasting,
         Floor(tuple(side.name for side in others), search.without_noise) if others else None,
         order.seen,
@@ -88,13 +87,13 @@ def compare(
 
 
 def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    """What a run is called among those that are compared: its path, with its own name where another run has that."""
+    """The path of a run, with its id if several runs have the same path."""
     several = any(each.path == run.path and each.run_id != run.run_id for each in runs)
     return f"{run.path} ({run.run_id})" if several else str(run.path)
 
 
 def _layers_apart(one: Side, other: Side) -> str:
-    """Why no layer of one side can be compared with the other, and what to do; empty if one can."""
+    """The reason why no layer can be compared, and the remedy; empty if one can."""
     notes = one.run.notes_in_words + other.run.notes_in_words
     if any(subject.layer for subject in one.series if subject in other.series):
         return ""
@@ -122,7 +121,7 @@ def _span(side: Side) -> str:
     return f"{side.name} has steps {min(first)} to {max(last)}"
 
 
-def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search) -> Pairing:
+def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search, resized: Sequence[str]) -> Pairing:
     ours, theirs = set(one.subjects) - set(paired), set(other.subjects) - set(paired)
     layers = [
         {(subject.scope, subject.layer): None for subject in side.series if subject.layer} for side in (one, other)
@@ -138,10 +137,8 @@ def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search) 
         tuple(name for scope, name in layers[1] if (scope, name) not in layers[0]),
         tuple(sorted(statistics[0] - statistics[1])),
         tuple(sorted(statistics[1] - statistics[0])),
-        search.values,
         int(search.iterations[0]),
         int(search.iterations[-1]),
-        tuple(name for _, name in search.sizes.with_other_rows),
+        tuple(resized),
         len(search.iterations),
-        search.shorter,
     )

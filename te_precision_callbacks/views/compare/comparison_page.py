@@ -18,7 +18,7 @@ import numpy as np
 
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, ComparedSeries, DifferenceGrid
+from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, ComparedSeries, DifferenceMap
 from te_precision_callbacks.views.compare.loss import loss_curves
 from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
 from te_precision_callbacks.views.compare.result import Comparison, Parting, StatisticDeparture
@@ -32,8 +32,7 @@ from te_precision_callbacks.views.compare.wording import (
     what_was_compared,
     where_first,
 )
-from te_precision_callbacks.views.report.data import finding_on_page
-from te_precision_callbacks.views.report.overview import Columns
+from te_precision_callbacks.views.report.data import FamilyOnPage, finding_on_page
 from te_precision_callbacks.views.report.packing import LEVELS, Packed, PackedScale, narrowed, steps_between
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
 from te_precision_callbacks.views.report.subjects import layer_name
@@ -51,29 +50,29 @@ def write_comparison(
     """Write the page of a comparison.
 
     Args:
-        result: what was found.
-        numbers: what the same call of :func:`te_precision_callbacks.views.compare.compare` has kept.
-        path: the file, in a folder that exists; its name ends in ``.html``, or has no ending.
-        most: the most bytes of the page.
+        result: the result.
+        numbers: the values that :func:`te_precision_callbacks.views.compare.compare` has collected.
+        path: an ``.html`` file in a folder that exists.
+        most: the maximum size of the page, in bytes.
 
     Returns:
         The file.
 
     Raises:
-        ReportError: the file cannot be written, or its name is not that of a page.
+        ReportError: the file cannot be written, or its name ends otherwise.
         MissingExtraError: plotly is not installed.
     """
     found = output_path(path)
     frame = PageTemplate(_SCRIPTS)
     packed = Packed(most - frame.size - FOR_FACTS)
-    told = _told(result, numbers, packed)
-    return write_bytes(found, frame.filled(f"{result.a} and {result.b}", told, packed.texts).encode())
+    content = _content(result, numbers, packed)
+    return write_bytes(found, frame.filled(f"{result.a} and {result.b}", content, packed.texts).encode())
 
 
-def _told(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
+def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
     layer_of = {layer.name: place for place, layer in enumerate(numbers.subjects.layers)}
     loss = _loss(result, numbers, packed)
-    families, left_out = _families(numbers, packed)
+    families = [_heat_map(each, packed) for each in numbers.heat_maps]
     curves = [_curve(curve, layer_of, packed) for curve in numbers.curves]
     kept = [curve for curve in curves if curve is not None]
     shown = result.parted[:_MOST_PARTINGS]
@@ -89,11 +88,11 @@ def _told(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[
         "facts": [[visible(text) for text in (fact.name, fact.a, fact.b)] for fact in result.facts],
         "what": [visible(sentence) for sentence in what_was_compared(result)],
         "first": [visible(sentence) for sentence in where_first(result)],
-        "notes": [visible(note) for note in (*result.notes, *left_out)],
+        "notes": [visible(note) for note in result.notes],
         "parted": [_parting(parting, layer_of) for parting in shown],
         "parted_total": len(result.parted),
         "loss": loss,
-        "layers": [each.told for each in numbers.subjects.layers],
+        "layers": [each.content for each in numbers.subjects.layers],
         "families": families,
         "worst_layers": list(_first_family(result, families)),
         "curves": kept,
@@ -139,13 +138,13 @@ def _departure(departure: StatisticDeparture) -> dict[str, Any]:
 
 
 def _place(scope: str, layer: str, layer_of: dict[str, int]) -> dict[str, Any]:
-    """Where a series belongs: a layer, or none for a number of the trainer."""
+    """The layer of a series; -1 for a metric of the trainer."""
     return {"layer": layer_of[layer_name(scope, layer)] if layer else -1}
 
 
 def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> dict[str, Any] | None:
     """The curve for the page; None if there is no room for it."""
-    columns = (curve.a, curve.b, curve.low, curve.high, curve.below, curve.above)
+    columns = (curve.a, curve.b, curve.below, curve.above)
     arrays = packed.try_put(steps_between(curve.iterations), *(narrowed(column) for column in columns))
     if arrays is None:
         return None
@@ -162,66 +161,24 @@ def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> d
     }
 
 
-def _families(numbers: ComparedNumbers, packed: Packed) -> tuple[list[dict[str, Any]], list[str]]:
-    """The heat maps, and what is said of those that there is no room for."""
-    found, missing = [], []
-    for grid in numbers.grids:
-        told = _family(grid, numbers.columns, packed)
-        if told is None:
-            missing.append(f"{grid.statistic} of {grid.tensor}")
-        else:
-            found.append(told)
-    some = ", ".join(missing[:3])
-    return found, [f"{len(missing)} heat maps have no room in this page, such as {some}."] if missing else []
-
-
-def _family(grid: DifferenceGrid, columns: Columns, packed: Packed) -> dict[str, Any] | None:
-    """The heat map of a statistic for the page; None if there is no room for it."""
-    used = np.flatnonzero(np.any([~np.isnan(cells).all(0) for cells in grid.cells.values()], 0))
-    own = columns.take(used)
-    sizes = np.abs(np.concatenate([cells[np.isfinite(cells)] for cells in grid.cells.values()]))
-    # Beyond what counts the colours are logarithmic: one wild layer hides nothing in the others.
-    largest = float(max(sizes.max(initial=0.0), grid.bound))
-    scale = PackedScale("asinh", -largest, largest, grid.bound, centred=True)
-    of_rank = {rank: cells[:, used] for rank, cells in grid.cells.items()}
-    arrays = packed.try_put(
-        grid.layers.astype(np.int32),
-        own.first,
-        own.last,
-        *(scale.bytes(cells, ~np.isnan(cells)) for cells in of_rank.values()),
-        *(narrowed(grid.worst[rank]) for rank in of_rank),
-        *(grid.worst_at[rank] for rank in of_rank),
-    )
-    if arrays is None:
-        return None
-    rows, first, last, *others = arrays
-    cells, worst, worst_at = (
-        {str(rank): one for rank, one in zip(of_rank, others[begin : begin + len(of_rank)], strict=True)}
-        for begin in (0, len(of_rank), 2 * len(of_rank))
-    )
+def _heat_map(difference: DifferenceMap, packed: Packed) -> dict[str, Any]:
+    """The heat map of a statistic for the page."""
+    overview, bound = difference.overview.without_empty_columns(), difference.bound
+    sizes = np.abs(np.concatenate([cells[np.isfinite(cells)] for cells in overview.cells.values()]))
+    # Beyond the bound the colours are logarithmic, so that one large difference does not hide all others.
+    largest = float(max(sizes.max(initial=0.0), bound))
+    scale = PackedScale("asinh", -largest, largest, bound, centred=True)
+    unit = difference.unit
     return {
-        "tensor": visible(grid.tensor),
-        "statistic": visible(grid.statistic),
-        "gemm": grid.gemm,
-        "unit": grid.unit,
-        "formula": f"How far B is from A, in {_UNITS.get(grid.unit, grid.unit)}; from {grid.bound:.3g} on it counts",
+        **FamilyOnPage(overview, packed, scale).content,
+        "unit": unit,
+        "formula": f"The difference of B from A, in {_UNITS.get(unit, unit)}; from {bound:.3g} on it counts",
         "worse": "far from 0",
-        "left": {},
-        "ranks": sorted(of_rank),
-        "rows": rows,
-        "first": first,
-        "last": last,
-        "scale": scale.described,
-        "cells": cells,
-        "worst": worst,
-        "worst_at": worst_at,
-        "steps": {},
-        "curves": {},
     }
 
 
 def _first_family(result: Comparison, families: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The heat map that is shown first: that of where they part first."""
+    """The heat map of the first departure, which is shown first."""
     if result.first is None:
         return
     wanted = (visible(result.first.tensor), visible(result.first.strongest.statistic))

@@ -1,8 +1,7 @@
-"""Finds in which series two sides part, from which step on, and how far."""
+"""Search for the series that depart: since which step, and how far."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.views.compare.judging_scales import LEVEL, NO_NUMBER, NoiseScale, scale_of
-from te_precision_callbacks.views.compare.result import FirstUnequal
+from te_precision_callbacks.views.compare.judging_scales import LEVEL, MAGNITUDE, NO_NUMBER, NoiseScale, scale_of
+from te_precision_callbacks.views.compare.result import FirstUnequal, StatisticDeparture
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Numbers, Side, family
 from te_precision_callbacks.views.compare.spread import BEYOND_NOISE, Noise, Spread, bounds, grouped_quantile, measure
-from te_precision_callbacks.views.compare.tensor_sizes import OF_GRADIENTS, Sizes
 
 _VALUES_AT_ONCE = 2_000_000
 
@@ -30,42 +28,27 @@ class Found(NamedTuple):
 
     Attributes:
         subject: the series.
-        since: the first iteration at which it may have begun: the one after the number before it.
-        iteration, until: its first and its last iteration.
-        steps: how many steps of the series it lasts.
-        to_the_end: whether it lasts to the end.
-        a, b: the medians of both sides over these steps.
-        difference: the median of b - a on the scale; inf where it is not a number.
-        spread: the ordinary one at the first iteration; nan without a noise floor.
-        bound: the difference that counts.
+        since: the first iteration after the last value without the difference.
+        departure: the difference.
     """
 
     subject: Subject
     since: int
-    iteration: int
-    until: int
-    steps: int
-    to_the_end: bool
-    a: float
-    b: float
-    difference: float
-    spread: float
-    bound: float
+    departure: StatisticDeparture
 
 
 class Compared(NamedTuple):
-    """The numbers of some series on both sides, by series and iteration.
+    """The values of some series on both sides, by series and iteration.
 
     Attributes:
         subjects: [series].
-        series, iterations: [n]: of each number; series as places in ``subjects``.
+        series, iterations: [n]: of each value; series as places in ``subjects``.
         a, b: [n].
         difference: [n]: on the scale.
-        spread: [n]: the ordinary one; nan without a noise floor.
+        spread: [n]: the ordinary spread; nan without a noise floor.
         limit: [n]: the difference that counts.
-        low, high: [n]: between them a value is as far from a as most of the noise is; nan without a noise floor.
-        below, above: [n]: the values that are so far from a that they count; a itself where it is not finite.
-        begins: the places of the numbers at which lasting differences begin.
+        below, above: [n]: the values that are just far enough from a to count; a itself if it is not finite.
+        begins: the places of the first values of lasting differences.
     """
 
     subjects: Sequence[Subject]
@@ -76,8 +59,6 @@ class Compared(NamedTuple):
     difference: Floats
     spread: Floats
     limit: Floats
-    low: Floats
-    high: Floats
     below: Floats
     above: Floats
     begins: Ints
@@ -85,33 +66,27 @@ class Compared(NamedTuple):
 
 @dataclass
 class Search:
-    """The search for differences, and what it has met.
+    """The search for differences, with its counts.
 
     Attributes:
         a, b: the sides.
-        noise: sides whose differences from a, and from each other, are ordinary.
-        lasting: the steps that a difference must last; of a series with fewer it must last all.
-        sizes: the sizes of b as multiples of those of a.
-        show: gets all that is compared, in parts.
-        values: the numbers of a and b that were compared.
-        without_steps: the series that have no step in common.
-        without_noise: the series that have a counterpart in no side of the noise.
-        shorter: the series that have fewer steps in common than a difference must last.
-        iterations: those of the steps that both have, in order.
-        first_unequal: the first iteration in which a series' numbers are not the same: subject -> iteration.
+        noise: baseline sides.
+        lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
+        show: receives all compared values, in parts.
+        without_steps: the number of series without a common step.
+        without_noise: the number of series without a baseline.
+        iterations: the common iterations, in order.
+        first_unequal: the first unequal value.
     """
 
     a: Side
     b: Side
     noise: Sequence[Side]
     lasting: int
-    sizes: Sizes
     show: Callable[[Compared], None] | None = None
-    values: int = 0
     without_steps: int = 0
     without_noise: int = 0
     first_unequal: FirstUnequal | None = None
-    shorter: int = 0
     iterations: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     def run(self, subjects: Sequence[Subject], place: dict[Subject, tuple[float, ...]]) -> Iterator[Found]:
@@ -140,23 +115,19 @@ class Search:
             )
 
     def _part(self, subjects: Sequence[Subject], looked_at: int) -> Iterator[Found]:
-        sides = [_read(side, sizes, subjects) for side, sizes in self._sides]
+        sides = [side.read(subjects) for side in (self.a, self.b, *self.noise)]
         scales = _Scales(subjects, sides)
         series, iterations, ours, theirs = _both(sides[0], sides[1])
-        self.values += len(series)
         self.iterations = np.union1d(self.iterations, iterations)
         counts = np.bincount(series, minlength=len(subjects))
         self.without_steps += int((counts == 0).sum())
-        self.shorter += int(((counts > 0) & (counts < self.lasting)).sum())
         self._note_unequal(subjects, series, iterations, ours, theirs)
         place = scales.places(series, ours)
         difference = scales.places(series, theirs) - place
 
-        spread, bound, ordinary = self._noise_at(scales, [sides[0], *sides[2:]], series, iterations, looked_at)
+        spread, bound = self._noise_at(scales, [sides[0], *sides[2:]], series, iterations, looked_at)
         known = ~np.isnan(spread)
         limit = np.where(known, bound * spread, scales.bound[series])
-        resized, more = self._of_other_rows(subjects, scales)
-        limit = np.where(resized[series], np.fmax(limit, scales.bound[series]) + more[series], limit)
         begin = np.where(known, np.minimum(limit, np.fmax(_LEAST_BEGIN, _PART_OF_BOUND * bound) * spread), limit)
         beyond, begun = _runs(series, difference, limit), _runs(series, difference, begin)
         lasting = beyond.lengths >= np.minimum(self.lasting, counts[series[beyond.starts]])
@@ -167,53 +138,30 @@ class Search:
         begins, lengths = begun.starts[within], begun.lengths[within]
         if self.show is not None:
             finite = np.isfinite(ours)
-            low, high, below, above = (
-                np.where(finite | np.isnan(apart), scales.values(series, place + way * apart), ours)
-                for apart in (ordinary, limit)
-                for way in (-1, 1)
-            )
-            values = (ours, theirs, difference, spread, limit, low, high, below, above)
+            below, above = (np.where(finite, scales.values(series, place + way * limit), ours) for way in (-1, 1))
+            values = (ours, theirs, difference, spread, limit, below, above)
             self.show(Compared(subjects, series, iterations, *values, begins))
         yield from self._described(
             subjects, begins, lengths, series, iterations, (ours, theirs, difference), (spread, limit)
         )
 
-    @functools.cached_property
-    def _sides(self) -> list[tuple[Side, Sizes]]:
-        """All sides, with their sizes as multiples of those of a."""
-        others = [(side, Sizes(self.a.run, side.run)) for side in self.noise]
-        return [(self.a, Sizes(self.a.run, self.a.run)), (self.b, self.sizes), *others]
-
-    def _of_other_rows(self, subjects: Sequence[Subject], scales: _Scales) -> tuple[npt.NDArray[np.bool_], Floats]:
-        """[series]: whether b computes another number of rows there, and how much farther a difference must be then.
-
-        The noise of runs with the rows of a says little of b then; and a loss that is a mean over the rows gives each
-        row's gradient a share of it.
-        """
-        rows = np.array([self.sizes.rows(subject.scope, subject.layer) for subject in subjects])
-        resized = np.where([bool(subject.layer) for subject in subjects], rows != 1, bool(self.sizes.with_other_rows))
-        of_gradients = np.array([subject.tensor in OF_GRADIENTS for subject in subjects])
-        return resized, np.where(of_gradients, scales.apart_by_factors(rows), 0.0)
-
     def _noise_at(
         self, scales: _Scales, sides: Sequence[Numbers], series: Ints, iterations: Ints, looked_at: int
-    ) -> tuple[Floats, Floats, Floats]:
-        """The ordinary spread at each difference, the multiple of it that counts, and how far apart most of the noise
-        is; nan where no noise is known."""
+    ) -> tuple[Floats, Floats]:
+        """The ordinary spread at each difference, and the multiple of it that counts; nan without known noise."""
         number = len(scales.family)
         noise = _noise(scales, sides)
         has = np.bincount(noise.series, minlength=number) > 0
         self.without_noise += int((~has).sum()) if self.noise else 0
         if not has.any():
             nothing = np.full(len(series), np.nan)
-            return nothing, nothing, nothing
+            return nothing, nothing
         spread = measure(noise, scales.family, scales.families, scales.least, self.lasting)
         largest = _largest(noise, spread, scales, self.lasting)
         families = scales.family[series]
         students = bounds(spread.degrees_at(families, series, iterations), looked_at)
         bound = np.fmax(students, BEYOND_NOISE * largest[families])
-        at, ordinary = (of(families, series, iterations) for of in (spread.at, spread.ordinary))
-        return np.where(has[series], at, np.nan), bound, np.where(has[series], ordinary, np.nan)
+        return np.where(has[series], spread.at(families, series, iterations), np.nan), bound
 
     def _note_unequal(
         self, subjects: Sequence[Subject], series: Ints, iterations: Ints, ours: Floats, theirs: Floats
@@ -240,29 +188,28 @@ class Search:
         spread, limit = limits
         last = np.append(series[1:] != series[:-1], True)
         for number, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+            subject = subjects[series[begin]]
             ours, theirs, difference = (float(column[number]) for column in medians)
-            yield Found(
-                subjects[series[begin]],
-                int(iterations[begin - 1]) + 1 if begin and series[begin - 1] == series[begin] else 0,
-                int(iterations[begin]),
-                int(iterations[end]),
-                end - begin + 1,
-                bool(last[end]),
-                ours,
-                theirs,
-                difference,
-                float(spread[begin]),
-                float(limit[begin]),
+            scale = scale_of(subject.tensor, subject.statistic)
+            if scale is MAGNITUDE and ours < 0 and theirs < 0:  # the smaller magnitude is the larger number
+                difference = -difference
+            is_known = not math.isnan(spread[begin])
+            departure = StatisticDeparture(
+                statistic=subject.statistic,
+                gemm=subject.gemm,
+                iteration=int(iterations[begin]),
+                until=int(iterations[end]),
+                steps=end - begin + 1,
+                to_the_end=bool(last[end]),
+                a=ours,
+                b=theirs,
+                difference=difference,
+                unit=scale.unit,
+                spread=float(spread[begin]) if is_known else None,
+                bound=float(limit[begin]),
             )
-
-
-def _read(side: Side, sizes: Sizes, subjects: Sequence[Subject]) -> Numbers:
-    """The values of some subjects, as they would be with the elements that the sizes are multiples of."""
-    numbers = side.read(subjects)
-    growth = np.array([sizes.growth(subject) for subject in subjects])
-    if np.all(growth == 1):
-        return numbers
-    return numbers._replace(values=numbers.values / growth[numbers.series])
+            is_first = not begin or series[begin - 1] != series[begin]
+            yield Found(subject, 0 if is_first else int(iterations[begin - 1]) + 1, departure)
 
 
 class _Scales:
@@ -282,17 +229,12 @@ class _Scales:
         self._magnitudes = np.where(levels, _ordinary(sides, len(subjects)), _smallest(sides, len(subjects)))
 
     def places(self, series: Ints, values: Floats) -> Floats:
-        """Where values of these series are on their scales."""
+        """Place values of these series on their scales."""
         return self._each(NoiseScale.places, series, values)
 
     def values(self, series: Ints, places: Floats) -> Floats:
         """The values of these series at places on their scales."""
         return self._each(NoiseScale.values, series, places)
-
-    def apart_by_factors(self, factors: Floats) -> Floats:
-        """[series]: how far a factor moves each on its scale."""
-        units = np.array([scale.of_a_factor for scale in self._kinds.values()])[self._kind]
-        return np.asarray(units * np.abs(np.log2(factors)))
 
     def _each(self, apply: Callable[[NoiseScale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:
         found = np.empty(len(numbers))
@@ -314,7 +256,7 @@ def _smallest(sides: Sequence[Numbers], number: int) -> Floats:
 
 
 def _ordinary(sides: Sequence[Numbers], number: int) -> Floats:
-    """[series]: the mean magnitude on the first side on which it is not 0; 1 where there is none."""
+    """[series]: the mean magnitude on the first side with values other than 0; 1 without one."""
     found = np.zeros(number)
     for numbers in sides:
         magnitudes = np.abs(numbers.values)
@@ -346,7 +288,7 @@ def _noise(scales: _Scales, sides: Sequence[Numbers]) -> Noise:
 
 
 def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Floats:
-    """[families]: the largest difference that lasts, among those of the noise, in multiples of its spread."""
+    """[families]: the largest lasting difference in the noise, in multiples of its spread."""
     z = noise.differences / spread.at(scales.family[noise.series], noise.series, noise.iterations)
     found = np.zeros(scales.families)
     if len(z) < lasting:
@@ -364,8 +306,8 @@ def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Flo
 
 
 class _Runs(NamedTuple):
-    """Stretches of a series whose differences are beyond a limit on one side: where each starts, and its length. Inf
-    and nan are on no side: they go on with the stretch before them."""
+    """Stretches of a series with differences beyond a limit on one side. Inf and nan continue the stretch before
+    them."""
 
     starts: Ints
     lengths: Ints

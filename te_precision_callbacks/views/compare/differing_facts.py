@@ -1,13 +1,14 @@
-"""The facts in which two runs differ: what ran, before what came of it."""
+"""Facts that differ between two runs."""
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import pyarrow.compute as pc
+import yaml
 
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import folded
@@ -15,7 +16,6 @@ from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.answers import precision_shares
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.views.compare.result import FactDifference
-from te_precision_callbacks.views.compare.tensor_sizes import sizes_of
 from te_precision_callbacks.views.report.facts import readable
 
 _OF_EVERY_RUN = frozenset(
@@ -26,23 +26,17 @@ _OF_EVERY_RUN = frozenset(
 _FIRST = ("config", "versions", "recipe", "recipes", "environment")
 """The facts that come first, in this order."""
 
-_COMMENT = re.compile(r"(?:^|\s)#[^'\"]*$|^\s*#.*")
-"""A comment of YAML; one behind a value only without quotes, since a # can be in a quoted text."""
-
-_MOST_LINES = 40
 _MOST_LAYERS = 3
 
 
 def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
-    """The facts of the last segments of two runs that differ, then those of their matrix products."""
-    ours, theirs = (dict(_flat("", readable(run.segments[-1].facts))) if run.segments else {} for run in (a, b))
+    """Compare the facts of the last process starts of two runs, then their matrix products."""
+    ours, theirs = _settings(a), _settings(b)
     if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
         ours = theirs = {}
-    found = [*_config(ours, theirs)]
-    names = sorted({*ours, *theirs} - {"config_text", "config_hash"}, key=_rank)
-    found += [
+    found = [
         FactDifference(name, ours.get(name, ""), theirs.get(name, ""))
-        for name in names
+        for name in sorted({*ours, *theirs} - {"config_hash"}, key=_rank)
         if ours.get(name) != theirs.get(name)
     ]
     return [*found, *_of_states(a, b), *_of_products(a, b)]
@@ -62,55 +56,15 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
         yield path, value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
-def _config(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[FactDifference]:
-    """The lines of the configs that differ."""
-    one, other = (_without_comments(facts.get("config_text", "")) for facts in (ours, theirs))
-    if one == other:
-        if ours.get("config_hash") != theirs.get("config_hash"):
-            yield FactDifference("config_hash", ours.get("config_hash", ""), theirs.get("config_hash", ""))
-        return
-    number = 0
-    places = _places(one), _places(other)
-    for kind, start, end, first, last in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
-        if kind == "equal":
-            continue
-        for place in range(max(end - start, last - first)):
-            number += 1
-            if number <= _MOST_LINES:
-                yield FactDifference(
-                    "config",
-                    places[0][start + place] if start + place < end else "",
-                    places[1][first + place] if first + place < last else "",
-                )
-    if number > _MOST_LINES:
-        yield FactDifference("config", *(f"{number - _MOST_LINES} more lines that differ" for _ in range(2)))
-
-
-def _without_comments(text: str) -> list[str]:
-    """The lines of a YAML that hold something, without comments."""
-    lines = (_COMMENT.sub("", line).rstrip() for line in text.splitlines())
-    return [line for line in lines if line]
-
-
-def _places(lines: Sequence[str]) -> list[str]:
-    """Each line of a YAML after the keys that it is under; lists and plugins' names are no such keys."""
-    found = []
-    above: list[tuple[int, str]] = []
-    for line in lines:
-        text = line.strip()
-        indent = len(line) - len(line.lstrip()) + text.startswith("- ")  # an item may be as far left as its list's key
-        while above and above[-1][0] >= indent:
-            above.pop()
-        keys = " / ".join(key for _, key in above if key)
-        found.append(f"{keys}: {text}" if keys else text)
-        name = text.removeprefix("- ")
-        key = name.removesuffix(":") if name.endswith(":") and name != "transformer_engine:" else ""
-        above.append((indent, name if text.startswith("- ") and not key else key))
-    return found
+def _settings(run: RecordedRun) -> dict[str, str]:
+    """The facts of the last process start, with the options of the config by their path."""
+    facts = readable(run.segments[-1].facts) if run.segments else {}
+    config = yaml.safe_load(facts.pop("config_text", None) or "{}")
+    return {**dict(_flat("config", config)), **dict(_flat("", facts))}
 
 
 def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
-    """The types of what is kept: weights, gradients, the optimizer's state."""
+    """The types of weights, gradients and the optimizer's state."""
     ours, theirs = (_types(run) for run in (a, b))
     for subject in ours:
         if ours[subject] != theirs.get(subject, ours[subject]):
@@ -118,7 +72,7 @@ def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
 
 
 def _types(run: RecordedRun) -> dict[str, str]:
-    """What is kept -> its types."""
+    """Subject -> its types."""
     found: dict[str, set[str]] = defaultdict(set)
     for row in run.states.to_pylist():
         found[row["subject"] or ""].add(row["dtype"] or "")
@@ -153,7 +107,7 @@ def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
 
 def _of_sizes(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
     """The rows that layers compute in a step, such as with another batch size, and the sizes of their weights."""
-    ours, theirs = sizes_of(a), sizes_of(b)
+    ours, theirs = _sizes(a), _sizes(b)
     changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for key, size in ours.items():
         other = theirs.get(key, size)
@@ -164,6 +118,32 @@ def _of_sizes(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
             changed["weight of", one, two].append(key[1])
     for (what, one, two), layers in changed.items():
         yield FactDifference(f"{what} {_in_words(layers)}", one, two)
+
+
+class _Size(NamedTuple):
+    """A layer's product with its weight: rows of the input in a step, rows and columns of the weight."""
+
+    rows: int
+    outputs: int
+    inputs: int
+
+
+def _sizes(run: RecordedRun) -> dict[tuple[str, str], _Size]:
+    """Scope and layer -> its size at the end of the run."""
+    ran = at_the_end(run.gemms)
+    ran = ran.filter(pc.and_(pc.equal(ran["gemm"], "fprop"), pc.greater(ran["macs"], 0)))
+    found: dict[tuple[str, str], _Size] = {}
+    for row in ran.select(["scope", "layer", "n", "m", "k", "batch", "calls"]).to_pylist():
+        if all(row[name] for name in ("n", "m", "k", "batch", "calls")):
+            size = _Size(row["n"] * row["batch"] * row["calls"], row["m"], row["k"])
+            found.setdefault((row["scope"] or "", row["layer"]), size)
+    return found
+
+
+def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
+    """The layers that compute another number of rows in a step of b, such as with another batch size."""
+    theirs = _sizes(b)
+    return [key[1] for key, size in _sizes(a).items() if key in theirs and theirs[key].rows != size.rows]
 
 
 def _in_words(layers: Iterable[str]) -> str:

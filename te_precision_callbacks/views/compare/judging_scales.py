@@ -1,15 +1,14 @@
-"""The scale on which a statistic's differences are judged.
+"""Scales for the differences of a statistic.
 
     scale = scale_of("activation", "cur_amax")     # MAGNITUDE: powers of two
     scale.unit, scale.least, scale.bound
 
-An amax of 400 beside one of 200 is as far as 0.04 beside 0.02, and a share of 6 % beside 5 % as far as 2 % beside 1 %:
-magnitudes differ by factors, shares by points.
+Magnitudes differ by factors (an amax of 400 is as far from 200 as 0.04 from 0.02), shares by points (6 % is as far from
+5 % as 2 % from 1 %).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,7 +38,6 @@ class NoiseScale:
         unit: the unit of a difference.
         least: the smallest spread that is believed, however little noise has been seen.
         bound: the smallest difference that counts where no noise is known.
-        of_a_factor: how far a factor of 2 moves a value; 0 where factors of the tensor do not matter.
         onto: values, and the magnitude of each one's series -> places on the scale.
         back: places and magnitudes -> values.
     """
@@ -48,17 +46,16 @@ class NoiseScale:
     unit: str
     least: float
     bound: float
-    of_a_factor: float
     onto: Callable[[Values, Values], Values]
     back: Callable[[Values, Values], Values]
 
     def places(self, values: Values, magnitudes: Values) -> Values:
-        """Where values are on the scale.
+        """Place values on the scale.
 
         Args:
             values: float64, of any sign, inf and nan too.
-            magnitudes: for each value one that is the same for its whole series and above 0: of a
-                :data:`MAGNITUDE` the smallest but 0, else the ordinary size.
+            magnitudes: a positive number for each value, equal in a whole series: for :data:`MAGNITUDE` its smallest
+                magnitude above 0, otherwise its ordinary size.
         """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             found = self.onto(values, magnitudes)
@@ -84,26 +81,24 @@ def _same(values: Values, magnitudes: Values) -> Values:
     return values
 
 
-MAGNITUDE = NoiseScale("magnitude", "powers of two", 0.01, 1.0, 1.0, _powers, _from_powers)
-SQUARE = NoiseScale("square", "powers of two", 0.01, 2.0, 2.0, _powers, _from_powers)
+MAGNITUDE = NoiseScale("magnitude", "powers of two", 0.01, 1.0, _powers, _from_powers)
+SQUARE = NoiseScale("square", "powers of two", 0.01, 2.0, _powers, _from_powers)
 LEVEL = NoiseScale(
     "level",
     "of its size",
     0.02,
     6.0,
-    math.log(2),
     lambda values, sizes: np.arcsinh(values / sizes),
     lambda places, sizes: sizes * np.sinh(places),
 )
-SHARE = NoiseScale("share", "points", 0.02, 5.0, 0.0, _same, _same)
-DECIBELS = NoiseScale("decibels", "dB", 0.1, 3.0, 0.0, _same, _same)
-POWERS = NoiseScale("powers", "powers of two", 0.05, 12.0, 0.0, _same, _same)
+SHARE = NoiseScale("share", "points", 0.02, 5.0, _same, _same)
+DECIBELS = NoiseScale("decibels", "dB", 0.1, 3.0, _same, _same)
+POWERS = NoiseScale("powers", "powers of two", 0.05, 12.0, _same, _same)
 COUNT = NoiseScale(
     "count",
     "powers of two",
     0.01,
     1.0,
-    0.0,
     lambda values, sizes: np.log2(1 + np.abs(values)),
     lambda places, sizes: 2.0 ** np.fmax(places, 0.0) - 1,
 )

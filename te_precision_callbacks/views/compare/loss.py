@@ -1,4 +1,4 @@
-"""Compares the losses of two runs with what is known to be ordinary in low precision."""
+"""Comparison of the losses of two runs."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class LossCurves(NamedTuple):
 
 
 def loss_curves(a: Side, b: Side) -> LossCurves | None:
-    """The losses of two sides; None if they have none in common."""
+    """The losses of two sides; None without a common one."""
     name = _in_common(a, b)
     return None if name is None else _curves(a, b, name)
 
 
 def _in_common(a: Side, b: Side) -> Subject | None:
-    """The likeliest loss; one that a side loses comes first, since a trainer may log another number in its place."""
+    """The likeliest loss, preferably a lost one: a trainer may log another number in its place."""
     both = [subject for subject in _losses(a) if subject in b.scalars]
     lost = (
         subject
@@ -83,7 +83,7 @@ def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
 
 
 def _lost(side: Side, name: Subject) -> LostLoss | None:
-    """Where a loss is no number any more, to the end of the side."""
+    """The steps in which a loss is not finite, to the end of the side."""
     numbers = side.read([name])
     finite = np.flatnonzero(np.isfinite(numbers.values))
     rest = slice(int(finite[-1]) + 1 if finite.size else 0, None)
@@ -94,12 +94,12 @@ def _lost(side: Side, name: Subject) -> LostLoss | None:
 
 
 def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares, Shares]) -> LossComparison | None:
-    """The losses of two sides; None if they have none in common.
+    """Compare the losses of two sides; None without a common loss.
 
     Args:
         a, b: the sides.
-        noise: sides whose differences from a are ordinary.
-        shares: what each side computes in, as far as it is known.
+        noise: baseline sides.
+        shares: the precisions of each side, if known.
     """
     name = _in_common(a, b)
     curves = None if name is None else _curves(a, b, name)
@@ -137,7 +137,7 @@ def _mean(values: Floats) -> float:
 
 
 def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
-    """The steps whose losses are far apart though the running medians are not, unless the noise has such steps too."""
+    """The steps with losses far apart and similar running medians, unless the noise has such steps too."""
     factors = _spikes(curves)
     at = int(factors.argmax()) if factors.size else None
     if at is None or factors[at] < _SPIKE or any(_spikes(each).max(initial=0.0) >= factors[at] for each in noise):
@@ -205,7 +205,7 @@ def _stable_relative(a: Side, b: Side, name: Subject) -> float:
 
 
 def _yardsticks(relative: float, ours: Shares, theirs: Shares) -> tuple[Yardstick, ...]:
-    """The known bounds; with what the runs compute in, the one that is for B against A."""
+    """The published bounds, and whether the bound for these precisions holds."""
     kinds = (_kind(ours), _kind(theirs))
     return tuple(
         Yardstick(name, bound, source, abs(relative) < bound if kinds == runs and not math.isnan(relative) else None)

@@ -1,4 +1,4 @@
-"""Which findings one run has that the other one has not.
+"""Findings of one run that the other run does not have.
 
 found = compare_verdicts(a, b)
 found.only_b[0].rule, found.only_b[0].layers
@@ -24,8 +24,9 @@ class ComparedVerdicts:
 
     Attributes:
         a, b: the verdicts.
-        only_a, only_b: the findings of one that the other has not, by rule, tensor and layer; with these layers only.
-        not_judged_in_a: the rules of ``only_b`` that were not judged in A.
+        only_a, only_b: the findings that the other run does not have, by rule, tensor and layer; with these layers
+            only.
+        not_judged_in_a: the rules of ``only_b`` that were not checked in A.
     """
 
     a: Verdict
@@ -36,7 +37,7 @@ class ComparedVerdicts:
 
     @property
     def summary(self) -> str:
-        """What B has that A has not, in a sentence, and whether a part of either cannot be read."""
+        """The new findings of B in a sentence, and whether a part of either run cannot be read."""
         partial = " and ".join(name for name, verdict in (("A", self.a), ("B", self.b)) if verdict.is_partial)
         unread = f" A part of {partial} cannot be read." if partial else ""
         if not self.b.judged:
@@ -64,7 +65,7 @@ class ComparedVerdicts:
 
 
 def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
-    """Judge two runs, whose layers have the same names, and compare the findings."""
+    """Check two runs with equal names of layers, and compare the findings."""
     return _compared(diagnose(a), diagnose(b))
 
 
@@ -75,7 +76,7 @@ def _compared(one: Verdict, other: Verdict) -> ComparedVerdicts:
 
 
 def _beyond(findings: Iterable[Finding], others: Iterable[Finding], name: str) -> Iterator[Finding]:
-    """The findings that others do not have, each with the layers in which they do not have it."""
+    """The findings that others do not have, without the layers that others have."""
     known: dict[tuple[str, str], set[str]] = defaultdict(set)
     for other in others:
         known[other.rule, other.tensor] |= set(other.layers or [""])

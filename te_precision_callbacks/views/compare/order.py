@@ -1,4 +1,4 @@
-"""The order in which a step runs: the forwards of layers, their backwards, then the optimizer and the trainer."""
+"""The order of a step: the forwards of layers, their backwards, then the optimizer and the trainer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FORWARD, BACKWARD, AFTERWARDS = 0, 1, 2
 
 
 class StepPlace(NamedTuple):
-    """Where in a step a number belongs; places compare as they follow each other.
+    """The place of a value in a step; places compare by order.
 
     Attributes:
-        phase: of the step: forward, backward, or behind both, where the trainer's numbers are.
+        phase: forward, backward, or afterwards for metrics of the trainer.
         stage: the pipeline stage's turn.
         layer: the layer's turn.
-        tensor: the tensor's.
+        tensor: the tensor's turn.
     """
 
     phase: int
@@ -39,10 +39,10 @@ class Order:
     """The order of execution of some runs of one model.
 
     Args:
-        runs: the first that has seen a layer run says where.
+        runs: the first run with a layer decides about its place.
 
     Attributes:
-        seen: whether a run has seen layers run; if not, their order is that of their first numbers.
+        seen: whether the order was recorded; otherwise layers are in the order of their first values.
     """
 
     def __init__(self, runs: Iterable[RecordedRun]) -> None:
@@ -65,7 +65,7 @@ class Order:
                     self._forward.setdefault((subject.scope, subject.layer), behind + len(self._forward))
 
     def place(self, subject: Subject) -> StepPlace:
-        """Where a subject belongs."""
+        """The place of a subject."""
         layer = (subject.scope, subject.layer)
         stage = _stage(subject.scope)
         if subject.tensor in _IN_FORWARD:

@@ -1,14 +1,13 @@
-"""Tells differences that are made in a layer from those that it is given.
+"""Separates differences a layer introduces from those it inherits.
 
-A tensor inherits a difference if one of the tensors that it is made of has departed too, as early, in the same
-direction and by as much. An activation is made of the activations, outputs and weights before it; a gradient of the
-gradients and weights that the backward has passed; an output of the layer's activation and weight; a weight, in the
-steps after, of its own gradients. Which layers feed a layer is not recorded: all that ran before it in the step count.
+A tensor inherits a difference if one of its sources has departed too, as early, in the same direction and by as much.
+The sources of an activation are the activations, outputs and weights before it; of a gradient the gradients and weights
+that the backward has passed; of an output the layer's activation and weight; of a weight, in later steps, its
+gradients. The records do not have the connections of layers: all earlier layers of the step count.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,9 +16,8 @@ import numpy.typing as npt
 
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.departures import Found
-from te_precision_callbacks.views.compare.judging_scales import MAGNITUDE, scale_of
 from te_precision_callbacks.views.compare.order import Order
-from te_precision_callbacks.views.compare.result import Parting, StatisticDeparture
+from te_precision_callbacks.views.compare.result import Parting
 
 _SHARE = 0.75
 """A tensor that has departed by this share of another one's difference accounts for it."""
@@ -44,12 +42,12 @@ _Key = tuple[str, str, str, int | None]
 
 
 def partings(found: Iterable[Found], order: Order) -> list[Parting]:
-    """The tensors that depart, with where their differences come from, in the order in which they part."""
+    """The tensors that depart, in order, with the origins of their differences."""
     tensors: dict[_Key, list[Found]] = {}
     for each in found:
         tensors.setdefault(_key(each.subject), []).append(each)
     for group in tensors.values():
-        group.sort(key=lambda each: -abs(each.difference) / each.bound)
+        group.sort(key=lambda each: -each.departure.strength)
     sources = _Sources(tensors, order)
     source_of = {key: sources.of(group) for key, group in tensors.items()}
     began = _began(tensors, source_of)
@@ -58,11 +56,11 @@ def partings(found: Iterable[Found], order: Order) -> list[Parting]:
 
 
 def _began(tensors: Mapping[_Key, Sequence[Found]], source_of: Mapping[_Key, Found | None]) -> dict[_Key, int]:
-    """The iteration of each tensor's first difference; that of a source is not after what inherits it.
+    """The iteration of each tensor's first difference; a source is not later than the tensors that inherit from it.
 
-    A weight with numbers in every fifth step may be seen to depart after the activations that it has made.
+    A weight with values in every fifth step may seem to depart after its activations.
     """
-    began = {key: min(each.iteration for each in group) for key, group in tensors.items()}
+    began = {key: min(each.departure.iteration for each in group) for key, group in tensors.items()}
     for _ in range(_MOST_LINKS):
         before = dict(began)
         for key, source in source_of.items():
@@ -81,50 +79,28 @@ def _key(subject: Subject) -> _Key:
 
 def _parting(group: Sequence[Found], source: Found | None) -> Parting:
     subject = group[0].subject
-    first = min(group, key=lambda each: each.iteration)
+    first = min(group, key=lambda each: each.departure.iteration)
     return Parting(
         subject.scope,
         subject.layer,
         subject.tensor,
         subject.rank,
-        first.iteration,
+        first.departure.iteration,
         first.since,
-        tuple(map(_departure, group)),
+        tuple(each.departure for each in group),
         "made here" if source is None else "inherited",
         "" if source is None else f"{source.subject.layer} {source.subject.tensor}",
     )
-
-
-def _departure(found: Found) -> StatisticDeparture:
-    return StatisticDeparture(
-        statistic=found.subject.statistic,
-        gemm=found.subject.gemm,
-        iteration=found.iteration,
-        until=found.until,
-        steps=found.steps,
-        to_the_end=found.to_the_end,
-        a=found.a,
-        b=found.b,
-        difference=-found.difference if _is_factor_below_zero(found) else found.difference,
-        unit=scale_of(found.subject.tensor, found.subject.statistic).unit,
-        spread=None if math.isnan(found.spread) else found.spread,
-        bound=found.bound,
-    )
-
-
-def _is_factor_below_zero(found: Found) -> bool:
-    """Whether both sides are below 0, where the smaller magnitude is the larger number."""
-    return scale_of(found.subject.tensor, found.subject.statistic) is MAGNITUDE and found.a < 0 and found.b < 0
 
 
 class _StatisticLine(NamedTuple):
     """The differences of one statistic along the forward or the backward, in the order of the step.
 
     Attributes:
-        turns: [n]: the place of each one's layer among the layers that have any.
-        found: what they are.
-        first, last: [n]: the first iteration at which each may have begun, and its last one.
-        differences: [n].
+        turns: [n]: the place of the layer among the layers with differences.
+        found: [n]: the differences.
+        first, last: [n]: the iterations between which each may have existed.
+        differences: [n]: their values.
     """
 
     turns: npt.NDArray[np.int64]
@@ -158,17 +134,19 @@ class _Sources:
                     np.array([turns[each.subject[:2]] for each in those]),
                     those,
                     np.array([each.since for each in those]),
-                    np.array([each.until for each in those]),
-                    np.array([each.difference for each in those]),
+                    np.array([each.departure.until for each in those]),
+                    np.array([each.departure.difference for each in those]),
                 )
 
     def of(self, group: Sequence[Found]) -> Found | None:
-        """What a tensor has its difference from, None if that is made there: by the strongest of its statistics that
-        departs in a source too."""
+        """The source of a tensor's difference, by the strongest statistic that departs in a source too; None if the
+        difference is made there.
+        """
         for each in group:
             sources = self._along(each) if each.subject.tensor in _ALONG else self._in_layer(each)
             for source in sources:
-                if source.difference * each.difference > 0 and abs(source.difference) >= _SHARE * abs(each.difference):
+                theirs, own = source.departure.difference, each.departure.difference
+                if theirs * own > 0 and abs(theirs) >= _SHARE * abs(own):
                     return source
             if sources:
                 break
@@ -181,15 +159,16 @@ class _Sources:
         if line is None:
             return []
         before = line.turns < self._turns[subject.tensor][subject.scope, subject.layer]
-        standing = before & (line.first <= found.iteration) & (found.iteration <= line.last)
-        alike = standing & (line.differences * found.difference > 0)
-        enough = alike & (np.abs(line.differences) >= _SHARE * abs(found.difference))
+        at, difference = found.departure.iteration, found.departure.difference
+        standing = before & (line.first <= at) & (at <= line.last)
+        enough = standing & (line.differences * difference > 0)
+        enough &= np.abs(line.differences) >= _SHARE * abs(difference)
         # One that accounts for it, or any, to say that there are some.
         chosen = np.flatnonzero(enough if enough.any() else standing)
         return [line.found[chosen[-1]]] if len(chosen) else []
 
     def _in_layer(self, found: Found) -> list[Found]:
-        """The same statistic's differences in the tensors of its own layer."""
+        """The same statistic's differences in the other tensors of the layer."""
         subject = found.subject
         sources = (
             each
@@ -198,5 +177,5 @@ class _Sources:
             if each.subject.statistic == subject.statistic
         )
         if subject.tensor == "weight":  # the optimizer has run between them
-            return [each for each in sources if each.iteration < found.since]
-        return [each for each in sources if each.since <= found.iteration <= each.until]
+            return [each for each in sources if each.departure.iteration < found.since]
+        return [each for each in sources if each.since <= found.departure.iteration <= each.departure.until]

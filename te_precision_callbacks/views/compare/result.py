@@ -1,4 +1,4 @@
-"""What a comparison finds."""
+"""The result of a comparison."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ class ComparisonError(PrecisionDebugError, ValueError):
 
 @dataclass(frozen=True)
 class FactDifference:
-    """A fact in which the sides differ.
+    """A fact that differs.
 
     Attributes:
-        name: such as ``versions.torch``, ``recipes``, ``coverage``; ``config`` for a line of the config.
-        a, b: what it is; empty where a side does not have it. A line of the config comes after the keys that it is
-            under, such as ``statistics / LogTensorStats: freq: 5``.
+        name: such as ``versions.torch``, ``recipes``, ``coverage``, or the path of an option of the config.
+        a, b: its values; empty if a side does not have it.
     """
 
     name: str
@@ -36,17 +35,16 @@ class StatisticDeparture:
 
     Attributes:
         statistic: its name.
-        gemm: the GEMM, if the number belongs to one; else empty.
-        iteration: the first one.
-        until: the last one.
-        steps: how many steps of the series it lasts.
-        to_the_end: whether it lasts to the end of what was compared.
+        gemm: the GEMM; may be empty.
+        iteration, until: the first and the last iteration.
+        steps: the number of steps of the series.
+        to_the_end: whether it lasts to the end of the comparison.
         a, b: the medians of both sides over these steps.
         difference: the median of b - a over these steps, in ``unit``.
-        unit: ``powers of two`` for magnitudes, ``points`` for percentages, ``dB``, or ``of its size`` for what may have
-            any sign.
-        spread: the noise floor of the statistic, in ``unit``; None if there is none.
-        bound: the difference from which on it counts, in ``unit``.
+        unit: ``powers of two`` for magnitudes, ``points`` for percentages, ``dB``, or ``of its size`` for values of any
+            sign.
+        spread: the noise floor of the statistic, in ``unit``; None without one.
+        bound: the threshold of a difference, in ``unit``.
     """
 
     statistic: str
@@ -64,23 +62,23 @@ class StatisticDeparture:
 
     @property
     def strength(self) -> float:
-        """How far beyond its bound it is, as a multiple of it."""
+        """The difference as a multiple of its bound."""
         return abs(self.difference) / self.bound
 
 
 @dataclass(frozen=True)
 class Parting:
-    """A tensor in which the sides part.
+    """A tensor that departs.
 
     Attributes:
-        scope, layer, tensor: what; layer and tensor are empty for a number of the trainer, such as the loss.
-        rank: the rank whose own numbers they are; None if they are reduced over ranks.
-        iteration: the first one.
-        since: the first one at which it may have begun, which is earlier where the tensor does not have numbers in each
-            step. Tensors that inherit from it come after it, even if they have numbers in between.
+        scope, layer, tensor: the tensor; layer and tensor are empty for a metric of the trainer, such as the loss.
+        rank: the rank of local values; None for reduced ones.
+        iteration: the first iteration.
+        since: the first iteration of the possible beginning; earlier if the tensor has no values in each step.
+            Tensors that inherit from it come after it.
         departures: the statistics that depart, the strongest first.
-        origin: ``made here`` if nothing that the tensor is made of has departed by as much before; else ``inherited``.
-        source: the tensor that it inherits most of the difference from, such as ``layers.3.fc1 weight``; else empty.
+        origin: ``made here`` if no source of the tensor has departed by as much before; else ``inherited``.
+        source: the tensor that most of the difference comes from, such as ``layers.3.fc1 weight``; may be empty.
     """
 
     scope: str
@@ -123,21 +121,18 @@ class FirstUnequal:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What could be compared.
+    """The pairs of series.
 
     Attributes:
-        series: how many series are on both sides, with a step in common.
-        without_steps: how many are on both sides, with none.
-        only_a, only_b: how many are on one side only.
-        layers: how many layers are on both sides.
-        layers_only_a, layers_only_b: the layers that are on one side only.
-        statistics_only_a, statistics_only_b: the statistics that are on one side only.
-        values: how many numbers of each side were compared.
-        first, last: iterations of the steps that both sides have.
-        with_other_rows: the layers whose inputs have another number of rows in a step of the other side, such as with
-            another batch size.
-        steps: how many steps have numbers of both sides.
-        shorter: how many series have fewer steps in common than a difference must last.
+        series: the number of series on both sides, with a common step.
+        without_steps: the number of series on both sides, without one.
+        only_a, only_b: the number of series on one side only.
+        layers: the number of layers on both sides.
+        layers_only_a, layers_only_b: the layers on one side only.
+        statistics_only_a, statistics_only_b: the statistics on one side only.
+        first, last: the first and last common iteration.
+        with_other_rows: the layers with another number of rows in a step of B, such as with another batch size.
+        steps: the number of common steps.
     """
 
     series: int
@@ -149,21 +144,19 @@ class Pairing:
     layers_only_b: tuple[str, ...]
     statistics_only_a: tuple[str, ...]
     statistics_only_b: tuple[str, ...]
-    values: int
     first: int | None
     last: int | None
     with_other_rows: tuple[str, ...] = ()
     steps: int = 0
-    shorter: int = 0
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Where the ordinary spread is known from.
+    """The noise floor.
 
     Attributes:
-        sides: what was compared with A, and with each other.
-        without: how many of the series that pair have no counterpart there; fixed bounds hold for them.
+        sides: the baseline runs.
+        without: the number of series without a baseline; fixed bounds hold for them.
     """
 
     sides: tuple[str, ...]
@@ -192,8 +185,8 @@ class LossSpike:
     """Steps in which one loss is ten times the other or more, and the running medians are not.
 
     Attributes:
-        steps: how many they are.
-        iteration: the one with the largest factor.
+        steps: their number.
+        iteration: the step with the largest factor.
         a, b: the losses there.
     """
 
@@ -205,12 +198,11 @@ class LossSpike:
 
 @dataclass(frozen=True)
 class LostLoss:
-    """A loss that is no number any more, to the end of its run.
+    """A loss that is not finite, to the end of its run.
 
     Attributes:
-        since: the first iteration of these.
-        until: the last one, which is that of the run's losses.
-        what: ``nan``, ``inf`` or ``-inf``; of several of them all, such as ``inf or nan``.
+        since, until: the first and the last iteration.
+        what: ``nan``, ``inf`` or ``-inf``, or several, such as ``inf or nan``.
     """
 
     since: int
@@ -220,22 +212,21 @@ class LostLoss:
 
 @dataclass(frozen=True)
 class LossComparison:
-    """The loss curves, smoothed by a running median, up to where either is lost.
+    """The loss curves as running medians, up to the step where either is lost.
 
     Attributes:
-        name: the number's name.
-        steps: how many steps both have, up to where either is lost. Without any, the numbers below are nan.
+        name: the metric.
+        steps: the number of common steps. Without any, the numbers below are nan.
         window: the steps of the running median.
-        stable_since: the iteration from which on a quarter of the steps is left, the stable phase.
+        stable_since: the first iteration of the stable phase, the last quarter.
         a, b: the means in the stable phase.
         relative: the mean of (b - a) / |a| in the stable phase.
         largest: the largest |b - a| / |a| of the last three quarters, and ``largest_at`` its iteration.
-        floor: the largest magnitude of ``relative`` among the sides of the noise; None without one.
-        yardsticks: the known bounds.
-        spike: what the running median hides; None if there is nothing, or the noise has as much.
-        precisions: what A and B compute in: the low precision of a run that has one, else its most frequent precision.
-            Empty if nothing is known.
-        lost_a, lost_b: where the loss of A and of B is lost; None where it is not.
+        floor: the largest magnitude of ``relative`` of a baseline; None without one.
+        yardsticks: the published bounds.
+        spike: a spike that the running median hides; None without one, or if the noise has as much.
+        precisions: the low precision of A and B, or else the most frequent one; empty if unknown.
+        lost_a, lost_b: the steps in which the loss of A and of B is lost; None without any.
     """
 
     name: str
@@ -256,8 +247,9 @@ class LossComparison:
 
     @property
     def is_finding(self) -> bool:
-        """Whether one of the losses is lost, there is a spike, or the difference is beyond a yardstick that is for
-        these runs, and the noise."""
+        """True if one loss is lost, there is a spike, or the difference exceeds the published bound for these runs,
+        and the noise.
+        """
         if self.spike is not None or (self.lost_a is None) != (self.lost_b is None):
             return True
         broken = any(yardstick.holds is False for yardstick in self.yardsticks)
@@ -266,22 +258,22 @@ class LossComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two runs differ.
+    """The differences between two runs.
 
     Attributes:
-        a, b: what the sides are.
-        facts: what differs beside the numbers: config, versions, recipe, environment, coverage.
-        pairing: what could be compared.
-        lasting: the steps that a difference must last; in a series with fewer it must last all of them.
-        floor: where the ordinary spread is known from; None without one.
-        ordered: whether the order of execution is known; else layers are in the order of their first numbers.
-        parted: the tensors in which the sides part, by iteration, and within one by the order of execution.
-        first_unequal: the first number that differs at all; None if none does.
-        loss: the losses; None if a side has none.
-        notes: what is missing or damaged, in words.
+        a, b: the names of the sides.
+        facts: other differences: config, versions, recipe, environment, coverage.
+        pairing: the pairs of series.
+        lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
+        floor: the noise floor; None without one.
+        ordered: whether the order of execution is known; otherwise layers are in the order of their first values.
+        parted: the tensors that depart, by iteration, and within one by the order of execution.
+        first_unequal: the first unequal value; None without one.
+        loss: the losses; None if a side has no loss.
+        notes: missing or damaged parts.
         same_run: whether a run is compared with itself.
         verdicts: the findings of the rules on both sides; None for a run with itself.
-        layers_apart: why only numbers of the trainer, such as the loss, were compared, and what to do; else empty.
+        layers_apart: why only metrics of the trainer were compared, and the remedy; otherwise empty.
     """
 
     a: str
@@ -301,10 +293,10 @@ class Comparison:
 
     @property
     def first(self) -> Parting | None:
-        """Where they part first; None if they do not."""
+        """The first departure; None without one."""
         return self.parted[0] if self.parted else None
 
     @property
     def has_findings(self) -> bool:
-        """Whether they part, or their losses do."""
+        """True if tensors or losses depart."""
         return bool(self.parted) or (self.loss is not None and self.loss.is_finding)

@@ -1,4 +1,4 @@
-"""What is compared: a run, or a rank of a run, as series of numbers with equal subjects."""
+"""The sides of a comparison: series of values with equal subjects."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def family(subject: Subject) -> tuple[str, str, str]:
 
 
 class Numbers(NamedTuple):
-    """The values of some series, by series and iteration; of each iteration of a series there is one.
+    """The values of some series, by series and iteration, one for each iteration of a series.
 
     Attributes:
-        series: [n], as numbered by who asked for them.
+        series: [n], as places in the request.
         iterations: [n].
         values: [n].
     """
@@ -45,10 +45,10 @@ class Side:
     """One side of a comparison.
 
     Attributes:
-        run: whose numbers they are.
-        name: what it is called.
+        run: the run.
+        name: its name.
         series: subject -> the series' number in the run.
-        scalars: subject -> the iterations and values of a number of the trainer.
+        scalars: subject -> the iterations and values of a metric of the trainer.
     """
 
     run: RecordedRun
@@ -62,7 +62,7 @@ class Side:
         return [*self.series, *self.scalars]
 
     def count(self, subject: Subject) -> int:
-        """How many values a subject has in the whole run."""
+        """The number of values of a subject."""
         if subject in self.scalars:
             return len(self.scalars[subject][0])
         return self._counts[self.series[subject]]

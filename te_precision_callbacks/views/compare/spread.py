@@ -1,12 +1,12 @@
 """The noise floor: the ordinary spread of a statistic.
 
-The differences of runs of one config are noise. How large it is at a series is estimated from little: one pair of runs
-tells of a difference that stays, such as that of two initializations, a single number. So statistics borrow from their
-like. The spread of a *family*, one statistic of one tensor in all layers, is that of its series together, for each part
-of the run, which are short where it begins: runs of one seed are equal before the first update. That of a series is
-between its own and its family's, weighted by the degrees of freedom behind each (empirical Bayes with moderated t, G.
-K. Smyth, 2004, doi:10.2202/1544-6115.1027). The bound for a difference is Student's t for these degrees of freedom,
-over all series and stretches that are looked at.
+The differences of runs of one config are noise. One pair of runs has a single sample of a constant difference, such as
+between two initializations. So statistics borrow from similar ones: the spread of a *family*, one statistic of one
+tensor in all layers, is estimated from all its series together, for each part of the run. Parts are short at the
+beginning, since runs of one seed are equal before the first update. The spread of a series is between its own and its
+family's, weighted by their degrees of freedom (empirical Bayes with moderated t, G. K. Smyth, 2004,
+doi:10.2202/1544-6115.1027). The bound for a difference is Student's t for these degrees of freedom, over all series and
+stretches.
 """
 
 from __future__ import annotations
@@ -42,9 +42,6 @@ _DRAWS = 20_000
 _LEAST_RATIO = 1e-3
 _MOST_PARTS = 16
 
-_OUTSIDE = 0.05
-"""The share of ordinary differences of one series at one step that are beyond what is drawn as ordinary."""
-
 _HARDLY_ANY = 1e-3
 """A spread of so many times the smallest one that is believed is that of runs that are equal."""
 
@@ -68,8 +65,9 @@ def grouped_quantile(groups: Ints, values: Floats, number: int, share: float) ->
 
 
 def grouped_spread(groups: Ints, values: Floats, number: int) -> Floats:
-    """The standard deviation of each group's values about 0, with the largest tenth clipped; nan of a group without
-    values. Arguments are those of :func:`grouped_quantile`."""
+    """The standard deviation of each group's values about 0, with the largest tenth clipped; nan of an empty group. For
+    the arguments see :func:`grouped_quantile`.
+    """
     magnitudes = np.abs(values)
     clipped = np.minimum(magnitudes, grouped_quantile(groups, magnitudes, number, _CLIPPED_AT)[groups])
     with np.errstate(invalid="ignore"):
@@ -82,7 +80,7 @@ class Noise:
     """Differences of runs of one config.
 
     Attributes:
-        series: [n], int64: of each difference; a series' differences of a pair of runs are beside each other.
+        series: [n], int64; consecutive for a series and a pair of runs.
         iterations: [n], int64, ascending within a series and a pair.
         pair: [n], int64: the pair of runs.
         differences: [n], on the statistic's scale.
@@ -99,11 +97,11 @@ class Spread:
     """The ordinary spread of the series of some families.
 
     Attributes:
-        edges: [parts - 1]: the iterations at which parts of the run begin.
-        of_family: [families, parts]: as it was measured; nan where no noise is known.
-        least: [families]: the smallest spread that is believed.
-        ratio: [series]: how much larger that of the series is.
-        degrees: [series]: the degrees of freedom behind it.
+        edges: [parts - 1]: the first iterations of the parts of the run.
+        of_family: [families, parts]: as measured; nan without noise.
+        least: [families]: the smallest credible spread.
+        ratio: [series]: the spread of the series, relative to its family.
+        degrees: [series]: the degrees of freedom of this ratio.
     """
 
     edges: Ints
@@ -117,13 +115,10 @@ class Spread:
         measured = self._measured(families, series, iterations)
         return np.where(np.isnan(measured), np.nan, np.fmax(measured, self.least[families]))
 
-    def ordinary(self, families: Ints, series: Ints, iterations: Ints) -> Floats:
-        """How far most of the noise is apart there, however little that is: 19 of 20 differences are within it."""
-        return self._measured(families, series, iterations) * _students(self.degrees, _OUTSIDE)[series]
-
     def degrees_at(self, families: Ints, series: Ints, iterations: Ints) -> Floats:
-        """The degrees of freedom behind :meth:`at`: those of the measured spread, and many where that is so small that
-        the smallest one stands for it, which is known and not estimated (Welch and Satterthwaite)."""
+        """The degrees of freedom of :meth:`at`: as measured, and many if the smallest credible spread stands for the
+        measured one (Welch and Satterthwaite).
+        """
         measured = np.fmin(self._measured(families, series, iterations), self.least[families])
         with np.errstate(divide="ignore"):
             degrees = self.degrees[series] * (self.least[families] / measured) ** 4
@@ -134,14 +129,14 @@ class Spread:
 
 
 def measure(noise: Noise, family_of: Ints, families: int, least: Floats, lasting: int) -> Spread:
-    """The spread of the noise.
+    """Estimate the spread of the noise.
 
     Args:
         noise: the differences.
         family_of: [series]: the family of each series.
-        families: how many there are.
-        least: [families]: the smallest spread that is believed.
-        lasting: the steps for which a difference must last.
+        families: the number of families.
+        least: [families]: the smallest credible spread.
+        lasting: the minimum number of steps of a difference.
     """
     edges = _edges(np.unique(noise.iterations), lasting)
     parts = len(edges) + 1
@@ -171,8 +166,9 @@ def measure(noise: Noise, family_of: Ints, families: int, least: Floats, lasting
 
 
 def _edges(steps: Ints, lasting: int) -> Ints:
-    """The iterations at which parts of the run begin. The first parts have 1, 1, 2, 4, ... steps, as long as these are
-    shorter than the others: in no other steps does noise change as fast as in the first ones."""
+    """The first iterations of the parts of the run. The first parts have 1, 1, 2, 4, ... steps, as long as these are
+    shorter than the others: noise changes fastest in the first steps.
+    """
     parts = int(np.clip(len(steps) // (4 * lasting), 1, _MOST_PARTS))
     width = len(steps) // parts
     early = 2 ** np.arange(width.bit_length() - 1)
@@ -180,7 +176,9 @@ def _edges(steps: Ints, lasting: int) -> Ints:
 
 
 def _beside(by_part: Floats) -> Floats:
-    """The largest of each part and those beside it; parts without noise have that of the nearest one with some."""
+    """The largest value of each part and its neighbours; parts without noise have the value of the nearest other
+    one.
+    """
     known = ~np.isnan(by_part)
     parts = by_part.shape[1]
     places = np.arange(parts)
@@ -191,8 +189,9 @@ def _beside(by_part: Floats) -> Floats:
 
 
 def _effective(noise: Noise, number: int) -> Floats:
-    """[series]: how many independent differences those of a series are worth, by their correlation from step to step;
-    a difference that stays is worth one. Clipped ones are worth less than all of them."""
+    """[series]: the effective number of independent differences, by the correlation from step to step; a constant
+    difference counts once. Clipped values count less.
+    """
     values, series = noise.differences, noise.series
     follows = (series[1:] == series[:-1]) & (noise.pair[1:] == noise.pair[:-1])
     squares = np.bincount(series, values**2, number)
@@ -210,11 +209,11 @@ def _effective(noise: Noise, number: int) -> Floats:
 
 
 def _degrees_of_families(ratios: Floats, own: Floats) -> float:
-    """How much a family says of a series, in degrees of freedom: much where the spreads of its series differ by no more
-    than estimates of them do.
+    """The degrees of freedom of a family for its series: many if the spreads of its series differ no more than
+    estimates do.
 
-    If it is d, the squares of the ratios have an F distribution, with the series' own and d degrees of freedom. Of this
-    the distance from the median to the 90th percentile is known from draws, for each d.
+    With d degrees, the squares of the ratios have an F distribution, with the series' own and d degrees of freedom. Its
+    distance from the median to the 90th percentile is computed from draws, for each d.
     """
     if len(ratios) < 8:
         return _FEWEST
@@ -235,8 +234,8 @@ def _upper(values: Floats) -> float:
 
 
 def bounds(degrees: Floats, looked_at: int) -> Floats:
-    """The bound for a difference in multiples of its spread, so that of ``looked_at`` ordinary ones together
-    :data:`FALSE_FINDINGS` are beyond it.
+    """The bound for a difference in multiples of its spread: of ``looked_at`` ordinary differences together,
+    :data:`FALSE_FINDINGS` exceed it.
 
     Args:
         degrees: [n]: of freedom.

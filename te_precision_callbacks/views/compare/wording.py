@@ -1,4 +1,4 @@
-"""What a comparison says in words: for the terminal, and for its page."""
+"""Sentences of a comparison, for the terminal and its page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_NAMES = 3
 
 
 def what_was_compared(comparison: Comparison) -> Iterator[str]:
-    """What pairs, and what counts: sentences."""
+    """Sentences on pairs and thresholds."""
     pairing, floor = comparison.pairing, comparison.floor
     yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} pair {_steps_in_words(pairing)}."
     for where, count, statistics, layers in (
@@ -30,21 +30,20 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
         yield f"{many(pairing.without_steps, 'series')} of both have no step in common."
     if pairing.with_other_rows:
         yield (
-            f"B computes another number of rows in {_some(folded(pairing.with_other_rows))}: norms and counts of B are"
-            " converted to as many elements as A has, fixed bounds hold there with a noise floor too, and gradients may"
-            " also differ by the ratio of the rows."
+            f"B computes another number of rows in {_some(folded(pairing.with_other_rows))}, such as with another batch"
+            " size: norms, counts and gradients may differ for that reason alone."
         )
     if floor is None:
         yield (
-            "There is no noise floor: what counts is a factor of 2 (4 of a squared error), 5 points of a percentage, or"
-            " 3 dB. Whether that is ordinary is not known. Give --noise a run like A with another seed."
+            "There is no noise floor: a factor of 2 (4 of a squared error), 5 percentage points, or 3 dB count. Give"
+            " --noise a run like A with another seed to measure ordinary differences."
         )
     else:
         yield f"Noise floor: how much A differs from {' and '.join(floor.sides)}."
         if floor.without:
             yield (
-                f"It has nothing of {many(floor.without, 'series')}: for these a factor of 2, 5 points of a"
-                " percentage, or 3 dB count."
+                f"It does not have {many(floor.without, 'series')}: for these a factor of 2, 5 percentage points, or"
+                " 3 dB count."
             )
     yield _what_lasts(comparison)
     if not comparison.ordered:
@@ -63,12 +62,11 @@ def _what_lasts(comparison: Comparison) -> str:
         return "A difference counts if it is in this one step: no other shows whether it lasts."
     if pairing.steps < lasting:
         return f"A difference counts if it lasts all {pairing.steps} steps."
-    fewer = f"; in {many(pairing.shorter, 'series')} with fewer steps, all of them" if pairing.shorter else ""
-    return f"A difference counts if it lasts {many(lasting, 'step')}{fewer}."
+    return f"A difference counts if it lasts {many(lasting, 'step')}."
 
 
 def where_first(comparison: Comparison) -> Iterator[str]:
-    """Where the sides part first, or that they do not: sentences."""
+    """Sentences on the first departure."""
     unequal, first = comparison.first_unequal, comparison.first
     if unequal is None:
         yield "All numbers that pair are equal, to the last bit."
@@ -77,7 +75,7 @@ def where_first(comparison: Comparison) -> Iterator[str]:
     if first is None:
         beyond = "beyond the noise floor" if comparison.floor else "by as much"
         beyond += " for as long" if comparison.pairing.steps > 1 else ""
-        yield f"Nowhere {beyond}. The first number that is not the same is {what}, at step {unequal.iteration}."
+        yield f"Nowhere {beyond}. The first unequal value is {what}, at step {unequal.iteration}."
         return
     departure = first.strongest
     medians = f" (medians of steps {departure.iteration} to {departure.until})" if departure.steps > 1 else ""
@@ -90,7 +88,7 @@ def where_first(comparison: Comparison) -> Iterator[str]:
         between = f"between steps {first.since - 1} and {first.iteration}"
         yield f"It has no numbers {between}: it may have begun in any of them."
     if unequal.iteration < first.iteration:
-        yield f"The first number that is not the same at all is {what}, at step {unequal.iteration}."
+        yield f"The first unequal value is {what}, at step {unequal.iteration}."
 
 
 def first_lines(comparison: Comparison) -> Iterator[str]:
@@ -110,7 +108,7 @@ def first_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def of_losses(loss: LossComparison) -> Iterator[str]:
-    """How the losses differ, up to where one is lost: sentences."""
+    """Sentences on the losses, up to the step where one is lost."""
     is_lost = loss.lost_a is not None or loss.lost_b is not None
     if not loss.steps:
         yield f"No {loss.name} is left to compare: one is lost from the first step that both have."
@@ -142,7 +140,7 @@ def of_losses(loss: LossComparison) -> Iterator[str]:
 
 
 def origin(parting: Parting) -> str:
-    """Where a tensor's difference comes from, in words."""
+    """The origin of a tensor's difference, in words."""
     return parting.origin if not parting.source else f"inherited from {parting.source}"
 
 
@@ -166,8 +164,9 @@ def _beyond(departure: StatisticDeparture) -> str:
 
 
 def times(departure: StatisticDeparture) -> str:
-    """How many times its ordinary spread a difference is; without a noise floor, how many times what counts. Empty for
-    a difference with inf or nan, which is no multiple of anything."""
+    """The difference as a multiple of the spread, or without a noise floor of the bound; empty for a difference with
+    inf or nan.
+    """
     if abs(departure.difference) > NO_NUMBER:
         return ""
     measure = departure.bound if departure.spread is None else departure.spread

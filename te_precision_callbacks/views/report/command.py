@@ -6,7 +6,7 @@ Usage::
     te-precision report logs -o report.html
     te-precision report logs --device h200
 
-The exit code is 0; 2 for what is no run, and for a run without numbers.
+The exit code is 0; 2 for a path without a run, and for a run without values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def report_command(
 ) -> None:
     """Make one page of a recorded run that opens offline: coverage, worst layers, heat maps, layers, the depth profile.
 
-    A page has at most 10 MB. It says which of its numbers are exact.
+    A page has at most 10 MB. It marks which of its numbers are exact.
     """
     from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.speed.devices import device_named
@@ -42,9 +42,9 @@ def report_command(
 
     output_path(output)
     chosen = None if device is None else device_named(device)
-    recorded, told = chosen_run(path, run)
-    if told:
-        terminal.show_text(told)
+    recorded, note = chosen_run(path, run)
+    if note:
+        terminal.show_text(note)
     _show(first := recorded.notes)  # they say why there may be no numbers
     written = write_report(recorded, output, device=chosen)
     _show(recorded.notes[len(first) :])  # of what turned out to be damaged when it was read

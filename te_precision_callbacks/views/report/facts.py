@@ -1,11 +1,10 @@
-"""The facts of a run for a report: what ran in which precision, the trainer's numbers, events, config and versions."""
+"""The facts of a run for a report: products, metrics, events, config and versions."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any
 
@@ -14,14 +13,13 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from te_precision_callbacks.coverage.coverage import Reason
-from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.answers import loss_first, multiply_adds
-from te_precision_callbacks.runs.recorded import RecordedRun, Segment
+from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.views.report.subjects import layer_name
 
 _MOST_EVENTS = 2000
 _MOST_POINTS = 20_000
-_MOST_LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class TrainerCurve:
 
 
 def scalars(run: RecordedRun) -> list[TrainerCurve]:
-    """The trainer's own numbers: the loss first, those of how fast the machine is last."""
+    """The trainer's metrics: the loss first, speed metrics last."""
     found = []
     for name in sorted(loss_first(run.curves), key=lambda name: name not in run.metrics):
         iterations, values = run.curves[name]
@@ -51,7 +49,7 @@ def scalars(run: RecordedRun) -> list[TrainerCurve]:
 
 
 def _thinned(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
-    """The places of at most so many numbers: of each of equal pieces the smallest and the largest, or a nan."""
+    """Downsample to a maximum number of values: the smallest and the largest, or a nan, of each of equal pieces."""
     if len(values) <= most:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), most // 2 + 1).astype(np.int64)
@@ -73,47 +71,21 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
-    """Layer -> its matrix products, with all precisions that they ran in, as the page shows them."""
+    """Layer -> its matrix products at the end of the run, as the page shows them."""
     operands: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
-    for row in run.operands.to_pylist():
-        operands[row["gemm_id"], row["layer"], row["gemm"], row["since"]][row["tensor"]] = row["format"] or ""
+    for row in at_the_end(run.operands).to_pylist():
+        operands[row["layer"], row["gemm"], row["gemm_id"]][row["tensor"]] = row["format"] or ""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in run.gemms.to_pylist():
-        told = operands.get((row["gemm_id"], row["layer"], row["gemm"], row["since"]))
-        if told is None:  # the spans of operands and products need not begin together
-            told = {}
-            for (number, layer, gemm, _), formats in operands.items():
-                if (number, layer, gemm) == (row["gemm_id"], row["layer"], row["gemm"]):
-                    told = formats
-        names = ("gemm", "backward", "runs", "not_run", "precision", "recipe")
-        numbers = ("n", "m", "k", "batch", "calls", "macs", "since", "until")
-        found[layer_name(row["scope"], row["layer"])].append(
-            {**{name: row[name] for name in (*names, *numbers)}, "operands": told, "why": _why(row)}
-        )
-    return {layer: _joined(rows) for layer, rows in found.items()}
-
-
-_NO_SPAN = {"since": None, "until": None}
-
-
-def _joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a layer's products: what goes on unchanged in the next process start is one row."""
-    found: list[dict[str, Any]] = []
-    last: dict[tuple[str, bool], dict[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: row["since"] or 0):
-        before = last.get((row["gemm"], row["backward"]))
-        is_next = before is not None and before["until"] is not None and before["until"] + 1 >= (row["since"] or 0)
-        if before is not None and is_next and {**before, **_NO_SPAN} == {**row, **_NO_SPAN}:
-            before["until"] = row["until"]
-        else:
-            last[row["gemm"], row["backward"]] = row
-            found.append(row)
-    places = {row["gemm"]: place for place, row in reversed(list(enumerate(rows)))}
-    return sorted(found, key=lambda row: places[row["gemm"]])
+    names = ("gemm", "backward", "runs", "not_run", "precision", "recipe", "n", "m", "k", "batch", "calls", "macs")
+    for row in at_the_end(run.gemms).to_pylist():
+        formats = operands.get((row["layer"], row["gemm"], row["gemm_id"]), {})
+        product = {**{name: row[name] for name in names}, "operands": formats, "why": _why(row)}
+        found[layer_name(row["scope"], row["layer"])].append(product)
+    return found
 
 
 def _why(row: Mapping[str, Any]) -> str:
-    """Why a product does not run in low precision, in words; empty if it does."""
+    """The reason why a product does not run in low precision; empty if it does."""
     if not row["reason"]:
         return ""
     value = Reason[row["reason"]].value if row["reason"] in Reason.__members__ else str(row["reason"])
@@ -121,7 +93,7 @@ def _why(row: Mapping[str, Any]) -> str:
 
 
 def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
-    """Layer -> what is known of it."""
+    """Layer -> its facts."""
     found: dict[str, dict[str, Any]] = {}
     for row in run.layers.to_pylist():
         name = layer_name(row["scope"], row["layer"])
@@ -135,41 +107,31 @@ def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
 
 
 def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
-    """The events, and how many there are: of very many the first and the last are shown."""
+    """The last events, and the number of all."""
     found = run.events_of_ranks()
-    total = len(found)
-    if total > _MOST_EVENTS:
-        half = _MOST_EVENTS // 2
-        found = found[:half] + found[-half:]
     rows = []
-    for row in found:
+    for row in found[-_MOST_EVENTS:]:
         row["ranks"] = ", ".join(map(str, row["ranks"]))
         row["layer"] = layer_name(row.pop("scope"), row["layer"])
         time = row.pop("wall_time")
         row["time"] = time.isoformat(timespec="seconds") if time else ""
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
-    return rows, total
+    return rows, len(found)
 
 
 def duration(run: RecordedRun) -> dict[str, Any]:
-    """How long the run took: the steps that have records, the first and the last time, the seconds of all starts, the
-    median of a step, and the session's share.
-
-    Records may be of every tenth step: the seconds between two of them are those of ten steps.
-    """
+    """The steps with records, the first and last time, the median time of a step, and the session's share of it."""
     steps = run.steps
     if not len(steps):
         return {}
-    table = {name: steps[name].to_pylist() for name in ("segment", "iteration", "wall_time")}
-    rows = [row for row in zip(*table.values(), strict=True) if row[2] is not None]
     found: dict[str, Any] = {"steps": len(pc.unique(steps["iteration"]))}
     found["first"], found["last"] = pc.min(steps["iteration"]).as_py(), pc.max(steps["iteration"]).as_py()
-    if len(rows) > 1:
-        times = [time for *_, time in rows]
-        found["from"], found["to"] = (time.isoformat(timespec="seconds") for time in (min(times), max(times)))
-        found["seconds"] = sum(_seconds(one, rows) for one in run.segments)
+    columns = (steps[name].to_pylist() for name in ("segment", "iteration", "wall_time"))
+    rows = [row for row in zip(*columns, strict=True) if row[2] is not None]
+    if rows:
+        found["from"], found["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
     each = [
-        (time - earlier).total_seconds() / (iteration - before)
+        (time - earlier).total_seconds() / (iteration - before)  # records may be of every tenth step
         for (segment, before, earlier), (other, iteration, time) in pairwise(rows)
         if segment == other and iteration > before
     ]
@@ -181,25 +143,8 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     return found
 
 
-def _seconds(segment: Segment, rows: Sequence[tuple[int, int, datetime]]) -> float:
-    """How long a process ran: from its start to its end, or else between its records."""
-    times = [time for number, _, time in rows if number == segment.number]
-    told = [_time(text) for text in (segment.started_at, segment.ended_at)]
-    begin, end = told[0] or min(times, default=None), told[1] or max(times, default=None)
-    return max(0.0, (end - begin).total_seconds()) if begin is not None and end is not None else 0.0
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
-
-
 def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
-    """How the trainer counts the recorded iterations: its first and last step, and how far it is ahead of the
-    iteration, None where that is not the same everywhere."""
+    """The trainer's first and last step, and its lead over the iteration; None if the lead changes."""
     iterations, own = run.steps["iteration"], run.steps["logging_step"]
     ahead = pc.unique(pc.subtract(own, iterations)).to_pylist()
     bounds = pc.min_max(own).as_py()
@@ -207,29 +152,20 @@ def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
 
 
 def segments(run: RecordedRun) -> list[dict[str, Any]]:
-    """The process starts, with all that they say."""
+    """The process starts, with all their facts."""
     return [{**vars(one), "facts": readable(one.facts)} for one in run.segments]
 
 
 def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a process start, with the reduction of amaxes in words instead of rows with the names of all
-    layers."""
+    """The facts of a process start without the rows on amaxes, which name all layers. A rule checks them."""
     settings = facts.get("settings")
-    rows = settings.get("amaxes") if isinstance(settings, dict) else None
-    if settings is None or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(settings, dict):
         return dict(facts)
-    listed = []
-    for row in rows:
-        layers = row.get("layers")
-        names = ", ".join(folded(map(str, layers), most=_MOST_LAYERS)) if isinstance(layers, list) else ""
-        listed.append(
-            f"reduced over ranks: {row.get('ranks')}, in {names}" if row.get("reduced") else f"not reduced, in {names}"
-        )
-    return {**facts, "settings": {**settings, "amaxes": "; ".join(listed)}}
+    return {**facts, "settings": {name: value for name, value in settings.items() if name != "amaxes"}}
 
 
 def plan(run: RecordedRun) -> list[dict[str, Any]]:
-    """What the config did with layers, one row for each section and feature with its number of layers."""
+    """The layers of each section and feature of the config."""
     found: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for row in run.plan.to_pylist():
         key = tuple(row[name] for name in ("section", "file", "line", "feature", "since", "until"))

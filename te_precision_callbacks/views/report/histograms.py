@@ -1,4 +1,4 @@
-"""The histograms of a run, over few columns of time, and what their percentiles say of the range of each layer.
+"""The histograms of a run, over few columns of time.
 
 for histogram in histograms(run, family, columns, wanted):
     histogram.counts                        # [columns, bins], the counts of the bins from `lowest` on
@@ -20,8 +20,6 @@ Floats = npt.NDArray[np.float64]
 
 _MOST_HISTOGRAMS_AT_ONCE = 20_000
 
-PERCENTS = (1, 50, 99)
-
 
 @dataclass(frozen=True)
 class TensorHistogram:
@@ -31,7 +29,7 @@ class TensorHistogram:
         series: the number of its series.
         layer: the index of its layer.
         rank: the rank, REDUCED for all.
-        columns: those that have any.
+        columns: the columns with a histogram.
         lowest: the first bin with a count in any column.
         counts: [columns, bins], float64.
     """
@@ -42,17 +40,6 @@ class TensorHistogram:
     columns: Columns
     lowest: int
     counts: Floats
-
-    def percentiles(self) -> npt.NDArray[np.int64]:
-        """[columns, 5]: the bins of the smallest number, of the percentiles :data:`PERCENTS` and of the largest; -1 in
-        a column without any count."""
-        total = self.counts.sum(1)
-        summed = np.cumsum(self.counts, 1)
-        wanted = [np.full(len(total), 1e-300), *(np.maximum(total * percent / 100, 1e-300) for percent in PERCENTS)]
-        bins = [(summed >= each[:, None]).argmax(1) for each in wanted]
-        bins.append(self.counts.shape[1] - 1 - (self.counts[:, ::-1] > 0).argmax(1))
-        found = np.stack(bins, 1) + self.lowest
-        return np.where(total[:, None] > 0, found, -1)
 
 
 def histograms(

@@ -1,16 +1,14 @@
-"""The overview of a run: layer by step for each statistic, in few columns, each cell the worst of its steps.
+"""Heat maps: layer by step for each statistic, in few columns, each cell the worst of its steps.
 
-for overview in overviews(run, subjects, Columns.of(run, most=250)):
-    overview.cells[REDUCED]             # [layers, columns], float64, nan where there is no number
-    overview.worst[REDUCED]             # [layers], the worst number of each layer, and when it was
-
-A run is read once, in pieces of bounded size.
+for overview in overviews(run, subjects.families, Columns.of(run, most=250)):
+    overview.cells[REDUCED]             # [layers, columns], float64, nan without a value
+    overview.worst[REDUCED]             # [layers], the worst value of each layer
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,15 +23,17 @@ from te_precision_callbacks.views.report.subjects import FamilySeries, Ints
 Floats = npt.NDArray[np.float64]
 
 MOST_AT_ONCE = 2_000_000
-"""The most numbers that are read at once."""
+"""The maximum number of values that are read at once."""
 
-ALL_RANKS = -2
-"""Stands for the worst number of all ranks."""
+_CELLS = 4_000_000
+"""The maximum number of cells of all heat maps, unless there are more rows than fit with the fewest columns."""
+
+_MOST_COLUMNS, _FEWEST_COLUMNS = 400, 24
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of an overview: consecutive iterations that had numbers.
+    """The columns of a heat map: consecutive iterations that had values.
 
     Attributes:
         first, last: [columns], the first and the last iteration of each.
@@ -44,12 +44,13 @@ class Columns:
 
     @classmethod
     def of(cls, run: RecordedRun, most: int) -> Columns:
-        """At most so many columns of about equally many iterations. Where steps were thinned out, a column begins at
-        one that is left, so that all layers have numbers in it.
+        """Divide the iterations of a run into columns of about equal size.
+
+        If steps were downsampled, a column begins at a remaining step, so that all layers have values in it.
 
         Args:
             run: the run.
-            most: the most columns.
+            most: the maximum number of columns.
         """
         parts = [table["iteration"].to_numpy() for table in (run.steps, run.scalars) if len(table)]
         if not len(run.steps):
@@ -63,6 +64,16 @@ class Columns:
         edges = np.linspace(0, len(iterations), number + 1).astype(np.int64)
         return cls(iterations[edges[:-1]], iterations[edges[1:] - 1])
 
+    @classmethod
+    def for_rows(cls, run: RecordedRun, rows: int) -> Columns:
+        """Return as many columns as a page has room for.
+
+        Args:
+            run: the run.
+            rows: the rows of all heat maps of the page.
+        """
+        return cls.of(run, min(max(_CELLS // max(rows, 1), _FEWEST_COLUMNS), _MOST_COLUMNS))
+
     def __len__(self) -> int:
         return len(self.first)
 
@@ -75,6 +86,11 @@ class Columns:
         return Columns(self.first[chosen], self.last[chosen])
 
 
+def has_room_for(rows: int) -> bool:
+    """Return whether a page has room for heat maps with this number of rows."""
+    return rows * _FEWEST_COLUMNS <= _CELLS
+
+
 def _pieces_of_all(run: RecordedRun) -> Iterator[pa.Table]:
     numbers = run.series["series"].to_numpy().astype(np.int64)
     counts = run.series["count"].fill_null(0).to_numpy().astype(np.int64)
@@ -83,58 +99,80 @@ def _pieces_of_all(run: RecordedRun) -> Iterator[pa.Table]:
 
 
 class WorstNumber(NamedTuple):
-    """The worst number of a layer: its rank, and its iteration."""
+    """The worst value of a layer, with its rank and iteration."""
 
     value: float
     rank: int
     at: int
 
 
-@dataclass
 class Overview:
     """A statistic of a tensor in all layers, over time.
 
-    What delayed scaling did in a layer's first step, with the scale 1, is no worst number, and has no cell unless its
-    column has others: it would hide all else.
+    Values of delayed scaling's first step, with the scale 1, are left out: they would hide all others.
+
+    Args:
+        of: the statistic and its series.
+        columns: the columns.
+        sign: see :func:`~te_precision_callbacks.statistics.series.sign_of`; by default from the statistic.
 
     Attributes:
-        of: the statistic and its series.
-        layers: [rows], the layers that have it, in the order of execution.
-        columns: those in which it has any number, one that counts or not.
-        cells: rank -> [rows, columns]: the worst number of the column; nan also where there is none.
-        present: rank -> [rows, columns], bool: whether there is a number.
-        series: rank -> [rows], the number of the series; -1 where there is none.
-        worst, worst_at: rank -> [rows]: the worst number of each layer, and its iteration; iteration -1 for none.
-        last, last_at: likewise for the last number.
-        exact: iteration -> rank -> [rows], the numbers of that iteration; nan where there is none.
-        left: rank -> [rows, columns], bool: whether all numbers there are of delayed scaling's first step.
+        layers: [rows], the layers with the statistic, in the order of execution.
+        cells: rank -> [rows, columns]: the worst value of the column; nan also without a value.
+        present: rank -> [rows, columns], bool: whether there is a value.
+        series: rank -> [rows], the number of the series; -1 without one.
+        worst, worst_at: rank -> [rows]: the worst value of each layer, and its iteration; iteration -1 without one.
     """
 
-    of: FamilySeries
-    layers: Ints
-    columns: Columns
-    cells: dict[int, Floats] = field(default_factory=dict)
-    present: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
-    series: dict[int, Ints] = field(default_factory=dict)
-    worst: dict[int, Floats] = field(default_factory=dict)
-    worst_at: dict[int, Ints] = field(default_factory=dict)
-    last: dict[int, Floats] = field(default_factory=dict)
-    last_at: dict[int, Ints] = field(default_factory=dict)
-    exact: dict[int, dict[int, Floats]] = field(default_factory=dict)
-    left: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    def __init__(self, of: FamilySeries, columns: Columns, sign: float | None = None) -> None:
+        self.of, self.columns, self.layers = of, columns, of.rows
+        self.sign = sign_of(of.family.worse) if sign is None else sign
+        rows, shape = len(self.layers), (len(self.layers), len(columns))
+        self.cells = {rank: np.full(shape, np.nan) for rank in of.ranks}
+        self.present = {rank: np.zeros(shape, bool) for rank in of.ranks}
+        self.series = {rank: np.full(rows, -1) for rank in of.ranks}
+        self.worst = {rank: np.full(rows, np.nan) for rank in of.ranks}
+        self.worst_at = {rank: np.full(rows, -1) for rank in of.ranks}
+        places = zip(np.searchsorted(self.layers, of.layer).tolist(), of.rank.tolist(), strict=True)
+        self._places = dict(zip(of.series.tolist(), places, strict=True))
 
     @property
     def family(self) -> Family:
         """The statistic."""
         return self.of.family
 
+    def add(self, series: int, iterations: Ints, values: Floats) -> None:
+        """Add the values of a series, by iteration."""
+        row, rank = self._places[series]
+        self.series[rank][row] = series
+        if not len(values):
+            return
+        key = badness(values, self.sign)
+        column = self.columns.column_of(iterations)
+        starts = np.flatnonzero(np.diff(column, prepend=-1))
+        # The first value of the greatest badness in each column.
+        highest = np.maximum.reduceat(key, starts)
+        is_highest = np.flatnonzero(key == np.repeat(highest, np.diff(np.append(starts, len(key)))))
+        _, first = np.unique(column[is_highest], return_index=True)
+        self.cells[rank][row, column[starts]] = values[is_highest[first]]
+        self.present[rank][row, column[starts]] = True
+        worst = int(np.argmax(key))
+        self.worst[rank][row], self.worst_at[rank][row] = values[worst], iterations[worst]
+
+    def without_empty_columns(self) -> Overview:
+        """Drop the columns without a value: the page draws their neighbours over them."""
+        chosen = np.flatnonzero(np.any([present.any(0) for present in self.present.values()], 0))
+        self.columns = self.columns.take(chosen)
+        self.cells = {rank: cells[:, chosen] for rank, cells in self.cells.items()}
+        self.present = {rank: present[:, chosen] for rank, present in self.present.items()}
+        return self
+
     def worst_of_rows(self) -> dict[int, WorstNumber]:
-        """Row -> the worst number of all ranks, of the rows that have one that counts."""
-        sign = sign_of(self.family.worse)
+        """Row -> the worst value of all ranks, without empty rows."""
         found: dict[int, WorstNumber] = {}
         bad: dict[int, float] = {}
         for rank in self.of.ranks:
-            key = badness(self.worst[rank], sign).tolist()
+            key = badness(self.worst[rank], self.sign).tolist()
             for row in np.flatnonzero(self.worst_at[rank] >= 0).tolist():
                 if row not in found or key[row] > bad[row]:
                     found[row] = WorstNumber(float(self.worst[rank][row]), rank, int(self.worst_at[rank][row]))
@@ -142,14 +180,14 @@ class Overview:
         return found
 
     def worst_rows(self, most: int) -> list[tuple[int, int]]:
-        """The rows with the worst numbers, and their ranks, the worst first; a row counts once."""
+        """The rows with the worst values, with their ranks, the worst first."""
         worst = self.worst_of_rows()
         rows = worst_first(most, self.family, {row: number.value for row, number in worst.items()}, lambda _: {})
         return [(row, worst[row].rank) for row in rows]
 
 
 def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
-    """Consecutive series with so many numbers together, or one with more."""
+    """Divide consecutive series into slices with a maximum number of values; a longer series is one slice."""
     begin = total = 0
     for end, count in enumerate(counts.tolist()):
         if total + count > most and end > begin:
@@ -160,132 +198,24 @@ def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
         yield slice(begin, len(counts))
 
 
-def overviews(
-    run: RecordedRun, families: Sequence[FamilySeries], columns: Columns, exact: Iterable[int] = ()
-) -> Iterator[Overview]:
-    """The overviews of families, in order.
-
-    Args:
-        run: the run.
-        families: those that are wanted.
-        columns: the columns.
-        exact: the iterations whose numbers are kept as they are.
-    """
-    if not families:
-        return
-    makers = [_Maker(one, columns, np.unique(np.array(list(exact), np.int64))) for one in families]
-    owner = np.concatenate([np.full(len(one.series), place) for place, one in enumerate(families)])
-    number = np.concatenate([one.series for one in families])
-    counts = np.concatenate([one.count for one in families])
-    made = 0
+def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Columns) -> Iterator[Overview]:
+    """Return the overviews of families, in order. The run is read once, in pieces of bounded size."""
+    numbers = [number for one in families for number in one.series.tolist()]
+    counts = np.array([count for one in families for count in one.count.tolist()], np.int64)
+    last = {one.series[-1]: one for one in families}  # after its last series, a family is complete
+    owner = {number: one for one in families for number in one.series.tolist()}
+    made: Overview | None = None
     for piece in pieces(counts):
-        table = run.values(number[piece].tolist())
+        table = run.values(numbers[piece])
         series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
         values, flags = table["value"].to_numpy(), table["flags"].to_numpy()
-        starts = np.flatnonzero(np.diff(series, prepend=-1))
-        ends = np.append(starts[1:], len(series))
-        where = dict(zip(series[starts].tolist(), zip(starts.tolist(), ends.tolist(), strict=True), strict=True))
-        for place in range(owner[piece.start], owner[piece.stop - 1] + 1):
-            for wanted in number[piece][owner[piece] == place].tolist():
-                if wanted in where:
-                    begin, end = where[wanted]
-                    makers[place].add(wanted, iterations[begin:end], values[begin:end], flags[begin:end])
-        done = len(families) if piece.stop == len(number) else int(owner[piece.stop])
-        for place in range(made, done):
-            yield makers[place].made()
-            makers[place].forget()
-        made = done
-
-
-class _Maker:
-    """Makes the overview of a family from its series, one after another."""
-
-    def __init__(self, of: FamilySeries, columns: Columns, exact: Ints) -> None:
-        self._of = of
-        self._columns = columns
-        self._exact = exact
-        self._made: Overview | None = None
-        rows = of.rows
-        self._row_of = dict(
-            zip(of.series.tolist(), zip(np.searchsorted(rows, of.layer), of.rank, strict=True), strict=True)
-        )
-
-    def _begun(self) -> Overview:
-        if self._made is None:
-            made = self._made = Overview(self._of, self._of.rows, self._columns)
-            shape = (len(made.layers), len(self._columns))
-            for rank in self._of.ranks:
-                made.cells[rank] = np.full(shape, np.nan)
-                made.present[rank], made.left[rank] = np.zeros(shape, bool), np.zeros(shape, bool)
-                made.series[rank], made.worst_at[rank], made.last_at[rank] = (
-                    np.full(len(made.layers), -1) for _ in range(3)
-                )
-                made.worst[rank], made.last[rank] = (np.full(len(made.layers), np.nan) for _ in range(2))
-        return self._made
-
-    def add(self, series: int, iterations: Ints, values: Floats, flags: npt.NDArray[np.uint8]) -> None:
-        """Take the numbers of a series, by iteration."""
-        made = self._begun()
-        row, rank = self._row_of[series]
-        family = self._of.family
-        counts = ~family.leaves_out(flags)
-        made.left[rank][row, self._columns.column_of(iterations[~counts])] = True
-        if counts.any():
-            self._add_counting(made, (row, rank), iterations[counts], values[counts])
-        made.series[rank][row] = series
-        made.last[rank][row], made.last_at[rank][row] = values[-1], iterations[-1]
-        for iteration in self._exact[np.isin(self._exact, iterations)].tolist():
-            of_rank = made.exact.setdefault(iteration, {})
-            if rank not in of_rank:
-                of_rank[rank] = np.full(len(made.layers), np.nan)
-            of_rank[rank][row] = values[np.searchsorted(iterations, iteration)]
-
-    def _add_counting(self, made: Overview, place: tuple[int, int], iterations: Ints, values: Floats) -> None:
-        """Take the numbers that count."""
-        row, rank = place
-        key = badness(values, sign_of(self._of.family.worse))
-        column = self._columns.column_of(iterations)
-        starts = np.flatnonzero(np.diff(column, prepend=-1))
-        # The first number of the greatest badness in each column.
-        highest = np.maximum.reduceat(key, starts)
-        is_highest = np.flatnonzero(key == np.repeat(highest, np.diff(np.append(starts, len(key)))))
-        _, first = np.unique(column[is_highest], return_index=True)
-        made.cells[rank][row, column[starts]] = values[is_highest[first]]
-        made.present[rank][row, column[starts]] = True
-        worst = int(np.argmax(key))
-        made.worst[rank][row], made.worst_at[rank][row] = values[worst], iterations[worst]
-
-    def made(self) -> Overview:
-        """The overview, without empty columns; with the worst of all ranks where there are several."""
-        made = self._begun()
-        any_number = np.zeros(len(self._columns), bool)
-        for rank, present in made.present.items():
-            any_number |= present.any(0) | made.left[rank].any(0)  # else a neighbour's cell would reach over it
-            made.left[rank] &= ~present
-        chosen = np.flatnonzero(any_number)
-        made.columns = self._columns.take(chosen)
-        made.cells = {rank: cells[:, chosen] for rank, cells in made.cells.items()}
-        made.present, made.left = (
-            {rank: each[:, chosen] for rank, each in of_rank.items()} for of_rank in (made.present, made.left)
-        )
-        if len(made.cells) > 1:
-            self._combine(made)
-        return made
-
-    def forget(self) -> None:
-        """Drop the overview, which has been handed over."""
-        self._made = None
-
-    def _combine(self, made: Overview) -> None:
-        sign = sign_of(self._of.family.worse)
-        cells, present = np.full_like(next(iter(made.cells.values())), np.nan), None
-        key = np.full(cells.shape, -np.inf)
-        for rank, of_rank in made.cells.items():
-            is_there = made.present[rank]
-            own = np.where(is_there, badness(of_rank, sign), -np.inf)
-            take = is_there & ((own > key) | (True if present is None else ~present))
-            cells[take], key[take] = of_rank[take], own[take]
-            present = is_there if present is None else present | is_there
-        made.cells[ALL_RANKS] = cells
-        made.present[ALL_RANKS] = np.zeros(cells.shape, bool) if present is None else present
-        made.left[ALL_RANKS] = np.logical_or.reduce(list(made.left.values())) & ~made.present[ALL_RANKS]
+        for number in numbers[piece]:
+            begin, end = np.searchsorted(series, (number, number + 1)).tolist()
+            one = owner[number]
+            made = made or Overview(one, columns)
+            counting = ~one.family.leaves_out(flags[begin:end])
+            if begin < end:
+                made.add(number, iterations[begin:end][counting], values[begin:end][counting])
+            if number in last:
+                yield made.without_empty_columns()
+                made = None

@@ -41,8 +41,7 @@ class PackedScale:
     """A scale that places finite numbers between two limits.
 
     Attributes:
-        kind: ``linear``; ``log`` for numbers that are not negative; ``asinh`` for numbers of both signs, whose place is
-            that of asinh(value / bend).
+        kind: ``linear``; ``log`` for numbers that are not negative; ``asinh``, by asinh(value / bend), for both signs.
         low, high: the limits.
         bend: below it an ``asinh`` scale is linear.
         centred: whether the limits are the same on both sides of 0.
@@ -60,7 +59,7 @@ class PackedScale:
 
         Args:
             values: any numbers.
-            centred: whether 0 is in the middle, for numbers whose sign matters.
+            centred: whether 0 is in the middle, for signed numbers.
         """
         finite = values[np.isfinite(values)]
         if not finite.size:
@@ -77,7 +76,7 @@ class PackedScale:
         return cls("asinh" if middle < _FAR * most else "linear", low, high, middle, centred)
 
     def bytes(self, values: Floats, present: npt.NDArray[np.bool_]) -> Bytes:
-        """The bytes of numbers, each that of the nearest level."""
+        """The byte of the nearest level of each number."""
         finite = present & np.isfinite(values)
         inner = finite & (values > 0) if self.kind == "log" else finite
         low, high = self._place(np.array([self.low, self.high]))
@@ -128,10 +127,10 @@ class Packed:
     _known: dict[str, int] = field(default_factory=dict)
 
     def put(self, values: npt.NDArray[Any]) -> dict[str, Any]:
-        """Store an array, whatever the budget; one that is there already is not stored again.
+        """Store an array, whatever the budget; equal arrays are stored once.
 
         Returns:
-            Where the page finds it.
+            The reference for the page.
         """
         return self._kept(_packed(values), values)
 

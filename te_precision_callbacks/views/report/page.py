@@ -42,7 +42,7 @@ class PageTemplate:
         size: its characters.
 
     Args:
-        scripts: the files of the page's own script, behind those of every page; the last opens it.
+        scripts: the files of the page's own script, after the shared ones; the last opens it.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -58,18 +58,18 @@ class PageTemplate:
         self._frame = _part("page.html")
         self.size = len(self._frame) + sum(map(len, self._filled.values()))
 
-    def filled(self, title: str, told: Mapping[str, Any], arrays: Sequence[str]) -> str:
-        """The page.
+    def filled(self, title: str, content: Mapping[str, Any], arrays: Sequence[str]) -> str:
+        """Return the page.
 
         Args:
-            title: as a text, which is visible before the page is drawn.
-            told: what goes into its JSON; numbers may be nan and inf.
+            title: the title, visible before the page is drawn.
+            content: its JSON; numbers may be nan and inf.
             arrays: the texts of a :class:`te_precision_callbacks.views.report.packing.Packed`.
         """
         filled = {
             **self._filled,
             "TITLE": html.escape(title),
-            "DATA": compressed(json.dumps(plain(told), separators=(",", ":"), allow_nan=False).encode()),
+            "DATA": compressed(json.dumps(plain(content), separators=(",", ":"), allow_nan=False).encode()),
             "ARRAYS": "\n".join(arrays),
         }
         first, *others = self._frame.split("{{")
@@ -94,7 +94,7 @@ def page(run: RecordedRun, *, most: int = MOST_BYTES, device: Device | None = No
     """
     frame = PageTemplate(_OF_A_RUN)
     data = PageData.of(run, most - frame.size - FOR_FACTS, device)
-    return frame.filled(data.told["run"]["name"], data.told, data.arrays)
+    return frame.filled(data.content["run"]["name"], data.content, data.arrays)
 
 
 def write_report(
@@ -104,16 +104,16 @@ def write_report(
 
     Args:
         run: the run, from :func:`te_precision_callbacks.runs.open_run`.
-        path: the file, in a folder that exists; its name ends in ``.html``, or has no ending.
-        most: the most bytes of the page.
-        device: the device that times are expected for, as
-            :func:`~te_precision_callbacks.speed.device_named` gives it; None for the run's own GPU.
+        path: an ``.html`` file in a folder that exists.
+        most: the maximum size of the page, in bytes.
+        device: the device for expected times, from
+            :func:`~te_precision_callbacks.speed.device_named`; by default the run's own GPU.
 
     Returns:
         The file.
 
     Raises:
-        ReportError: the run has no numbers, or the file cannot be written, or its name is not that of a page.
+        ReportError: the run has no values, the file cannot be written, or its name ends otherwise.
         MissingExtraError: plotly is not installed.
     """
     found = output_path(path)

@@ -1,4 +1,4 @@
-"""The speed of a run for a report: expected times, and what was measured in its trace.
+"""The speed of a run for a report: expected times, and measured times of its trace.
 
 speed_facts(run)["kinds"]["rows"][0]        # {"layers": 96, "name": "layers.{0-95}.fc1", "high_ms": ..., ...}
 """
@@ -33,12 +33,12 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
 
     Args:
         run: the run.
-        device: the device that times are expected for; None for the run's own GPU.
+        device: the device for expected times; by default the run's own GPU.
 
     Returns:
-        ``summary``, the answer in a sentence; ``device``, null if it is not known; ``unknown``, why nothing is
-        expected and what to do, empty if something is; ``trace``, what was measured; and if something is expected
-        ``total``, ``kinds``, ``advice`` and ``notes``. Times are milliseconds of a step.
+        ``summary``, the answer in a sentence; ``device``, null if unknown; ``unknown``, why no times are expected
+        and the remedy, may be empty; ``trace``, the measured times; and if times are expected ``total``, ``kinds``,
+        ``advice`` and ``notes``. Times are milliseconds of a step.
     """
     known = run_speed(run, estimate_step, device=device, most_trace_bytes=_MOST_TRACE_BYTES)
     speed = known.expected
@@ -91,7 +91,7 @@ def _trace(known: RunSpeed) -> dict[str, Any] | None:
 
 
 def _kinds(speed: StepSpeed, measured: Mapping[str, float]) -> dict[str, Any]:
-    """Return the kinds of layers, those that take longest first; and what is left of them."""
+    """Return the kinds of layers, longest first, and a note about the rest."""
     rows = layer_rows(speed, measured)
     left = rows[_MOST_KINDS:]
     count = sum(len(row.layers) for row in left)

@@ -43,9 +43,9 @@ class ReportLayer:
 
     Attributes:
         name: with the scope in front, unless it begins with the scope.
-        block: the repeated part of the model that it belongs to, such as ``layers.3``; empty if it belongs to none.
-        short: the name beside a plot: what distinguishes it from the run's other layers, without control characters.
-        block_short: likewise that of the block.
+        block: its repeated part of the model, such as ``layers.3``; may be empty.
+        short: a short name for plots that distinguishes it from other layers, without control characters.
+        block_short: a short name of the block.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ReportLayer:
     block_short: str
 
     @property
-    def told(self) -> dict[str, str]:
+    def content(self) -> dict[str, str]:
         """Its names for a page, as text without control characters."""
         return {**vars(self), "name": visible(self.name), "block": visible(self.block)}
 
@@ -79,7 +79,7 @@ class FamilySeries:
 
     @property
     def is_histogram(self) -> bool:
-        """Whether its values are histograms."""
+        """True if its values are histograms."""
         request = self.family.request
         return request is not None and request.statistic.bins is not None
 
@@ -95,7 +95,7 @@ class FamilySeries:
 
     @property
     def has_direction(self) -> bool:
-        """Whether its values get worse in a direction."""
+        """True if its values get worse in a direction."""
         return self.family.has_direction
 
 
@@ -103,10 +103,10 @@ class Subjects:
     """The layers of a run and its families of statistics.
 
     Attributes:
-        layers: all layers in the order of execution, those that were not seen behind the others.
+        layers: all layers in the order of execution, then layers that have not run.
         families: the families of numbers.
         histograms: the families of histograms.
-        free: the families of numbers that belong to no layer.
+        free: the families of numbers without a layer.
     """
 
     def __init__(self, run: RecordedRun) -> None:
@@ -139,7 +139,7 @@ def layer_name(scope: str | None, layer: str | None) -> str:
 
 
 def folder_name(run: RecordedRun) -> str:
-    """What a run is called: the name of its log folder."""
+    """The name of a run: the name of its log folder."""
     path = Path(os.path.abspath(run.path))  # without dots; links stay as they are
     above = next((each.parent for each in path.parents if each.name == FOLDER), path)
     return (above.parent if above.name == FOLDER else above).name or run.run_id

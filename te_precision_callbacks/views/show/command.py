@@ -4,17 +4,15 @@ Usage::
 
     te-precision show logs
     te-precision show logs --follow
-    te-precision show logs --follow | tee show.txt     # a line where something is new, and the whole at the end
+    te-precision show logs --follow | tee show.txt     # a line for each change, and the whole at the end
     te-precision show logs --statistic underflows% --most 10
 
-The exit code is 0; 2 for wrong use, such as a path that is no run, or a run of which nothing was recorded. ``--json``
-prints one JSON object.
+The exit code is 0; 2 for wrong use, such as a path without a run, or an empty run. ``--json`` prints one JSON object.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -27,7 +25,6 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json, Run
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.diagnosis.finding import Verdict
     from te_precision_callbacks.runs import RecordedRun
     from te_precision_callbacks.runs.recorded import Curve
     from te_precision_callbacks.views.show.view import RunView
@@ -39,10 +36,7 @@ _MOST_FAILURES = 5
 """How often in a row a run that is followed may be unreadable."""
 
 _SHARE = 4.0
-"""How many times as long as a run was read it is left alone, however large it is."""
-
-_SHARE_OF_JUDGING = 10.0
-"""How many times as long as a run was judged it is not judged again, while it is followed."""
+"""The pause between two reads of a run, as a multiple of the time to read it."""
 
 
 def show_command(
@@ -72,23 +66,23 @@ def show_command(
     from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.views.show.view import NothingToShowError, look
 
-    recorded, told = _when_it_is_there(path, run, every) if follow else chosen_run(path, run)
-    if told:
-        terminal.show_text(told, err=as_json)
-    chosen = recorded.run_id if told else run  # which stays the one that is followed
-    judging, expecting = _Judging(), _Expecting()
+    recorded, note = _wait_for_run(path, run, every) if follow else chosen_run(path, run)
+    if note:
+        terminal.show_text(note, err=as_json)
+    chosen = recorded.run_id if note else run
 
-    def again() -> RunView:
-        return look(chosen_run(path, chosen)[0], statistic or (), most, judging, expecting)
+    def read(known: RunView | None = None) -> RunView:
+        return look(chosen_run(path, chosen)[0] if known else recorded, statistic or (), most, known)
 
-    view = look(recorded, statistic or (), most, judging, expecting)
+    view = read()
     if follow:
-        view = _follow(view, again, every, _nothing() if as_json else _screen() if terminal.is_terminal() else _lines())
+        nothing = contextlib.nullcontext(lambda view: None)
+        view = _follow(view, read, every, nothing if as_json else _screen() if terminal.is_terminal() else _lines())
     if view.is_empty:
-        read = chosen_run(path, chosen)[0] if follow else recorded
-        why = why_nothing_to_show(read)
+        last = chosen_run(path, chosen)[0] if follow else recorded
+        why = why_nothing_to_show(last)
         if why:
-            raise NothingToShowError(why + read.notes_in_words)
+            raise NothingToShowError(why + last.notes_in_words)
     if as_json:
         terminal.show_json(_for_json(view))
     elif not follow or not terminal.is_terminal():
@@ -97,73 +91,26 @@ def show_command(
         terminal.show(Screen(view))
 
 
-class _Judging:
-    """Judges a run that is followed: as soon as it has ended, and until then no more often than the cost allows.
-
-    The rules see only the steps that have come since the last time: the 1,000 steps of 1,200 numbers that are there at
-    first take 10 seconds on one core.
-    """
-
-    def __init__(self) -> None:
-        from te_precision_callbacks.diagnosis.replay import Replay
-
-        self._replay = Replay()
-        self._next = -math.inf
-        self._known: tuple[Verdict, int | None] | None = None
-
-    def __call__(self, run: RecordedRun) -> tuple[Verdict, int | None]:
-        """The verdict, and the last iteration that it has seen."""
-        begun = time.monotonic()
-        is_running = bool(run.segments) and run.segments[-1].status == "running"
-        if self._known is None or not is_running or begun >= self._next:
-            self._known = self._replay.verdict(run), max(run.series["last"].to_pylist(), default=None)
-            took = time.monotonic() - begun
-            has_numbers = self._known[1] is not None  # else what comes next is the first to judge
-            self._next = begun + (1 + _SHARE_OF_JUDGING) * took * has_numbers
-        return self._known
-
-
-class _Expecting:
-    """Expects the speed of a run that is followed: again only where its products or process starts have changed."""
-
-    def __init__(self) -> None:
-        self._known: tuple[RecordedRun, str] | None = None
-
-    def __call__(self, run: RecordedRun) -> str:
-        """The line of the view."""
-        from te_precision_callbacks.views.show.view import expected_speed
-
-        if self._known is None or not _has_the_same_step(self._known[0], run):
-            self._known = run, expected_speed(run)
-        return self._known[1]
-
-
-def _has_the_same_step(before: RecordedRun, now: RecordedRun) -> bool:
-    return len(before.segments) == len(now.segments) and all(
-        getattr(before, name).equals(getattr(now, name)) for name in ("gemms", "operands", "states")
-    )
-
-
-def _when_it_is_there(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:
-    """The run, as soon as one has begun in a folder that may not exist yet."""
+def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:
+    """Wait for a run to start in a folder that may not exist yet."""
     from te_precision_callbacks.runs import NotARunError, list_runs
     from te_precision_callbacks.runs.reading import chosen_run
 
-    told = False
+    is_announced = False
     while True:
         try:
             return chosen_run(path, run)
         except NotARunError:
             if Path(path).is_file() or list_runs(path):
                 raise
-        if not told:
+        if not is_announced:
             terminal.show_text(f"Waiting for a run in {path}. Ctrl-C ends it.", err=True)
-            told = True
+            is_announced = True
         time.sleep(every)
 
 
-def _follow(view: RunView, again: Callable[[], RunView], every: float, display: _Display) -> RunView:
-    """Show the run until it has ended, and give what it then is."""
+def _follow(view: RunView, read: Callable[[RunView], RunView], every: float, display: _Display) -> RunView:
+    """Show the run until it has ended, and return the last view."""
     from te_precision_callbacks.runs import RunError
 
     failures, took = 0, 0.0
@@ -173,8 +120,8 @@ def _follow(view: RunView, again: Callable[[], RunView], every: float, display: 
             time.sleep(max(every, _SHARE * took))
             begun = time.monotonic()
             try:
-                view = again()
-            except RunError:  # a part may be replaced while it is read
+                view = read(view)
+            except RunError:  # a file may be replaced while it is read
                 failures += 1
                 if failures == _MOST_FAILURES:
                     raise
@@ -182,11 +129,6 @@ def _follow(view: RunView, again: Callable[[], RunView], every: float, display: 
             failures, took = 0, time.monotonic() - begun
             show(view)
     return view
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[Callable[[RunView], None]]:
-    yield lambda view: None
 
 
 @contextlib.contextmanager
@@ -223,9 +165,7 @@ def _lines() -> Iterator[Callable[[RunView], None]]:
 
 
 def _for_json(view: RunView) -> dict[str, Any]:
-    from te_precision_callbacks.layers.folding import ShortNames
-
-    shown = {name: value for name, value in vars(view).items() if not isinstance(value, ShortNames)}
+    shown = {name: value for name, value in vars(view).items() if name not in ("names", "metric_names", "check")}
     found = {**shown, **view.verdict.as_json()}
     found["scalars"] = {name: _curve(curve) for name, curve in view.scalars.items()}
     found["worst"] = {

@@ -1,4 +1,4 @@
-"""Draws what is shown of a run, as wide as the terminal."""
+"""Draws the view of a run, as wide as the terminal."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SEVERITY = {"error": "bold red", "warning": "yellow"}
 
 
 class Screen:
-    """A run, drawn for the width that it is given.
+    """A run, drawn for the width of the console.
 
     Args:
-        view: what is shown.
+        view: the view.
     """
 
     def __init__(self, view: RunView) -> None:
@@ -69,16 +69,16 @@ class Screen:
 
 
 def line_of(view: RunView) -> str:
-    """What a run has come to, in one line for a file or pipe."""
-    told = ["no numbers yet" if view.last is None else f"step {view.last}"]
-    told += [view.verdict.summary.rstrip(".")] if view.verdict.judged else []
-    told += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
+    """The state of a run in one line, for a file or pipe."""
+    parts = ["no numbers yet" if view.last is None else f"step {view.last}"]
+    parts += [view.verdict.summary.rstrip(".")] if view.verdict.judged else []
+    parts += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
     for statistic, worst in view.worst.items():
         if worst:
             where = "".join(_name(worst[0]))
-            told.append(f"worst {statistic} {_worst_number(worst[0])} in {where}")
+            parts.append(f"worst {statistic} {_worst_number(worst[0])} in {where}")
             break
-    return visible("  ".join(told))
+    return visible("  ".join(parts))
 
 
 def finding_in_words(finding: Finding) -> str:
@@ -90,12 +90,12 @@ def event_in_words(event: ShownEvent) -> str:
     """An event as a line."""
     at = "" if event.iteration is None else f"step {event.iteration}"
     named = () if event.ranks == (0,) else event.ranks  # rank 0 speaks for the run
-    told = [at, *folded((f"rank {rank}" for rank in named), most=2), event.kind, event.layer, event.text]
-    return visible("  ".join(part for part in told if part))
+    parts = [at, *folded((f"rank {rank}" for rank in named), most=2), event.kind, event.layer, event.text]
+    return visible("  ".join(part for part in parts if part))
 
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
-    """The verdict, its first findings with what to do, and what was not judged."""
+    """The verdict, its first findings with remedies, and the rules that were not checked."""
     verdict = view.verdict
     stale = "" if view.judged_to == view.last else f" As of step {view.judged_to}."
     style = _SEVERITY[verdict.severity] if verdict.wrong else "bold green" if verdict.healthy else "bold yellow"
@@ -120,15 +120,15 @@ def _head(view: RunView) -> str:
 
 
 def _facts(view: RunView) -> str:
-    told = [f"{name}: {value}" for name, value in view.facts.items()]
+    parts = [f"{name}: {value}" for name, value in view.facts.items()]
     if view.segments > 1:
-        told.append(f"{view.segments} segments")
+        parts.append(f"{view.segments} segments")
     if view.first is not None:
-        told.append(f"statistics of steps {view.first} to {view.last}")
-    told.append(f"{view.series:,} series")
+        parts.append(f"statistics of steps {view.first} to {view.last}")
+    parts.append(f"{view.series:,} series")
     if view.lacks:
-        told.append(view.lacks[:1].lower() + view.lacks[1:].rstrip("."))
-    return visible(", ".join(told))
+        parts.append(view.lacks[:1].lower() + view.lacks[1:].rstrip("."))
+    return visible(", ".join(parts))
 
 
 def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[Text]:
@@ -144,7 +144,7 @@ def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[T
 
 
 def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterator[RenderableType]:
-    """A line for each curve, and one for the names of those that equal it."""
+    """A line for each curve, and one for the names of equal curves."""
     left = dict(scalars)
     while left:
         name, curve = next(iter(left.items()))
@@ -191,7 +191,7 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
 
 
 def _worst_number(series: WorstSeries) -> str:
-    """The worst number, and what brings a series here whose number is not among the worst."""
+    """The worst value, and the other statistic that brings the series here."""
     lost = "" if series.lost is None else f" (worst {visible(series.lost.statistic)} {series.lost.value:.3g})"
     return f"{series.worst:.3g} ({series.worst_iteration}){lost}"
 

@@ -46,7 +46,7 @@ def sparkline(iterations: npt.NDArray[np.int64], values: Floats, width: int, *, 
 
 
 def _levels(values: Floats) -> npt.NDArray[np.int64]:
-    """Which bar each number is."""
+    """The bar of each number."""
     if not len(values):
         return np.empty(0, np.int64)
     if values.min() > 0 and values.max() / values.min() > _MANY_POWERS:

@@ -1,9 +1,10 @@
-"""What is shown of a recorded run, read from its files."""
+"""The view of a recorded run for a terminal."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,11 +46,14 @@ MOST_STATISTICS = 8
 
 MOST_EVENTS = 5
 
+_PAUSE = 10.0
+"""The pause between two checks of a run that is followed, as a multiple of the time of a check."""
+
 _LOST = (Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS)
 
 
 class NothingToShowError(PrecisionDebugError, ValueError):
-    """A run has no numbers, or none of a statistic that is asked for."""
+    """A run has no values, or none of a requested statistic."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,14 @@ class WorstSeries:
     """A statistic of one tensor, among the worst of the run.
 
     Attributes:
-        scope, layer, tensor: what.
+        scope, layer, tensor: the tensor.
         statistic: its name.
-        rank: the rank whose own number it is; None if it is reduced.
-        last, last_iteration: the last number.
-        worst, worst_iteration: the worst one; the largest in size of a statistic without a worse direction.
-        low_is_worse: whether small numbers are.
-        lost: what another statistic shows to be lost, if that is why the series is here.
-        curve: all of them, without those of delayed scaling's first step.
+        rank: the rank of a local value; None for reduced ones.
+        last, last_iteration: the last value.
+        worst, worst_iteration: the worst value; the largest magnitude of a statistic without a worse direction.
+        low_is_worse: whether small values are worse.
+        lost: another statistic's loss, if that is why the series is listed.
+        curve: all values, without delayed scaling's first step.
     """
 
     scope: str
@@ -93,34 +97,50 @@ class ShownEvent:
     text: str
 
 
-@dataclass(frozen=True)
-class RunView:
-    """What is shown of a run. The attributes are the keys of ``te-precision show --json``, which is why there are many.
+class RunCheck(NamedTuple):
+    """Results that are too slow to compute for each view of a run that is followed.
 
     Attributes:
         verdict: the findings of the rules.
-        judged_to: the last iteration that the verdict has seen; None without any.
-        more: the command that prints all of the verdict.
-        speed: what is expected on the run's GPU, with the command that prints all of it; empty without a known GPU.
-        path, run_id, source: which run.
-        status: that of its last segment.
-        outcome: that it failed, and what is broken of its contract, in lines.
-        segments: how many process starts it has.
-        facts: of the last segment, those that fit on a line: front door, recipes, GPU, ranks.
-        first, last: the first and the last iteration with numbers; None without any.
-        steps: how many iterations have records.
-        series: how many series there are.
-        coverage: precision -> its share of the multiply-adds; empty if that was not recorded.
-        other_steps: lines on steps in which other products ran in low precision than in the last one.
-        scalars: the trainer's numbers, the loss first.
-        worst: statistic -> the tensors that are worst by it.
+        until: the last iteration that was checked; None without one.
+        speed: the expected speed.
+        next_at: the time of the next check, by ``time.monotonic()``.
+    """
+
+    verdict: Verdict
+    until: int | None
+    speed: str
+    next_at: float
+
+
+@dataclass(frozen=True)
+class RunView:
+    """The view of a run. Its many attributes are the keys of ``te-precision show --json``.
+
+    Attributes:
+        verdict: the findings of the rules.
+        judged_to: the last iteration that was checked; None without one.
+        more: the command that prints the whole verdict.
+        speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
+        path, run_id, source: the run.
+        status: the status of its last process start.
+        outcome: a failure, and broken clauses of the contract, in lines.
+        segments: the number of process starts.
+        facts: integration, recipes, GPU and ranks of the last process start.
+        first, last: the first and the last iteration with values; None without any.
+        steps: the number of recorded iterations.
+        series: the number of series.
+        coverage: precision -> its share of the multiply-adds; empty if it was not recorded.
+        other_steps: lines on steps with other products in low precision than the last one.
+        scalars: the trainer's metrics, the loss first.
+        worst: statistic -> the worst tensors.
         more_statistics: the statistics that are not shown.
-        events: the last ones, the newest last.
-        notes: what is missing, not measured or damaged.
-        unread: those of them that tell what cannot be read.
-        lacks: what the kind of the run's files does not have; empty for records.
-        names: shortens the names of layers.
-        metric_names: shortens those of the trainer's numbers.
+        events: the last events, the newest last.
+        notes: missing, unmeasured or damaged parts.
+        unread: the notes on parts that cannot be read.
+        lacks: parts that this kind of file never has; empty for records.
+        names, metric_names: shorten the names of layers and metrics.
+        check: the last check of the run.
     """
 
     verdict: Verdict
@@ -149,10 +169,11 @@ class RunView:
     lacks: str
     names: ShortNames
     metric_names: ShortNames
+    check: RunCheck
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is neither a number nor a coverage yet."""
+        """True without any value or coverage."""
         return not (self.series or self.scalars or self.coverage)
 
 
@@ -160,36 +181,36 @@ def look(
     run: RecordedRun,
     statistics: Sequence[str] = (),
     most: int = MOST_LAYERS,
-    judge: Callable[[RecordedRun], tuple[Verdict, int | None]] | None = None,
-    expect: Callable[[RecordedRun], str] | None = None,
+    before: RunView | None = None,
 ) -> RunView:
-    """Read what is shown of a run.
+    """Read the view of a run.
 
     Args:
         run: the run.
-        statistics: those that are shown, as in records, or without recipe and direction; none chooses what is lost in
-            quantization first.
-        most: the layers of each.
-        judge: gives the verdict, and the last iteration that it has seen; None judges the whole run.
-        expect: gives the expected speed, as :func:`expected_speed` does, which is the default.
+        statistics: names as in records, or without recipe and direction; by default losses in quantization come first.
+        most: the number of layers of each statistic.
+        before: an earlier view of the run while it was written. Its verdict is kept until the run has ended, or until
+            ten times as long has passed as the check took.
 
     Raises:
-        NothingToShowError: the run has numbers, but none of a statistic that is asked for.
+        NothingToShowError: the run has values, but none of a requested statistic.
     """
     groups = _groups(run)
     chosen = _chosen(groups, statistics, run)
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
-    verdict, judged_to = (diagnose(run), max(last, default=None)) if judge is None else judge(run)
+    status = status_in_words(run)
+    is_known = before is not None and status == "running" and time.monotonic() < before.check.next_at
+    check = before.check if before is not None and is_known else _check(run, max(last, default=None))
     return RunView(
-        verdict=verdict,
-        judged_to=judged_to,
+        verdict=check.verdict,
+        judged_to=check.until,
         more=_command(run, "diagnose"),
-        speed=(expect or expected_speed)(run),
+        speed=check.speed,
         path=str(run.path),
         run_id=run.run_id,
         source=run.source,
-        status=status_in_words(run),
+        status=status,
         outcome=tuple(outcome_in_words(run)),
         segments=len(run.segments),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
@@ -208,17 +229,23 @@ def look(
         lacks=run.lacks_in_words,
         names=_names(run.layers["layer"], run.series["layer"]),
         metric_names=_names(run.scalars["name"]),
+        check=check,
     )
 
 
-def expected_speed(run: RecordedRun) -> str:
-    """What is expected on a run's own GPU, and the command that prints all of it.
+def _check(run: RecordedRun, last: int | None) -> RunCheck:
+    """Check the whole run."""
+    begun = time.monotonic()
+    verdict, speed = diagnose(run), expected_speed(run)
+    now = time.monotonic()
+    # The first numbers of a run are checked as soon as they come.
+    return RunCheck(verdict, last, speed, now if last is None else now + _PAUSE * (now - begun))
 
-    Returns:
-        Empty if the run has no GPU whose speed is known, or no products.
-    """
+
+def expected_speed(run: RecordedRun) -> str:
+    """The expected speed on a run's own GPU, and the command for details; empty without a known GPU or products."""
     try:
-        speed = estimate_step(step_of_run(run), device_of_run(run, None))
+        speed = estimate_step(step_of_run(run), device_of_run(run))
     except SpeedError:
         return ""
     return f"{in_short(speed)}; more: {_command(run, 'speed')}"
@@ -235,7 +262,7 @@ def _names(*columns: pa.ChunkedArray) -> ShortNames:
 
 
 def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
-    """What is said of statistics that have no worst number yet."""
+    """A note on statistics without a worst value yet."""
     names = [name for name in chosen if not _worst_numbers(groups[name])]
     if names:
         yield f"{', '.join(names)}: all numbers so far are of delayed scaling's first step, which has no scale yet."
@@ -245,12 +272,12 @@ _SHORT = {"front_door": "front door", "recipes": "recipe", "gpu": "GPU", "te_bac
 
 
 def _in_short(facts: Any, world: int) -> dict[str, str]:
-    told = {}
+    parts = {}
     for key, name in _SHORT.items():
         value = facts.get(key)
         if value:
-            told[name] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return {**told, "ranks": str(world)}
+            parts[name] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return {**parts, "ranks": str(world)}
 
 
 class _Series(NamedTuple):
@@ -267,8 +294,9 @@ _Group = dict[Subject, _Series]
 
 
 def _groups(run: RecordedRun) -> dict[str, _Group]:
-    """Statistic -> its series, the statistics as they are shown: what is lost first, and last what has no worse
-    direction. Histograms are left out."""
+    """Statistic -> its series, in order: losses first, statistics without a worse direction last. Without
+    histograms.
+    """
     columns = (run.series[name].to_pylist() for name in ("worst", "worst_at", "count"))
     found: dict[str, _Group] = {}
     for number, (subject, worst, at, count) in enumerate(zip(run.subjects, *columns, strict=True)):
@@ -287,7 +315,7 @@ def _has_direction(group: _Group) -> bool:
 
 
 def _worst_numbers(group: _Group) -> dict[Subject, float]:
-    """The worst number of each series that has one that counts."""
+    """The worst value of each series, without series that have no valid one."""
     return {place: series.worst for place, series in group.items() if series.worst is not None}
 
 

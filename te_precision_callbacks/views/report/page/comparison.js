@@ -127,18 +127,18 @@ function curvesAxis(curves, counting, log) {
   return { ...valueAxis([{ values: log ? [10 ** low, 10 ** high] : [low, high] }], log), ...range };
 }
 
-// Both curves of a series, with what is ordinary around A, and from where on a difference counts.
+// Both curves of a series, and from where on a difference from A counts.
 function curvePlot(report, one) {
   const node = plotNode(230, `Both sides of ${labelOf(one)}`);
   const made = card(labelOf(one), {
     about: one.every > 1 ? `Every ${one.every}th of its steps.` : "",
-    extra: [one.departs && el("span", { class: "badge exact" }, "departs"), csvButton(labelOf(one), ["step", "a", "b", "ordinary from", "ordinary to", "counts below", "counts above"], async () => {
+    extra: [one.departs && el("span", { class: "badge exact" }, "departs"), csvButton(labelOf(one), ["step", "a", "b", "counts below", "counts above"], async () => {
       const [steps, ...columns] = await unpackedCurve(report, one.arrays);
       return steps.map((step, at) => [step, ...columns.map((column) => column[at])]);
     })],
   }, node);
   async function render() {
-    const [steps, a, b, low, high, below, above] = await unpackedCurve(report, one.arrays);
+    const [steps, a, b, below, above] = await unpackedCurve(report, one.arrays);
     const [colourA, colourB] = SIDES(), log = wantsLog([{ values: a }, { values: b }]);
     const step = Number(state.now.step);
     const edge = (values) => Array.from(values, (value) => Number.isFinite(value) && !(log && value <= 0) ? value : null);
@@ -147,17 +147,14 @@ function curvePlot(report, one) {
       { ...limit, y: edge(from) },
       { ...limit, y: edge(to), fill: "tonexty", fillcolor: "rgba(127,127,127,0.22)", name, showlegend: true },
     ];
-    const border = { ...limit, line: { width: 1, dash: "dot", color: "rgb(127,127,127)" }, legendgroup: "counts" };
-    const known = low.some(Number.isFinite);
     await draw(node, [
-      ...(known ? [...band("ordinary", low, high), { ...border, y: edge(below) }, { ...border, y: edge(above), name: "counts beyond", showlegend: true }]
-        : band("too little to count", below, above)),
+      ...band("too little to count", below, above),
       line("A", { steps, values: a }, colourA), line("B", { steps, values: b }, colourB),
       ...notFinite("A", { steps, values: a }, colourA), ...notFinite("B", { steps, values: b }, colourB),
     ], {
       hovermode: "x unified", xaxis: stepAxis(report, steps), yaxis2: MARKS_AXIS,
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", traceorder: "normal" },
-      yaxis: curvesAxis([a, b, low, high], [below, above], log),
+      yaxis: curvesAxis([a, b], [below, above], log),
       shapes: state.now.step === "" ? [] : [{ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, line: { color: isDark() ? "#fff" : "#000", width: 1, dash: "dot" } }],
     });
   }

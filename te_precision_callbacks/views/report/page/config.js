@@ -43,7 +43,7 @@ async function configPage(report) {
   return [[
     el("h1", {}, "Config and events"), notes(report),
     card("Events", {
-      about: total > events.length ? `The first and the last ${shown(events.length / 2)} of ${shown(total)}.` : "",
+      about: total > events.length ? `The last ${shown(events.length)} of ${shown(total)}.` : "",
       extra: [csvButton("events", columns, () => events.map((event) => columns.map((name) => event[name])))],
     }, rows.length ? table(["#step", "kind", "severity", "layer", "ranks", "text"], rows, { tall: true }) : el("p", { class: "quiet" }, "Nothing happened that the run noted.")),
     ...segments.slice().reverse().map((segment) => segmentCard(segment, segments.length)),

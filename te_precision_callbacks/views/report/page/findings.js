@@ -9,7 +9,7 @@ const whenFound = (report, { since, where }) => (since === null ? "" : `, since 
 // Links to what shows a finding: a heat map, and the curves or the products of its first layer.
 function findingLinks(report, finding) {
   const [first] = finding.places, family = familyOf(report, finding);
-  const where = { statistic: family?.statistic ?? "", tensor: family?.tensor ?? "", step: finding.since ?? "", rank: "", filter: "" };
+  const where = { statistic: family?.statistic ?? "", tensor: family?.tensor ?? "", step: finding.since ?? "", rank: finding.ranks[0] ?? "", filter: "" };
   const button = (changes, text, label) => el("a", { class: "button", href: state.hash(changes), "aria-label": `${text}: ${label}` }, text);
   const name = first === undefined ? "" : report.layers[first].name;
   return el("p", { class: "links" },
@@ -46,7 +46,7 @@ function findingCard(report, finding, number) {
   const where = { statistic: finding.statistic, tensor: finding.tensor, step: since ?? "" };
   const layers = finding.places.length > 0 && [
     finding.places.map((place, at) => [at ? ", " : "", layerLink(report, place, where)]), unnamed > 0 && ` and ${shown(unnamed)} more`];
-  const told = [
+  const parts = [
     ["seen", finding.seen_in_words], ["caused by", finding.caused_by], ["seen in", steps], [finding.places.length > 1 ? "layers, the first one first" : "layer", layers],
     ["why it matters", finding.why], ["what to do", `${finding.remedy}.`], ["section for the config", finding.patch && el("pre", {}, finding.patch)],
     ["not a problem if", finding.disproof], ["rule", `${finding.rule}: ${finding.title}`], ["source", finding.source],
@@ -54,7 +54,7 @@ function findingCard(report, finding, number) {
   return el("section", { class: `card finding-card ${finding.severity}`, "aria-labelledby": `finding-${number}` },
     el("div", { class: "head" }, el("h2", { id: `finding-${number}` }, severityBadge(finding.severity), " ", finding.subject)),
     findingLinks(report, finding),
-    el("dl", { class: "facts" }, told.filter(([, value]) => value).map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
+    el("dl", { class: "facts" }, parts.filter(([, value]) => value).map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
 }
 
 async function findingsPage(report) {

@@ -14,13 +14,13 @@ function familyControls(report, family, change) {
   return [
     choice("Statistic", statistics.map((name) => [name, name]), family.statistic, (statistic) => change({ statistic })),
     choice("Tensor", tensors.map((name) => [name, name]), family.tensor, (tensor) => change({ tensor })),
-    ranks.length > 1 && rankChoice(ranks, change, family),
+    ranks.length > 1 && rankChoice(ranks, change),
   ];
 }
 
-const rankChoice = (ranks, change, family) => choice("Rank",
-  [["", `${family ? extreme(family.worse) : "worst or largest"} of all ranks`], ...ranks.map((rank) => [rank, rank === REDUCED ? "over all ranks" : `rank ${rank}`])],
-  state.now.rank, (rank) => change({ rank }));
+const rankChoice = (ranks, change) => choice("Rank",
+  ranks.map((rank) => [rank, rank === REDUCED ? "over all ranks" : `rank ${rank}`]),
+  state.now.rank === "" ? ranks[0] : state.now.rank, (rank) => change({ rank }));
 
 // The family of the statistic that shows a finding; undefined where the page has none.
 const familyOf = (report, { statistic, tensor }) => statistic === "" ? undefined
@@ -181,7 +181,7 @@ async function heatmapPage(report) {
   const how = ranksShown ? [true, `exact: the ${word} of the run`]
     : [exactAll && widest === 1, exactAll && widest === 1 ? "all numbers are exact" : widest === 1 ? "overview: a cell is a step" : `overview: a cell is the ${word} of up to ${widest} steps`];
   const page = card(family.label, {
-    about: `${family.formula ? `${family.formula.replaceAll("`", "")}. ` : ""}${MEANS[family.worse] ?? MEANS[""]}${Object.keys(family.left).length ? " First steps of delayed scaling, which have no scale yet, are left blank." : ""} Click a layer to open it${fold() === "layers" ? "" : ", a folded row to unfold it"}; drag to zoom, double-click to go back.`,
+    about: `${family.formula ? `${family.formula.replaceAll("`", "")}. ` : ""}${MEANS[family.worse] ?? MEANS[""]} Click a layer to open it${fold() === "layers" ? "" : ", a folded row to unfold it"}; drag to zoom, double-click to go back.`,
     extra: [count, badge(...how), csvButton(`heatmap ${family.label}`,
       ranksShown ? ["layer", "rank", "value", "step"] : ["layer", "first step", "last step", "value", "exact"], csvRows)],
   }, node);

@@ -3,12 +3,11 @@
 function gemmTable(gemms) {
   const sizes = ({ gemm, n, m, k }) => gemm === "dgrad" ? [n, m, k] : gemm === "wgrad" ? [k, m, n] : [n, k, m]; // tokens, in, out
   const times = (gemm) => sizes(gemm).every((size) => size) ? [...(gemm.batch > 1 ? [gemm.batch] : []), ...sizes(gemm)].join(" × ") : "–";
-  const span = (gemm) => gemm.until === null ? (gemm.since ? `from ${gemm.since}` : "whole run") : `${gemm.since ?? 0} to ${gemm.until}`;
   const ran = (gemm) => gemm.runs === "never" ? `does not run${gemm.not_run ? `: ${gemm.not_run}` : ""}` : (gemm.precision || "–").toUpperCase();
-  return table(["product", "runs in", "operands", "why not low", "tokens × in × out", "#multiply-adds a step", "steps"], gemms.map((gemm) => [
+  return table(["product", "runs in", "operands", "why not low", "tokens × in × out", "#multiply-adds a step"], gemms.map((gemm) => [
     gemm.gemm + (gemm.backward && !["dgrad", "wgrad"].includes(gemm.gemm) ? " (backward)" : ""), ran(gemm),
     Object.entries(gemm.operands).map(([tensor, format]) => el("div", {}, `${tensor}: ${format}`)),
-    gemm.why ?? "", times(gemm), gemm.macs ? shown(gemm.macs) : "–", span(gemm),
+    gemm.why ?? "", times(gemm), gemm.macs ? shown(gemm.macs) : "–",
   ]));
 }
 
@@ -22,7 +21,7 @@ function layerHead(report, index) {
     onchange: (event) => report.layers.some((layer) => layer.name === event.target.value) && state.go({ layer: event.target.value }),
     onfocus: (event) => event.target.select(),
   });
-  const told = [
+  const parts = [
     facts.class, facts.family && `family ${facts.family}`, facts.params && `${shown(facts.params)} parameters`, facts.weight_dtype,
     facts.primary_weights === "quantized" && "primary weights quantized",
     facts.exec_fwd !== undefined && facts.exec_fwd !== null && `forward number ${facts.exec_fwd + 1}`,
@@ -31,130 +30,48 @@ function layerHead(report, index) {
   return [
     el("div", { class: "controls" }, el("label", { class: "grow" }, "Layer", picker), options,
       el("span", { class: "steps" }, button("← before", "The layer that ran before it", index - 1), button("next →", "The layer that ran next", index + 1))),
-    el("div", {}, el("h1", { class: "layer-name" }, name), el("p", { class: "quiet" }, told.join(" · ")),
+    el("div", {}, el("h1", { class: "layer-name" }, name), el("p", { class: "quiet" }, parts.join(" · ")),
       facts.sections?.length > 0 && el("p", { class: "quiet" }, `Sections of the config: ${facts.sections.join(", ")}`),
       facts.refused && el("p", {}, `Not observed: ${facts.refused}`)),
   ];
 }
 
-const ABOUT_MAGNITUDES = "How many elements have which magnitude, added up over the steps of a column. Lines are the windows of formats at the "
-  + "current scale: solid where scales were recorded, dotted where the largest number is assumed to become the format's largest. Shares outside "
-  + "are the recorded underflows% and overflows% where the run has them. An estimate is of the elements that are not 0, and reaches from the "
-  + "least to the most that the histogram allows, whose bins span a power of two. With a scale for each block, the limits are those of all blocks.";
-
-// The cards of exponents: a heat map of their histogram over time, with the windows of formats.
-function exponentCard(report, index, histogram, key) {
-  const packed = histogram.counts[key];
-  const node = plotNode(360, `Exponents of ${histogram.tensor} over steps`);
-  const shares = el("div", {});
-  const slider = el("input", { type: "range", min: 0, value: 0, "aria-label": `Step of the shares of ${histogram.tensor}` });
-  const at = el("span", { class: "quiet" });
-  const isExponents = histogram.base === "exponent_histogram";
-  let columns = null;
+// A histogram over time.
+function histogramCard(report, histogram, key) {
+  const packed = histogram.counts[key], isExponents = histogram.base === "exponent_histogram";
+  const title = isExponents ? `Exponents of ${histogram.tensor}` : `${histogram.statistic} of ${histogram.tensor}`;
+  const node = plotNode(360, `${title} over steps`);
+  const from = (bin) => histogram.lowest + (packed.lowest + bin) / histogram.steps;
   const read = async () => {
     const [counts, begins, ends] = await Promise.all(packed.arrays.map((each) => report.arrays.get(each)));
     const width = packed.arrays[0].shape[1];
     return { begins, ends, rows: Array.from(begins, (_, column) => counts.subarray(column * width, (column + 1) * width)), width };
   };
-  const made = card(isExponents ? `Exponents of ${histogram.tensor}` : `${histogram.statistic} of ${histogram.tensor}`, {
+  const made = card(title, {
     extra: [badge(true, "counts are exact"), csvButton(`${histogram.statistic} ${histogram.tensor}`, ["first step", "last step", "from 2^", "count"], async () => {
       const { begins, ends, rows } = await read();
-      return rows.flatMap((row, column) => Array.from(row).flatMap((count, bin) => count
-        ? [[begins[column], ends[column], histogram.lowest + (packed.lowest + bin) / histogram.steps, count]] : []));
+      return rows.flatMap((row, column) => Array.from(row).flatMap((count, bin) => count ? [[begins[column], ends[column], from(bin), count]] : []));
     })],
-  }, node, isExponents && el("div", { class: "controls" }, el("label", { class: "grow" }, el("span", {}, "Shares outside at ", at), slider)), shares);
-
-  // The largest magnitude in a column: {low, high, from}; the histogram alone knows it to a power of two.
-  const amaxIn = async (column) => {
-    const families = magnitudeFamilies(report, histogram.tensor);
-    const read = async (family) => family?.rowOf.has(index)
-      ? family.span(family.rowOf.get(index), family.rankFor(state.now.rank), columns.begins[column], columns.ends[column]) : null;
-    const [amax, max, min] = [await read(families.amax), await read(families.max), await read(families.min)];
-    if (amax) return { low: amax.low, high: amax.high, from: amax.exact ? "amax" : "overview" };
-    if (max && min) {
-      const [low, high] = ["low", "high"].map((side) => Math.max(Math.abs(max[side]), Math.abs(min[side])));
-      return { low: Math.min(low, high), high: Math.max(low, high), from: max.exact && min.exact ? "amax" : "overview" };
-    }
-    const last = columns.rows[column].findLastIndex((count) => count > 0);
-    if (last < 0) return { low: 0, high: 0, from: "" };
-    const bin = histogram.lowest + (packed.lowest + last) / histogram.steps;
-    return { low: 2 ** bin, high: 2 ** (bin + 1 / histogram.steps), from: "the largest exponent" };
-  };
-
-  const share = ({ low, high, from }) => [low === high || shown(low, 3) === shown(high, 3) ? `${shown(low, 3)} % ` : `${shown(low, 3)} to ${shown(high, 3)} % `, el("small", { class: "quiet" }, from)];
-
-  async function showShares(column) {
-    at.textContent = columns.begins[column] === columns.ends[column] ? `step ${shown(columns.begins[column])}` : `steps ${shown(columns.begins[column])} to ${shown(columns.ends[column])}`;
-    const rows = [], amax = await amaxIn(column);
-    for (const name of WINDOWS) {
-      const limits = await windowOf(report, name, index, histogram.tensor, columns.ends[column], amax.high, state.now.rank);
-      const outside = await sharesOutside(report, name, index, histogram.tensor, columns.begins[column], columns.ends[column],
-        { counts: columns.rows[column], lowest: histogram.lowest, steps: histogram.steps, offset: packed.lowest, amax, rank: state.now.rank });
-      if (!limits || !outside) continue;
-      rows.push([el("span", { title: limits.recorded ? "The scale factors of this format were recorded." : `As if ${amax.from} became the format's largest number.` },
-        `${name} `, el("small", { class: "quiet" }, limits.recorded ? "recorded" : "assumed")),
-        power(limits.bottom), power(limits.top), share(outside.below), share(outside.above)]);
-    }
-    shares.replaceChildren(table(["format, scale", "#smallest", "#largest", "#becomes 0", "#above"], rows));
-  }
-
-  function hovered(points, event) {
-    const point = points.find((each) => each.data.type === "heatmap");
-    if (!point) return;
-    const [bin, column] = point.pointIndex, row = columns.rows[column], begin = columns.begins[column], end = columns.ends[column];
-    const total = row.reduce((sum, count) => sum + count, 0), from = histogram.lowest + (packed.lowest + bin) / histogram.steps;
-    tip.show(event, el("b", {}, `${shown((100 * row[bin]) / total, 3)} % (${shown(row[bin])})`),
-      el("span", {}, "from ", power(from), " to below ", power(from + 1 / histogram.steps)),
-      el("span", { class: "dim" }, `step ${shown(begin)}${begin === end ? "" : ` to ${shown(end)}`}`));
-  }
+  }, node);
 
   async function render() {
-    columns = await read();
-    const { begins, ends, rows, width } = columns;
-    const z = Array.from({ length: width }, (_, bin) => rows.map((row) => {
-      const total = row.reduce((sum, count) => sum + count, 0);
-      return row[bin] ? Math.log10((100 * row[bin]) / total) : null;
-    }));
-    const y = Array.from({ length: width + 1 }, (_, bin) => histogram.lowest + (packed.lowest + bin) / histogram.steps);
-    const traces = [{
-      type: "heatmap", x: edges(begins, ends), y, z, colorscale: stops(isDark() ? CIVIDIS : [...CIVIDIS].reverse()), zmin: -4, zmax: 2, hoverinfo: "none", hoverongaps: false, name: "",
+    const { begins, ends, rows, width } = await read();
+    const totals = rows.map((row) => row.reduce((sum, count) => sum + count, 0));
+    const z = Array.from({ length: width }, (_, bin) => rows.map((row, column) => row[bin] ? Math.log10((100 * row[bin]) / totals[column]) : null));
+    await draw(node, [{
+      type: "heatmap", x: edges(begins, ends), y: Array.from({ length: width + 1 }, (_, bin) => from(bin)), z,
+      colorscale: stops(isDark() ? CIVIDIS : [...CIVIDIS].reverse()), zmin: -4, zmax: 2, hoverinfo: "none", hoverongaps: false, name: "",
       colorbar: { title: { text: "share", side: "top", font: { size: 11 } }, thickness: 12, outlinewidth: 0, tickvals: [-4, -2, 0, 2], ticktext: ["≤ 0.0001 %", "0.01 %", "1 %", "100 %"], tickfont: { size: 11 }, xpad: 8 },
-    }];
-    let low = y[0], high = y.at(-1);
-    if (isExponents) {
-      for (const name of WINDOWS) {
-        const lines = { top: [], bottom: [] }, steps = [];
-        let recorded = false;
-        for (let column = 0; column < begins.length; column++) {
-          const limits = await windowOf(report, name, index, histogram.tensor, ends[column], (await amaxIn(column)).high, state.now.rank);
-          steps.push(begins[column]);
-          lines.top.push(limits?.top ?? null);
-          lines.bottom.push(limits?.bottom ?? null);
-          recorded ||= limits?.recorded ?? false;
-        }
-        for (const [side, values] of Object.entries(lines)) {
-          traces.push({
-            type: "scatter", mode: "lines", x: steps, y: values, legendgroup: name, showlegend: side === "top", name,
-            line: { color: colourOf("", WINDOWS.indexOf(name)) && (isDark() && name === "E4M3" ? "#4aa8e8" : FORMATS[name]), width: 2, shape: "hv", dash: recorded ? "solid" : "dot" }, hoverinfo: "skip",
-          });
-        }
-        const known = [...lines.top, ...lines.bottom].filter((value) => value !== null && Number.isFinite(value));
-        high = Math.max(high, ...known);
-        if (name !== "E5M2" || recorded) low = Math.min(low, ...known);
-      }
-    }
-    await draw(node, traces, {
+    }], {
       margin: { l: 64, r: 86, t: 28, b: 44 }, xaxis: stepAxis(report, Array.from(ends)),
-      yaxis: { title: { text: isExponents ? "magnitude" : histogram.unit ? "factor" : "" }, range: [low - 1, high + 1], tickprefix: "2<sup>", ticksuffix: "</sup>", tickformat: "~g" },
+      yaxis: { title: { text: isExponents ? "magnitude" : histogram.unit ? "factor" : "" }, range: [from(0) - 1, from(width) + 1], tickprefix: "2<sup>", ticksuffix: "</sup>", tickformat: "~g" },
     });
-    listen(node, { hovered });
-    if (isExponents) {
-      slider.max = begins.length - 1;
-      const wanted = state.now.step === "" ? begins.length - 1 : Math.max(0, lowerBound(begins, Number(state.now.step) + 1) - 1);
-      slider.value = wanted;
-      slider.addEventListener("input", () => showShares(Number(slider.value)));
-      await showShares(wanted);
-    }
+    listen(node, { hovered: ([point], event) => {
+      const [bin, column] = point.pointIndex, begin = begins[column], end = ends[column];
+      tip.show(event, el("b", {}, `${shown((100 * rows[column][bin]) / totals[column], 3)} % (${shown(rows[column][bin])})`),
+        el("span", {}, "from ", power(from(bin)), " to below ", power(from(bin + 1))),
+        el("span", { class: "dim" }, `step ${shown(begin)}${begin === end ? "" : ` to ${shown(end)}`}`));
+    } });
   }
   return [made, render];
 }
@@ -173,7 +90,7 @@ function curvesCard(report, index, title, families, { about = "", name = (family
       (await ready).flatMap(({ family, curve }) => Array.from(curve.values, (value, at) => [family.tensor, family.statistic, curve.steps[at], value, curve.exact]).filter(([, , , value]) => value !== undefined)))],
   }, node);
   async function render() {
-    const all = (await ready).map((one) => ({ ...one, curve: withGaps(one.curve) })), exact = all.every(({ curve }) => curve.exact);
+    const all = await ready, exact = all.every(({ curve }) => curve.exact);
     holder.replaceChildren(badge(exact, exact ? "exact" : "from the overview"));
     const curves = all.map(({ curve }) => curve), unit = families[0].unit;
     const marked = state.now.step !== "";
@@ -223,12 +140,12 @@ async function layerPage(report) {
     ...layerHead(report, index),
     ranks.length > 1 && el("div", { class: "controls" }, rankChoice(ranks, (rank) => state.go({ rank }))),
     layer.gemms.length > 0
-      ? card("Matrix products", { extra: [csvButton(`products ${layer.name}`, ["gemm", "backward", "precision", "operands", "why", "n", "m", "k", "batch", "calls", "macs", "since", "until"],
-          () => layer.gemms.map((gemm) => [gemm.gemm, gemm.backward, gemm.precision, JSON.stringify(gemm.operands), gemm.why, gemm.n, gemm.m, gemm.k, gemm.batch, gemm.calls, gemm.macs, gemm.since, gemm.until]))] }, gemmTable(layer.gemms))
+      ? card("Matrix products", { extra: [csvButton(`products ${layer.name}`, ["gemm", "backward", "precision", "operands", "why", "n", "m", "k", "batch", "calls", "macs"],
+          () => layer.gemms.map((gemm) => [gemm.gemm, gemm.backward, gemm.precision, JSON.stringify(gemm.operands), gemm.why, gemm.n, gemm.m, gemm.k, gemm.batch, gemm.calls, gemm.macs]))] }, gemmTable(layer.gemms))
       : card("Matrix products", {}, el("p", { class: "quiet" }, "The run does not say in which precision this layer's products ran.")),
-    histograms.length > 0 && el("div", {}, el("h2", {}, "Magnitudes"), el("p", { class: "quiet" }, ABOUT_MAGNITUDES)),
-    histograms.length > 0 && el("div", { class: "magnitudes" }, histograms.map(({ histogram, key }) => add(exponentCard(report, index, histogram, key)))),
-    missing.length > 0 && el("p", { class: "quiet" }, `No room in this file for ${missing.map((each) => `${each.statistic} of ${each.tensor}`).join(", ")}: te-precision report RUN --json --layer NAME prints them.`),
+    histograms.length > 0 && el("div", {}, el("h2", {}, "Magnitudes"), el("p", { class: "quiet" }, "How many elements have which magnitude, added up over the steps of a column.")),
+    histograms.length > 0 && el("div", { class: "magnitudes" }, histograms.map(({ histogram, key }) => add(histogramCard(report, histogram, key)))),
+    missing.length > 0 && el("p", { class: "quiet" }, `No room in this file for ${missing.map((each) => `${each.statistic} of ${each.tensor}`).join(", ")}.`),
     byTensor.length > 0 && el("h2", {}, "Scales and amax"),
     byTensor.length > 0 && el("div", { class: "three" }, byTensor.map((tensor) => add(curvesCard(report, index, tensor, own.filter((family) => isScale(family) && family.tensor === tensor), { name: (family) => family.statistic, log: true })))),
     others.size > 0 && el("h2", {}, "Statistics"),

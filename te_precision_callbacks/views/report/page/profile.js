@@ -2,13 +2,12 @@
 
 async function profilePage(report) {
   await openAll(report);
-  const tensors = [...new Set([...report.histograms.filter((one) => one.base === "exponent_histogram"), ...report.families]
-    .map((one) => one.tensor).filter((tensor) => sourcesOf(report, tensor).any))];
+  const tensors = [...new Set(report.families.map((one) => one.tensor).filter((tensor) => sourcesOf(report, tensor).any))];
   if (!tensors.length)
-    return nothingPage("Depth profile", "It needs exponent_histogram, or cur_amax, or min and max, of a tensor: the run has none of them.");
+    return nothingPage("Depth profile", "It needs cur_amax, or min and max, of a tensor: the run has none of them.");
   const tensor = tensors.includes(state.now.tensor) ? state.now.tensor : tensors[0];
   const sources = sourcesOf(report, tensor);
-  const steps = await stepsOf(report, sources);
+  const steps = stepsOf(sources);
   const last = await lastWithMagnitudes(report, sources, steps);
   const place = () => state.now.step === "" ? last : Math.min(steps.length - 1, Math.max(0, lowerBound(steps, Number(state.now.step) + 1) - 1));
   const formats = [["", "none"], ...WINDOWS.map((name) => [name, windowTitle(name)])];
@@ -19,20 +18,18 @@ async function profilePage(report) {
   const badgeHolder = el("span", {}), without = el("p", { class: "quiet" });
   let rows = [], shownRows = [], visible = null, pool = 1;
   slider.addEventListener("input", () => { state.note({ step: steps[Number(slider.value)] }); render(); });
-  const ranks = [...new Set([...sources.families.flatMap((one) => one.ranks), ...(sources.histogram?.ranks ?? [])])].sort((a, b) => a - b);
+  const ranks = [...new Set(sources.families.flatMap((one) => one.ranks))].sort((a, b) => a - b);
   const controls = el("div", { class: "controls" },
     choice("Tensor", tensors.map((name) => [name, name]), tensor, (name) => state.go({ tensor: name })),
     choice("Limits of", formats, format(), (name) => { state.note({ format: name }); render(); }),
     ranks.length > 1 && rankChoice(ranks, (rank) => state.go({ rank })),
     el("label", { class: "grow" }, shownStep, slider));
-  const isPoint = !sources.histogram && !sources.range;
+  const isPoint = !sources.range;
   const page = card(`Range of ${tensor} through the model`, {
-    about: sources.histogram
-      ? "A bar reaches from the 1st percentile of the magnitudes to the largest, a tick marks the median; a thin line goes down to the smallest. Where cur_amax, or min and max, are not recorded, the largest is known to a power of two: the bar ends where it may begin, and a thin line goes on to where it may end. Layers run from top to bottom."
-      : isPoint ? `A dot marks the largest magnitude: the run has nothing else of ${tensor}. For bars down to the smallest magnitude, add dynamic_range to the statistics of the config; for percentiles and the median, exponent_histogram.`
+    about: isPoint ? `A dot marks the largest magnitude: the run has nothing else of ${tensor}. For bars down to the smallest magnitude, add dynamic_range to the statistics of the config.`
       : "A bar reaches from the smallest magnitude that is not 0 to the largest; a tick marks the standard deviation. Layers run from top to bottom.",
-    extra: [badgeHolder, csvButton(`profile ${tensor}`, ["layer", "step", "smallest", "p1", "p50", "p99", "largest", "format smallest", "format largest", "exact"],
-      () => rows.map((row) => [row.name, row.step, ...[row.least, row.low, row.middle, row.p99, row.most ?? row.high, row.limits?.bottom, row.limits?.top].map((power) => power === undefined || power === null ? null : 2 ** power), row.exact]))],
+    extra: [badgeHolder, csvButton(`profile ${tensor}`, ["layer", "step", "smallest", "std", "largest", "format smallest", "format largest", "exact"],
+      () => rows.map((row) => [row.name, row.step, ...[row.low, row.middle, row.high, row.limits?.bottom, row.limits?.top].map((power) => power === undefined || power === null ? null : 2 ** power), row.exact]))],
   }, without, node);
 
   async function read() {
@@ -42,14 +39,14 @@ async function profilePage(report) {
       const row = await magnitudes(report, sources, index, step, chosen);
       if (!row) continue;
       const limits = format() ? await windowOf(report, format(), index, tensor, step, row.amax, chosen) : null;
-      const outside = limits && await isOutside(report, format(), index, tensor, step, row, chosen);
+      const outside = limits?.recorded && row.high > limits.top + ROUNDING;
       found.push({ ...row, index, name: report.layers[index].name, short: report.layers[index].short, limits, outside });
     }
     return found;
   }
 
   function span() {
-    const all = rows.flatMap((row) => [row.least, row.most ?? row.high, row.limits?.bottom, row.limits?.top]).filter((each) => Number.isFinite(each));
+    const all = rows.flatMap((row) => [row.low, row.high, row.limits?.bottom, row.limits?.top]).filter((each) => Number.isFinite(each));
     const low = Math.min(...all), high = Math.max(...all), air = 0.03 * (high - low) + 0.2;
     return [low - air, high + air];
   }
@@ -82,17 +79,15 @@ async function profilePage(report) {
     pool = poolFor(visible);
     shownRows = pool === 1 ? rows.map((row, at) => ({ ...row, at, size: 1 })) : pooledRanges(rows, pool);
     node.style.height = `${height()}px`;
-    badgeHolder.replaceChildren(badge(rows.every((row) => row.exact), sources.histogram ? "to a power of two, from the histogram" : rows.every((row) => row.exact) ? "exact" : "in part from the overview"));
+    badgeHolder.replaceChildren(badge(rows.every((row) => row.exact), rows.every((row) => row.exact) ? "exact" : "in part from the overview"));
     const blue = colourOf("activation", 0), orange = isDark() ? "#f0964b" : "#d55e00";
     const y = shownRows.map((row) => row.at + (row.size - 1) / 2);
     const thick = Math.max(1, ((height() - 76) / (visible[1] - visible[0])) * pool);
     const traces = [
-      { type: "scatter", mode: "lines", name: "down to the smallest", hoverinfo: "none", line: { color: isDark() ? "#6b7782" : "#aab4bd", width: 1 },
-        x: shownRows.flatMap((row) => [row.least, row.low, null, row.high, row.most ?? row.high, null]), y: y.flatMap((at) => [at, at, null, at, at, null]), showlegend: false },
       { type: "bar", orientation: "h", y, base: shownRows.map((row) => row.low), x: shownRows.map((row) => row.high - row.low),
         width: shownRows.map((row) => row.size * (pool === 1 ? 0.72 : 1)), marker: { color: shownRows.map((row) => row.outside ? orange : blue), line: { width: 0 } },
         hoverinfo: "none", showlegend: false },
-      { type: "scatter", mode: "markers", name: sources.histogram ? "median" : "standard deviation", hoverinfo: "none", y,
+      { type: "scatter", mode: "markers", name: "standard deviation", hoverinfo: "none", y,
         x: shownRows.map((row) => row.middle ?? null), showlegend: rows.some((row) => row.middle !== undefined),
         marker: { symbol: "line-ns", size: Math.max(3, Math.min(11, thick * 0.7)), line: { width: 2, color: isDark() ? "#fff" : "#111" } } },
     ];
@@ -107,7 +102,7 @@ async function profilePage(report) {
           x: shownRows.flatMap((row) => [row.limits?.[side] ?? null, row.limits?.[side] ?? null]),
           y: shownRows.flatMap((row) => [row.at - 0.5, row.at + row.size - 0.5]),
         });
-      for (const [name, colour] of [["inside", blue], ["p1 or largest known to be outside", orange]])
+      for (const [name, colour] of [["inside", blue], ["largest is outside", orange]])
         traces.push({ type: "scatter", mode: "markers", x: [null], y: [null], name, marker: { symbol: "square", size: 10, color: colour } });
     }
     await draw(node, traces, {
@@ -134,7 +129,7 @@ async function profilePage(report) {
     if (!row) return;
     tip.show(event, el("span", { class: "mono" }, row.name), row.size > 1 && `and the next ${row.size - 1} layers`,
       el("b", {}, power(row.low), " to ", power(row.high)),
-      row.middle !== undefined && el("span", {}, sources.histogram ? "median " : "standard deviation ", power(row.middle)),
+      row.middle !== undefined && el("span", {}, "standard deviation ", power(row.middle)),
       row.limits && el("span", { class: "dim" }, `${windowTitle(format())}: `, power(row.limits.bottom), " to ", power(row.limits.top),
         `, scale ${row.limits.recorded ? "recorded" : "assumed from the largest number"}`));
   }
@@ -142,18 +137,6 @@ async function profilePage(report) {
   const rowAt = (y) => shownRows.find((row) => y >= row.at - 0.5 && y < row.at + row.size - 0.5);
 
   return [[el("h1", {}, "Depth profile"), controls, page], render];
-}
-
-// Whether the largest magnitude or the 1st percentile is known to be outside of a format: by what was recorded, else where
-// all of their bins are.
-async function isOutside(report, name, index, tensor, step, row, rank) {
-  const limits = await limitsIn(report, name, index, tensor, step, step, { low: 2 ** row.high, high: 2 ** (row.most ?? row.high) }, rank);
-  if (!limits) return false;
-  const families = recordedFamilies(report, index, tensor, name);
-  const recorded = async (family) => family && limits.recorded ? family.span(family.rowOf.get(index), family.rankFor(rank), step, step) : null;
-  const above = await recorded(families.above), below = await recorded(families.below);
-  const isAbove = above ? above.high > 0 : limits.recorded && row.high > limits.top[1] + ROUNDING;
-  return isAbove || (below ? below.high >= 1 : (row.lowEnd ?? row.low) <= limits.zero[0]);
 }
 
 // Neighbours for which no pixel is left, in one row: the middle one of their ranges and limits, and the extremes of all.
@@ -164,7 +147,6 @@ function pooledRanges(rows, size) {
     const middle = (values) => values.filter((each) => each !== undefined && each !== null).sort((a, b) => a - b)[values.length >> 1];
     found.push({
       at, size: own.length, name: own[0].name, short: own[0].short, outside: own.some((row) => row.outside),
-      least: Math.min(...own.map((row) => row.least)), most: Math.max(...own.map((row) => row.most ?? row.high)),
       low: middle(own.map((row) => row.low)), high: middle(own.map((row) => row.high)), middle: middle(own.map((row) => row.middle)),
       limits: limits.length ? {
         top: middle(limits.map((each) => each.top)), bottom: middle(limits.map((each) => each.bottom)), recorded: limits.every((each) => each.recorded),
@@ -174,22 +156,16 @@ function pooledRanges(rows, size) {
   return found;
 }
 
-// What there is about the magnitudes of a tensor.
+// The recorded magnitudes of a tensor.
 function sourcesOf(report, tensor) {
-  const histogram = report.histograms.find((one) => one.tensor === tensor && one.base === "exponent_histogram" && one.rows);
   const found = magnitudeFamilies(report, tensor);
   const families = Object.values(found).filter(Boolean);
-  const any = Boolean(histogram || found.amax || (found.max && found.min));
-  const layers = new Set(histogram?.layers ?? []);
-  for (const family of [found.amax, found.max && found.min ? found.max : null]) for (const layer of family?.layers ?? []) layers.add(layer);
-  return { ...found, histogram, families, any, layers: [...layers].sort((a, b) => a - b), tensor };
+  const any = Boolean(found.amax || (found.max && found.min));
+  const layers = new Set([found.amax, found.max && found.min ? found.max : null].flatMap((family) => Array.from(family?.layers ?? [])));
+  return { ...found, families, any, layers: [...layers].sort((a, b) => a - b), tensor };
 }
 
-async function stepsOf(report, sources) {
-  if (sources.histogram) return Array.from(await report.arrays.get(sources.histogram.last));
-  const family = sources.amax ?? sources.max;
-  return Array.from(family.ends);
-}
+const stepsOf = (sources) => Array.from((sources.amax ?? sources.max).ends);
 
 // The place of the last step in which a layer has magnitudes: a run with nan has none from some step on.
 async function lastWithMagnitudes(report, sources, steps) {
@@ -206,32 +182,17 @@ async function lastWithMagnitudes(report, sources, steps) {
   return low;
 }
 
-// The magnitudes of a layer at a step as powers of two: {least, low, middle, p99, high, amax, exact, step}.
+// The magnitudes of a layer at a step as powers of two: {low, middle, high, amax, exact, step}.
 async function magnitudes(report, sources, index, step, chosenRank) {
   const read = async (family) => family?.rowOf.has(index) ? family.at(family.rowOf.get(index), family.rankFor(chosenRank), step) : null;
   const amax = await read(sources.amax), max = amax ? null : await read(sources.max), min = amax ? null : await read(sources.min);
   const largest = amax?.value ?? (max && min ? Math.max(Math.abs(max.value), Math.abs(min.value)) : undefined);
   const known = [amax, max, min].filter(Boolean);
-  if (sources.histogram) {
-    const { ranges, ranks, rows, first } = sources.histogram;
-    const packed = ranges[chosenRank] ?? ranges[ranks[0]];
-    const [bins, layers, begins] = await Promise.all([packed, rows, first].map((each) => report.arrays.get(each)));
-    const row = layers.indexOf(index), width = begins.length, kinds = packed.shape[1];
-    let column = Math.max(0, lowerBound(begins, step + 1) - 1);
-    const bin = (which) => bins[(row * kinds + which) * width + column];
-    while (row >= 0 && column > 0 && bin(0) < 0) column--;
-    if (row >= 0 && bin(0) >= 0) {
-      const edge = (which, end = 0) => sources.histogram.lowest + (bin(which) + end) / sources.histogram.steps;
-      const isKnown = largest > 0 && Number.isFinite(largest);
-      const high = isKnown ? Math.log2(largest) : edge(4), most = isKnown ? high : edge(4, 1);
-      return { least: edge(0), low: edge(1), lowEnd: edge(1, 1), middle: edge(2, 0.5), p99: edge(3, 1), high, most, amax: 2 ** most, exact: false, step: begins[column] };
-    }
-  }
   if (!(largest > 0) || !Number.isFinite(largest)) return null;
   const high = Math.log2(largest), range = await read(sources.range), std = await read(sources.std);
   const low = range ? high - range.value : high;
   return {
-    least: low, low, middle: std?.value > 0 ? Math.log2(std.value) : undefined, high, amax: largest, step,
+    low, middle: std?.value > 0 ? Math.log2(std.value) : undefined, high, amax: largest, step,
     exact: [...known, range, std].filter(Boolean).every((each) => each.exact),
   };
 }

@@ -73,8 +73,8 @@ async function openPage({ shownPages, defaults, prepared, named, foot }) {
   state.defaults = defaults;
   theme.begin();
   if (typeof DecompressionStream === "undefined") throw new Error("this browser is too old: it has no DecompressionStream (Chrome 80, Firefox 113, Safari 16.4)");
-  const told = JSON.parse(await inflatedText("data"));
-  report = prepared({ ...told, arrays: new Arrays() });
+  const content = JSON.parse(await inflatedText("data"));
+  report = prepared({ ...content, arrays: new Arrays() });
   [report.name, report.from] = named(report);
   document.querySelector(".run").textContent = report.name;
   document.querySelector(".run").title = report.from;

@@ -42,7 +42,7 @@ function layersCard(report) {
   const node = plotNode(96 + (measured ? 62 : 46) * inPlot.length, `Milliseconds of a step in BF16 and as it runs${measured ? ", and measured" : ""}, by kind of layer: ${inPlot.map((row) => `${kindName(row)} ${milliseconds(row.high_ms)} and ${milliseconds(row.low_ms)}`).join("; ")}`);
   const named = (row) => places.has(row.first) ? el("a", { href: state.hash({ page: "layer", layer: row.first }), class: "mono layers", title: row.first }, row.name) : el("span", { class: "mono layers" }, row.name);
   const verdict = (row) => [row.gains_nothing ? "gains nothing" : row.verdict, ...row.why].filter(Boolean).join("; ");
-  const columns = ["layers", "#count", "tokens × in × out", "recipe", "#BF16, ms", "#as it runs, ms", "#of it casts", ...(measured ? ["#measured, ms"] : []), "times as fast", "verdict, or why not low"];
+  const columns = ["layers", "#count", "tokens × in × out", "recipe", "#BF16, ms", "#as it runs, ms", "#casts", ...(measured ? ["#measured, ms"] : []), "times as fast", "verdict, or why not low"];
   const keys = ["name", "layers", "recipes", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high", "measured_ms", "verdict"];
   const made = card("Layers", {
     about: `Alike layers are one row, with the times of all of them. ${known.length > KINDS_IN_PLOT ? `The plot has the ${KINDS_IN_PLOT} kinds that take longest. ` : ""}A whisker is the interval of 95 %.${measured ? " Measured are GEMMs and casts; casts that several layers of a module share are in no bar." : ""}`,
@@ -96,7 +96,7 @@ function adviceCard({ advice, device }) {
   }, advice.length ? el("ol", { class: "advice" }, advice.map((one) => el("li", { class: "found" },
     el("div", {}, el("strong", {}, one.text), `; saves ${milliseconds(one.saves_ms)} ms per step (${one.interval.map(milliseconds).join(" to ")})`),
     one.note && el("p", { class: "quiet" }, one.note), one.patch && el("pre", { "aria-label": "Section for the config" }, one.patch))))
-    : el("p", { class: "quiet" }, "No change that saves time was found."));
+    : el("p", { class: "quiet" }, "No advice: no change was found that saves time."));
 }
 
 async function speedPage(report) {

@@ -14,7 +14,7 @@ function tiles(report) {
   const shownFacts = [
     ["Status", last?.status ?? "unknown", segments.length > 1 ? `${segments.length} process starts` : ""],
     ["Steps recorded", duration.steps ? shown(duration.steps) : "–", stepsRecorded(report)],
-    ["Took", seconds(duration.seconds), duration.median_step_seconds ? `${seconds(duration.median_step_seconds)} a step` : ""],
+    ["Step time", seconds(duration.median_step_seconds), duration.median_step_seconds ? "median" : ""],
     ["Layers", shown(report.layers.length), `${report.families.length} statistics`],
     ["Ranks", shown(last?.world ?? 1), ""],
     ["Written by", facts.front_door || source, facts.gpu ? String(facts.gpu) : ""],
@@ -76,7 +76,7 @@ function reasons(report) {
   let total = 0;
   for (const layer of report.layers)
     for (const gemm of layer.gemms) {
-      if (gemm.until !== null || !gemm.macs) continue;
+      if (!gemm.macs) continue;
       total += gemm.macs;
       if (!gemm.why) continue;
       const known = found.get(gemm.why) ?? { macs: 0, layers: new Set() };
@@ -93,7 +93,7 @@ function reasons(report) {
 }
 
 function lossCard(report) {
-  const all = [...report.scalars, ...report.free];
+  const all = report.scalars;
   if (!all.length) {
     return [card("Loss", {}, el("p", { class: "quiet" }, "The run has none of the trainer's numbers, such as the loss.")), () => {}];
   }

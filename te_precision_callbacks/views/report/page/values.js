@@ -1,7 +1,7 @@
 // Numbers: their text, their bytes in the overview, and which of two is worse.
 
 const ZERO = 251, MINUS_INF = 252, INF = 253, NOT_A_NUMBER = 254;
-const ALL_RANKS = -2, REDUCED = -1;
+const REDUCED = -1;
 
 // A number of the JSON, in which those that are not finite are words.
 const asNumber = (value) => typeof value === "string" ? { nan: NaN, inf: Infinity, "-inf": -Infinity }[value] : value;
@@ -103,14 +103,14 @@ function stepsFrom(between) {
 
 // A statistic of a tensor, in all layers and steps.
 class Family {
-  constructor(told, index, report) {
-    Object.assign(this, told);
+  constructor(content, index, report) {
+    Object.assign(this, content);
     this.index = index;
     this.report = report;
     this.levels = report.levels;
-    this.scaleOf = new Scale(told.scale, report.levels);
-    this.label = `${told.statistic} of ${told.tensor}` + (told.gemm ? ` (${told.gemm})` : "");
-    this.several = told.ranks.length > 1;
+    this.scaleOf = new Scale(content.scale, report.levels);
+    this.label = `${content.statistic} of ${content.tensor}` + (content.gemm ? ` (${content.gemm})` : "");
+    this.several = content.ranks.length > 1;
   }
 
   // What every use of it needs; the cells of a rank are unpacked when they are asked for.
@@ -128,10 +128,10 @@ class Family {
     return this;
   }
 
-  // The rank that is shown: the chosen one where it has numbers, else all ranks.
+  // The rank that is shown: the chosen one where it has numbers, else the first one.
   rankFor(chosen) {
     if (chosen !== "" && this.cells[chosen]) return Number(chosen);
-    return this.several ? ALL_RANKS : this.ranks[0];
+    return this.ranks[0];
   }
 
   async cellsOf(rank) {
@@ -147,32 +147,12 @@ class Family {
     return low;
   }
 
-  // The whole curve of a row, {steps, values}; null where the page has none. That of all ranks is the worst of theirs.
+  // The whole curve of a row, {steps, values}; null where the page has none.
   async curve(row, rank) {
-    if (rank === ALL_RANKS) return this.worstCurve(row);
     const packed = this.curves[`${row}:${rank}`];
     if (!packed) return null;
-    const [between, values, left] = await Promise.all(packed.map((each) => this.report.arrays.get(each)));
-    return { steps: stepsFrom(between), values, exact: true, left: new Set(left ? Array.from(left, Number) : []) };
-  }
-
-  async worstCurve(row) {
-    const there = [];
-    for (const rank of this.ranks) {
-      const at = await this.report.arrays.get(this.last_at[rank]);
-      if (at[row] >= 0) there.push(await this.curve(row, rank));
-    }
-    if (!there.every(Boolean)) return null;
-    const worst = new Map(), left = new Map();
-    for (const curve of there)
-      curve.steps.forEach((step, at) => {
-        const { values } = curve;
-        if (curve.left.has(step)) left.set(step, values[at]);
-        else if (!worst.has(step) || badness(values[at], this.worse) > badness(worst.get(step), this.worse)) worst.set(step, values[at]);
-      });
-    for (const step of worst.keys()) left.delete(step);
-    const steps = [...worst.keys(), ...left.keys()].sort((a, b) => a - b);
-    return { steps, values: steps.map((step) => worst.get(step) ?? left.get(step)), exact: true, left: new Set(left.keys()) };
+    const [between, values] = await Promise.all(packed.map((each) => this.report.arrays.get(each)));
+    return { steps: stepsFrom(between), values, exact: true };
   }
 
   // The curve of a row, from the overview where the page has no exact one.
@@ -180,16 +160,14 @@ class Family {
     const exact = await this.curve(row, rank);
     if (exact) return exact;
     const cells = await this.cellsOf(rank), width = this.begins.length;
-    const leftOut = new Set(await this.report.arrays.get(this.left[rank]) ?? []);
-    const steps = [], values = [], left = new Set();
+    const steps = [], values = [];
     for (let column = 0; column < width; column++) {
-      const byte = cells[row * width + column], isLeft = leftOut.has(row * width + column);
-      if (!byte && !isLeft) continue;
+      const byte = cells[row * width + column];
+      if (!byte) continue;
       steps.push(this.ends[column]);
-      values.push(isLeft ? undefined : this.scaleOf.number(byte));
-      if (isLeft) left.add(this.ends[column]);
+      values.push(this.scaleOf.number(byte));
     }
-    return { steps, values, exact: false, left };
+    return { steps, values, exact: false };
   }
 
   // The number of a cell of the overview: {value, exact, step}; of several steps the worst, null if there is none.
@@ -202,14 +180,10 @@ class Family {
 
   async exactIn(row, rank, begin, end) {
     const curve = await this.curve(row, rank);
-    if (!curve) {
-      const kept = begin === end ? this.steps[begin]?.[rank] : null;
-      const values = await this.report.arrays.get(kept);
-      return values ? { value: values[row], exact: true, step: begin } : null;
-    }
+    if (!curve) return null;
     let found = null;
     for (let at = lowerBound(curve.steps, begin); at < curve.steps.length && curve.steps[at] <= end; at++)
-      if (!curve.left.has(curve.steps[at]) && (!found || badness(curve.values[at], this.worse) > badness(found.value, this.worse)))
+      if (!found || badness(curve.values[at], this.worse) > badness(found.value, this.worse))
         found = { value: curve.values[at], exact: true, step: curve.steps[at] };
     return found;
   }
@@ -221,8 +195,6 @@ class Family {
       const at = lowerBound(curve.steps, step + 1) - 1;
       return at < 0 ? null : { value: curve.values[at], exact: true, step: curve.steps[at] };
     }
-    const kept = await this.report.arrays.get(this.steps[step]?.[rank]);
-    if (kept && !Number.isNaN(kept[row])) return { value: kept[row], exact: true, step };
     const cells = await this.cellsOf(rank);
     for (let column = this.columnOf(step); column >= 0; column--) {
       const byte = cells[row * this.begins.length + column];
@@ -230,40 +202,12 @@ class Family {
     }
     return null;
   }
-
-  // The least and the most of the numbers from one step to another, or the last one before them: {low, high, exact}, or null.
-  async span(row, rank, begin, end) {
-    const curve = await this.curve(row, rank);
-    if (curve) {
-      const from = lowerBound(curve.steps, begin), to = lowerBound(curve.steps, end + 1);
-      const values = from < to ? curve.values.slice(from, to) : curve.values.slice(Math.max(0, from - 1), from);
-      return values.length ? { low: values.reduce((a, b) => Math.min(a, b)), high: values.reduce((a, b) => Math.max(a, b)), exact: true } : null;
-    }
-    const found = await this.at(row, rank, end);
-    return found && { low: found.value, high: found.value, exact: found.exact && begin === end };
-  }
-
-  // All rows at a step: {value, exact} or null for each row.
-  async column(rank, step) {
-    const kept = await this.report.arrays.get(this.steps[step]?.[rank]);
-    const cells = await this.cellsOf(rank), width = this.begins.length, column = this.columnOf(step);
-    return Promise.all(Array.from(this.layers, async (_, row) => {
-      if (kept && !Number.isNaN(kept[row])) return { value: kept[row], exact: true, step };
-      if (this.curves[`${row}:${rank}`]) return this.at(row, rank, step);
-      const byte = cells[row * width + column];
-      return byte ? { value: this.scaleOf.number(byte), exact: false, step: this.ends[column] } : null;
-    }));
-  }
 }
 
 function withFamilies(report) {
   report.families = report.families.map((family, index) => new Family(family, index, report));
   return report;
 }
-
-// A curve in which delayed scaling's first steps are gaps: they have no scale yet, and would hide all else.
-const withGaps = (curve) => curve.left?.size
-  ? { ...curve, values: Array.from(curve.values, (value, at) => curve.left.has(curve.steps[at]) ? undefined : value) } : curve;
 
 // The first place in ascending numbers that is not below a number.
 function lowerBound(numbers, wanted) {

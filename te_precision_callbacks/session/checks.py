@@ -61,13 +61,12 @@ class RuleChecks:
         return self._react(self._diagnosis.know(known, iteration), iteration)
 
     def scalars(self, scalars: Scalars) -> list[Event]:
-        """Check scalars that the trainer logs. Those of rank 0 are recorded; a finding in those of another rank names
-        that rank, and is recorded as it is."""
+        """Check the trainer's scalars. Rank 0 records its scalars; a finding of another rank names that rank."""
         found = self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None)
         return self._react(found, scalars.iteration)
 
     def event(self, event: Event) -> list[Event]:
-        """Check an event of the run. Only what is wrong with parameters was not reported when it happened."""
+        """Check an event. Only problems of parameters were not reported before."""
         found = self._diagnosis.event(event, None if event.data.get("of_all") else own_rank() or None)
         return self._react(found, event.iteration) if event.kind == "parameters" else []
 
@@ -81,11 +80,11 @@ class RuleChecks:
         return replace(records, findings=counts) if counts else records, events
 
     def stop_if_wanted(self) -> None:
-        """Stop the run on all ranks together, if a finding of one of them demands it. All of them then name the first
-        finding that one rank alone has.
+        """Stop the run on all ranks together, if a finding of one rank demands it. All ranks then report the first
+        finding that only one rank has.
 
         Raises:
-            PrecisionFindingError: it does.
+            PrecisionFindingError: a finding stops the run.
         """
         ranks = self._context.ranks
         if ranks.stop_together(own=bool(self._stopping)):
@@ -98,7 +97,7 @@ class RuleChecks:
             self._stop()
 
     def stop_at_the_end(self) -> None:
-        """Stop a run whose end came before the step that a finding would have stopped.
+        """Stop a run that ended before the step in which a finding would have stopped it.
 
         Raises:
             PrecisionFindingError: this rank has such a finding.
@@ -113,7 +112,6 @@ class RuleChecks:
         raise PrecisionFindingError(f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), found)
 
     def _react(self, found: Sequence[Finding], iteration: int) -> list[Event]:
-        """Warn of findings, and note those that stop the run."""
         events = []
         for finding in found:
             data = finding.as_json()
@@ -122,7 +120,7 @@ class RuleChecks:
             events.append(
                 Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)
             )
-            if self._stops(finding) or self._asks(finding):
+            if self._stops(finding) or self._calls_for_stop(finding):
                 self._stopping.append(finding)
                 # The error that stops the run has all that was seen. On several ranks it comes in a later step.
                 logger.warning("%s: %s stops the training.", finding.severity.capitalize(), finding.in_short)
@@ -137,8 +135,8 @@ class RuleChecks:
                 )
         return events
 
-    def _asks(self, finding: Finding) -> bool:
-        """Call the user's function, if there is one: whether it returns "stop"."""
+    def _calls_for_stop(self, finding: Finding) -> bool:
+        """Call the user's function, and return whether it returns "stop"."""
         if not callable(self._on_finding):
             return False
         try:
@@ -174,7 +172,6 @@ class ContractCheck:
 
     @property
     def demands(self) -> bool:
-        """Whether there is a contract."""
         return self._keeper is not None
 
     def attach(self, names: list[str]) -> None:
@@ -199,12 +196,11 @@ class ContractCheck:
         return self._results.audit.changes + self._results.coverage.changes
 
     def begin_step(self, iteration: int) -> None:
-        """Note for the other ranks whether there is something to check; before the numbers of the step are sent."""
+        """Report to the other ranks whether there is something to check, before the step is reduced."""
         if self._keeper is not None:
             self._keeper.begin_step(self._changes, iteration, self._ranks)
 
     def end_step(self, iteration: int) -> CheckedContract:
-        """Check a step, if it is time."""
         results = self._results
         if self._shares_left:
             own = results.coverage_at(iteration)
@@ -220,13 +216,13 @@ class ContractCheck:
         return _checked(iteration, lambda: keeper.end_step(results.coverage_at, changes, iteration, self._ranks))
 
     def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> CheckedContract:
-        """Check at the end of the run what was not checked yet.
+        """Check the contract at the end of the run, if it was not checked before.
 
         Args:
             iteration: the last step.
-            why_not: why there is nothing to check, if there is nothing.
+            why_not: the reason if nothing can be checked.
             has_step: whether a step has run.
-            raises: False if something else ends the run, which must not be hidden.
+            raises: False if another error ends the run, which must not be hidden.
         """
         keeper, results = self._keeper, self._results
         if keeper is None:
@@ -277,7 +273,7 @@ class ParameterChecks:
         self._watch.before_step(optimizer, iteration)
 
     def end_step(self, iteration: int) -> tuple[Event, bool] | None:
-        """Report what a debug iteration has shown; on all ranks alike."""
+        """Return the problems of an iteration, on all ranks alike."""
         problems = self._watch.end_step(iteration)
         try:
             problems = self._replicas.exchange(problems, iteration, is_due=self._watch.is_due)
@@ -288,11 +284,7 @@ class ParameterChecks:
         return self._event(problems, iteration, of_all=self._ranks.are_together)
 
     def end(self, iteration: int) -> tuple[Event, bool] | None:
-        """Report what is left on this rank at the end of a run, and check all its parameters for inf and nan.
-
-        Args:
-            iteration: the last one.
-        """
+        """Check all parameters for inf and nan at the end of a run, and return the remaining problems."""
         return self._event(self._replicas.take_news() + self._watch.end(iteration), iteration, of_all=False)
 
     def _event(self, problems: list[Problem], iteration: int, *, of_all: bool) -> tuple[Event, bool] | None:
@@ -345,21 +337,19 @@ class OverflowCheck:
                 return  # the detector follows modules that are replaced inside
             former.close(SessionError("Another model was attached."))
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
-        self.detector.join_session(
-            messages=context.ranks.messages, abandoned=context.loop.was_left, step=context.step_in_words
-        )
+        self.detector.join_session(messages=context.ranks.messages, step=context.step_in_words)
         self._model, self._reports = model, 0
         if former is not None:
             self.detector.loss_scaled = former.loss_scaled
 
     def mark_dumps(self, recorder: Recorder) -> None:
-        """Let the recorder of dumps keep the step if the detector has reported since the last call."""
+        """Let the recorder keep the dumps of the step if the detector reported since the last call."""
         if self.detector is not None:
             recorder.overflowed = self.detector.reports > self._reports
             self._reports = self.detector.reports
 
     def close(self, error: BaseException | None, recorder: Recorder) -> None:
-        """Run the detector's last look, which may find one more overflow and raise."""
+        """Run the detector's last check, which may find one more overflow and raise."""
         try:
             if self.detector is not None:
                 self.detector.close(error)
@@ -368,6 +358,5 @@ class OverflowCheck:
 
 
 def _is_same(a: Model, b: Model) -> bool:
-    """Whether both are the same model, or the same models under the same names."""
     first, second = ([(name, id(root)) for name, root in named_roots(model) or ()] for model in (a, b))
     return first == second

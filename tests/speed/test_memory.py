@@ -1,9 +1,9 @@
-"""The planned bytes of each kind are those of the tensors that the layers keep and save on the reference backend."""
+"""Planned bytes are those of the tensors that layers keep and save on the reference backend."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +15,17 @@ from te_precision_callbacks.layers.naming import named_te_modules
 from te_precision_callbacks.speed.memory import plan_memory
 from tests.capability import any_capability, stand_for
 from tests.check.running import BF16, RECIPES
-from tests.speed.memory.counting import SavedTensors, kept_rows
+from tests.speed.counting import Counts, count_kept, counting_saved
 
 TOKENS = 256
-NOT_COUNTED = {"gradient_codes"}
+PARTS = {
+    "parameter": "high",
+    "saved_high": "high",
+    "weight_codes": "codes",
+    "saved_codes": "codes",
+    "gradient": "gradient",
+    "scaling_state": "scaling",
+}
 
 CASES: dict[str, tuple[tuple[int, int], Callable[[], Any]]] = {
     **RECIPES,
@@ -42,40 +49,27 @@ class Layers(torch.nn.Module):
         self.gelu = te.LayerNormMLP(96, 224, params_dtype=BF16)
         self.swiglu = te.LayerNormMLP(96, 224, activation="swiglu", normalization="RMSNorm", params_dtype=BF16)
         self.grouped = te.GroupedLinear(2, 96, 96, params_dtype=BF16)
-        self.operations = te.ops.Sequential(te.ops.Linear(96, 160, bias=False, dtype=BF16))
-        self.own = torch.nn.Linear(160, 32, dtype=BF16)
 
     def forward(self, x: torch.Tensor, first: bool | None) -> torch.Tensor:
         for name in ("linear", "norm_linear", "rms_linear", "gelu", "swiglu"):
             x = self.get_submodule(name)(x, is_first_microbatch=first)
-        x = self.grouped(x, [TOKENS // 2] * 2, is_first_microbatch=first)
-        result: torch.Tensor = self.own(self.operations(x))
+        result: torch.Tensor = self.grouped(x, [TOKENS // 2] * 2, is_first_microbatch=first)
         return result
 
 
-Totals = Mapping[tuple[str, str, str], int]
-
-
-def module_of(layer: str) -> str:
-    """The layer, or the GroupedLinear that it is a part of: it may save one tensor for all its groups."""
-    return layer.partition(".gemm_")[0]
-
-
-def both(model: torch.nn.Module, recipe: Any, *, first: bool | None = None, **keywords: Any) -> tuple[Totals, Totals]:
-    """Planned and counted bytes of each layer, kind and time, without those that a count does not see."""
+def both(model: torch.nn.Module, recipe: Any, *, first: bool | None = None) -> tuple[Counts, Counts]:
+    """Planned and counted bytes of each module."""
     modules = named_te_modules(model)
     memory = plan_memory(model, modules, recipe, tokens=TOKENS, cached=first is not None)
-    with SavedTensors(model, modules) as saved, te.autocast(enabled=recipe is not None, recipe=recipe):
-        out = model(torch.randn(TOKENS, 96, dtype=BF16, requires_grad=True), first, **keywords)
+    counted: Counts = Counter()
+    with te.autocast(enabled=recipe is not None, recipe=recipe), counting_saved(modules, counted):
+        out = model(torch.randn(TOKENS, 96, dtype=BF16, requires_grad=True), first)
     out.float().sum().backward()
-    assert saved.failures == {}
-    planned: Counter[tuple[str, str, str]] = Counter()
-    counted: Counter[tuple[str, str, str]] = Counter()
+    count_kept(modules, counted)
+    planned: Counts = Counter()
     for row in memory:
-        if row.kind not in NOT_COUNTED and row.layer != "own":
-            planned[module_of(row.layer), row.kind, row.lives] += row.low
-    for each in [*saved.rows, *kept_rows(model, modules)]:
-        counted[module_of(each.layer), each.kind, each.lives] += each.bytes
+        if row.kind in PARTS:
+            planned[row.layer.partition(".")[0], PARTS[row.kind], row.lives] += row.low
     return +planned, +counted
 
 
@@ -106,7 +100,7 @@ class WithoutMlp(Layers):
 
     def forward(self, x: torch.Tensor, first: bool | None) -> torch.Tensor:
         x = self.rms_linear(self.norm_linear(self.linear(x)))
-        result: torch.Tensor = self.operations(self.grouped(x, [TOKENS // 2] * 2))
+        result: torch.Tensor = self.grouped(x, [TOKENS // 2] * 2)
         return result
 
 
@@ -118,7 +112,7 @@ def test_a_backward_in_high_precision(case: str, override: str) -> None:
         recipe = CASES[case][1]()
         recipe.backward_override = override
         model = WithoutMlp()
-        del model.gelu, model.swiglu, model.own
+        del model.gelu, model.swiglu
         planned, counted = both(model, recipe)
     assert planned == counted
 
@@ -133,7 +127,7 @@ def test_primary_quantized_weights(case: str) -> None:
             model = Layers()
         planned, counted = both(model, recipe)
     assert planned == counted
-    assert planned["linear", "parameter", "always"] == 160 * 2, "the bias alone"
+    assert planned["linear", "high", "always"] == 160 * 2, "the bias alone"
 
 
 class Recomputed(torch.nn.Module):
@@ -154,8 +148,8 @@ def test_recomputed_activations(cached: bool) -> None:
         stand_for((9, 0))
         planned, counted = both(Recomputed(), recipes.Float8CurrentScaling(), first=True if cached else None)
     assert planned == counted
-    assert planned["mlp.fc1", "saved_high", "to_backward"] == TOKENS * 96 * 2
-    assert not any(kind.startswith("saved_") for layer, kind, _ in planned if layer == "mlp.fc2")
+    assert planned["mlp", "high", "to_backward"] == TOKENS * 96 * 2
+    assert ("mlp", "codes", "to_backward") not in planned
 
 
 def test_the_original_input_is_saved() -> None:
@@ -165,4 +159,4 @@ def test_the_original_input_is_saved() -> None:
         model.linear.save_original_input = True
         planned, counted = both(model, recipes.Float8CurrentScaling())
     assert planned == counted
-    assert planned["linear", "saved_high", "to_backward"] == TOKENS * 96 * 2
+    assert planned["linear", "high", "to_backward"] == TOKENS * 96 * 2

@@ -1,0 +1,516 @@
+"""Fingerprints: the FP8 state in a checkpoint, and the audit that a resume has restored it.
+
+    text = fingerprint.to_text()                # JSON, one line
+    fingerprint = Fingerprint.from_text(text)   # raises FingerprintError
+    report = compare(saved, now)                # ResumeReport
+
+A fingerprint is small enough for every checkpoint: it holds hashes instead of tensors. Each rank has one, as text in a
+checkpoint's state, or as a file in its folder: ``te_precision_fingerprint.json`` for rank 0,
+``te_precision_fingerprint_rank-3.json`` for rank 3.
+
+Read from Transformer Engine 2.20.2: ``pytorch/module/base.py`` (``fp8_meta``; the first forward replaces a restored
+recipe, and makes or adapts the state), ``pytorch/quantization.py`` (recipe states), ``common/recipe``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.numerics.layouts import PER_TENSOR, gemm_operand, is_quantized, scaling_mode, stored
+from te_precision_callbacks.base.vocabulary import class_names
+from te_precision_callbacks.layers.fp8_state import delayed_state, is_in_checkpoints
+from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.runs.run_files import replace_whole
+
+__all__ = ["FILE_NAME", "Finding", "Fingerprint", "FingerprintError", "ResumeReport", "read"]
+
+FILE_NAME = "te_precision_fingerprint.json"
+
+SCHEMA = 2  # the version of the JSON form; other versions are not read
+
+HIGH_PRECISION = "none"  # the recipe's name for layers that train without FP8, as in GemmPrecision.recipe
+
+QUANTIZED = frozenset({"QuantizedTensorStorage", "GroupedTensorStorage"})
+
+_CHUNK_BYTES = 1 << 24  # hashed at once
+_MOST_PATTERNS = 4
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=gemm_)\d+")  # a number in a path, or that of a GroupedLinear's GEMM
+_FIELDS_WITH_STATE = frozenset({"amax_history_len", "qfactory"})  # of recipes that can have scales and histories
+
+_MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
+_UNSAVED = (
+    "The checkpoint has no scales and amax histories, since it was saved after a forward outside of FP8, such as an"
+    " evaluation: the first step runs with scales of 1"
+)
+
+
+class FingerprintError(PrecisionDebugError, ValueError):
+    """A text is not a fingerprint, or has another version."""
+
+
+@dataclass(frozen=True)
+class ScalingState:
+    """The state of delayed scaling of one layer, in one direction.
+
+    Attributes:
+        scale, history: hashes of the scales and of the amax history.
+        has_unit_scales: whether all scales are 1.
+        is_new: whether the state is also otherwise the initial one, with a history of zeros.
+        steps: the length of the history.
+    """
+
+    scale: str
+    history: str
+    has_unit_scales: bool
+    is_new: bool
+    steps: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The primary weights of a layer, which the optimizer updates.
+
+    Attributes:
+        kind: ``"quantized"`` by ``quantized_model_init``, or ``"high"`` precision.
+        name: the class of quantized weights; the dtype of others.
+        hashes: direction (``rowwise``, ``columnwise``) -> hash of codes and scales; empty in high precision.
+        sharded: whether the rank has only a part of them, as with FSDP2 and tensor parallelism.
+    """
+
+    kind: Literal["high", "quantized"]
+    name: str
+    hashes: Mapping[str, str]
+    sharded: bool
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe's class, or :data:`HIGH_PRECISION`, and its fields; a nested field is ``fp8_quant_fwd_inp.margin``."""
+
+    name: str
+    fields: Mapping[str, bool | int | float | str | None]
+
+
+@dataclass(frozen=True)
+class LayerFingerprint:
+    """The state of one layer.
+
+    Attributes:
+        scope, name: as in :class:`te_precision_callbacks.layers.naming.Layer`.
+        weights: its primary weights.
+        forward, backward: its state of delayed scaling, if it has one.
+        unsaved: whether the checkpoint lacks this state: Transformer Engine 2.20 saves an empty ``_extra_state`` after
+            a forward outside of FP8 (``pytorch/module/base.py: get_extra_state``).
+        recipe: the index of its recipe in :attr:`Fingerprint.recipes`; None before it trains.
+    """
+
+    scope: str
+    name: str
+    weights: Weights
+    forward: ScalingState | None = None
+    backward: ScalingState | None = None
+    unsaved: bool = False
+    recipe: int | None = None
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The state of one rank.
+
+    Attributes:
+        iteration: the next debug iteration.
+        run: identifies the session that took the fingerprint.
+        rank, world_size: of torch.distributed.
+        config: a hash of the config.
+        versions: package -> version.
+        recipes: the recipes of all layers, without duplicates.
+        layers: the layers of this rank.
+        schema: the version of this format.
+    """
+
+    iteration: int
+    run: str
+    rank: int
+    world_size: int
+    config: str
+    versions: Mapping[str, str]
+    recipes: tuple[Recipe, ...] = ()
+    layers: tuple[LayerFingerprint, ...] = ()
+    schema: int = SCHEMA
+
+    def recipe_of(self, layer: LayerFingerprint) -> Recipe | None:
+        return None if layer.recipe is None else self.recipes[layer.recipe]
+
+    def to_text(self) -> str:
+        """Return the fingerprint as JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> Fingerprint:
+        """Parse the result of :meth:`to_text`.
+
+        Raises:
+            FingerprintError: the text is damaged, or has another version.
+        """
+        from pydantic import TypeAdapter, ValidationError
+
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise FingerprintError(f"The fingerprint is not JSON: {error}.") from error
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise FingerprintError(
+                f"The fingerprint has schema {schema!r}, and this version of te-precision-callbacks reads {SCHEMA}."
+                " Resume once without the audit: its next checkpoint has a fingerprint that can be read."
+            )
+        try:
+            return TypeAdapter(cls).validate_python(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise FingerprintError(f"The fingerprint is damaged: {place}: {first['msg']}.") from error
+
+
+# ---------------------------------------------------------------------- files
+
+
+def file_name(rank: int) -> str:
+    return FILE_NAME if rank == 0 else f"te_precision_fingerprint_rank-{rank}.json"
+
+
+def write(fingerprint: Fingerprint, folder: Path) -> None:
+    """Write a fingerprint atomically.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = fingerprint.to_text().encode()
+    replace_whole(folder / file_name(fingerprint.rank), lambda file: file.write(text))
+
+
+def read(folder: Path, rank: int) -> Fingerprint | None:
+    """Read a rank's fingerprint from a checkpoint, else the fingerprint of rank 0; None without fingerprints.
+
+    Raises:
+        FingerprintError: the file cannot be read, is damaged, or has another version.
+    """
+    for path in (folder / file_name(rank), folder / FILE_NAME):
+        if path.exists():
+            try:
+                return Fingerprint.from_text(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise FingerprintError(f"{path}: {error}") from error
+    return None
+
+
+# ---------------------------------------------------------------------- taking
+
+
+def with_layers(facts: Fingerprint, modules: Iterable[NamedModule]) -> Fingerprint:
+    """Add the states and weights of this rank's modules; before the first forward they are as restored."""
+    layers: list[LayerFingerprint] = []
+    for named in modules:
+        count = len(named.layers)
+        forward, backward = (_states(named.module, key, count) for key in ("scaling_fwd", "scaling_bwd"))
+        unsaved = not is_in_checkpoints(named.module)
+        for number, layer in enumerate(named.layers):
+            states = forward[number], backward[number]
+            weights = _weights(named.module, number)
+            lacking = unsaved and states[0] is not None
+            layers.append(LayerFingerprint(layer.scope, layer.name, weights, *states, unsaved=lacking))
+    return replace(facts, layers=tuple(layers))
+
+
+def with_recipes(
+    fingerprint: Fingerprint, modules: Iterable[NamedModule], trained_in_fp8: Callable[[str], bool | None]
+) -> Fingerprint:
+    """Add the recipes of the layers, which the first forward decides.
+
+    Args:
+        fingerprint: has the layers.
+        modules: the modules of this rank.
+        trained_in_fp8: returns whether a layer trained in FP8 in its last step; None if unknown. (A module's state
+            describes its last forward, which may have been an evaluation in another precision.)
+    """
+    module_of = {layer.name: named.module for named in modules for layer in named.layers}
+    recipes: dict[str, tuple[int, Recipe]] = {}
+    layers = []
+    for layer in fingerprint.layers:
+        meta = vars(module_of[layer.name])["fp8_meta"] if layer.name in module_of else {}
+        recipe = None if meta.get("recipe") is None else recipe_fingerprint(meta["recipe"])
+        if trained_in_fp8(layer.name) is False:
+            recipe = Recipe(HIGH_PRECISION, {})
+        number = None if recipe is None else recipes.setdefault(str(recipe), (len(recipes), recipe))[0]
+        layers.append(replace(layer, recipe=number))
+    return replace(fingerprint, recipes=tuple(recipe for _, recipe in recipes.values()), layers=tuple(layers))
+
+
+def recipe_fingerprint(recipe: Any) -> Recipe:
+    """Return the values of a recipe: dataclass fields, and public attributes of the class and the object."""
+    names = {entry.name for entry in dataclasses.fields(recipe)} if dataclasses.is_dataclass(recipe) else set()
+    names |= vars(recipe).keys()
+    for base in type(recipe).__mro__:
+        names |= {name for name, value in vars(base).items() if not callable(value) and not hasattr(value, "__get__")}
+    public = sorted(name for name in names if not name.startswith("_"))
+    return Recipe(type(recipe).__name__, dict(_flat((name, getattr(recipe, name)) for name in public)))
+
+
+def _flat(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bool | int | float | str | None]]:
+    for name, value in values:
+        if isinstance(value, enum.Enum):
+            yield name, value.name
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            yield name, value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inside = ((f"{name}.{entry.name}", getattr(value, entry.name)) for entry in dataclasses.fields(value))
+            yield from _flat(inside)
+        else:  # a user's function, whose repr has an address
+            yield name, f"{type(value).__name__} {getattr(value, '__qualname__', '')}".rstrip()
+
+
+def _states(module: torch.nn.Module, direction: str, layers: int) -> list[ScalingState | None]:
+    """Return the state of each layer of a module; quantizers are ordered by layer."""
+    state = delayed_state(vars(module).get("fp8_meta"), direction)
+    if state is None:
+        return [None] * layers
+    found: list[ScalingState | None] = []
+    scales, histories = state.scale.detach().cpu().chunk(layers), state.amax_history.detach().cpu().chunk(layers, 1)
+    for scale, history in zip(scales, histories, strict=True):
+        unit = bool((scale == 1).all())
+        is_new = unit and not history.any()
+        found.append(ScalingState(content_hash(scale), content_hash(history), unit, is_new, len(history)))
+    return found
+
+
+def weights_of(module: Any, number: int) -> list[Any]:
+    """Return the weights of one of a module's layers, as they are on this rank."""
+    if "LayerNormMLP" in class_names(module):
+        names = [("fc1_weight", "fc2_weight")[number]]
+    else:
+        names = getattr(module, "weight_names", None) or [f"weight{number}", "weight"]
+    return [found for name in names if (found := getattr(module, name, None)) is not None]
+
+
+def _weights(module: Any, number: int) -> Weights:
+    weights = weights_of(module, number)
+    local = [getattr(weight, "_local_tensor", weight) for weight in weights]  # a DTensor holds its shard (torch 2.13)
+    sharded = getattr(module, "tp_size", 1) > 1 or any(hasattr(weight, "_local_tensor") for weight in weights)
+    quantized = [weight for weight in local if not QUANTIZED.isdisjoint(class_names(weight))]
+    names = [type(weight).__name__ for weight in quantized] or [str(each.dtype).partition(".")[2] for each in local]
+    hashes = {}
+    for direction, columnwise in (("rowwise", False), ("columnwise", True)):
+        parts = [part for weight in quantized for part in _data(weight, columnwise=columnwise)]
+        if parts:
+            hashes[direction] = content_hash(*parts)
+    return Weights("quantized" if quantized else "high", ", ".join(dict.fromkeys(names)), hashes, sharded)
+
+
+def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
+    """Return the codes and scales of one direction; nothing for an unknown class, or data that follow from the other
+    direction."""
+    held = gemm_operand(weight, columnwise=columnwise)
+    if not is_quantized(held) or (columnwise and scaling_mode(held) == PER_TENSOR):
+        return []
+    part = stored(held, columnwise=columnwise)
+    return [] if part is None else [each for each in (part.codes, part.scales, part.amax) if each is not None]
+
+
+def content_hash(*tensors: torch.Tensor) -> str:
+    """Hash the bytes of tensors on their device: 16 hexadecimal digits.
+
+    It is the sum of the 64-bit words w, each as ``w ^ (w >> 32)`` times an odd number that follows from its position,
+    modulo 2^64: a change of one word always changes the sum. (Without the shift, two words that change their highest
+    bits, the signs of two numbers, would cancel.) A cryptographic hash would need all weights on the host.
+    """
+    total = 0
+    for tensor in tensors:
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        found = torch.zeros((), dtype=torch.int64, device=data.device)
+        for start in range(0, data.numel(), _CHUNK_BYTES):
+            chunk = data[start : start + _CHUNK_BYTES]
+            words = torch.zeros(-(-chunk.numel() // 8), dtype=torch.int64, device=data.device)
+            words.view(torch.uint8)[: chunk.numel()] = chunk
+            first = start // 4 + 1
+            odd = torch.arange(first, first + 2 * words.numel(), 2, device=data.device)
+            words ^= (words >> 32) & 0xFFFFFFFF  # torch's shift of a negative number fills in ones
+            found += (words * odd).sum()
+        total = total * 0x9E3779B97F4A7C15 + int(found) + data.numel()
+    return f"{total % 2**64:016x}"
+
+
+# ---------------------------------------------------------------------- comparing
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A difference between a checkpoint and the restored state.
+
+    Attributes:
+        what: the difference.
+        layers: the affected layers, in the order of the model; empty for a difference of the run.
+        all_layers: whether all compared layers are affected.
+        of_rank: whether other ranks may differ in it, since it concerns restored data and not the code.
+    """
+
+    what: str
+    layers: tuple[str, ...] = ()
+    all_layers: bool = False
+    of_rank: bool = False
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return f"{self.what}."
+        return f"{self.what}: {_format_layers(self.layers, all_layers=self.all_layers)}."
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """The result of the audit of a resume.
+
+    Attributes:
+        iteration: the debug iteration of the checkpoint.
+        run: identifies the session that wrote the checkpoint's fingerprint.
+        rank: the rank whose state was compared.
+        findings: the differences; empty after a good resume.
+        not_compared: state that no audit compares.
+    """
+
+    iteration: int
+    run: str
+    rank: int
+    findings: tuple[Finding, ...]
+    not_compared: ClassVar[tuple[str, ...]] = ("optimizer state", "master weights", "weights in high precision")
+
+    def __str__(self) -> str:
+        on = f" on rank {self.rank}" if self.rank else ""
+        rest = f"Not compared: {', '.join(self.not_compared)}."
+        if not self.findings:
+            return (
+                f"No differences{on} in the state of low precision since the checkpoint of iteration {self.iteration}"
+                f" (run {self.run}). {rest}"
+            )
+        head = f"The run differs{on} from the checkpoint that it was resumed from (iteration {self.iteration}, run"
+        return "\n".join([f"{head} {self.run}):", *(f"- {finding}" for finding in self.findings), rest])
+
+
+def for_log(report: ResumeReport) -> ResumeReport:
+    """Return the part of a report that its rank logs: rank 0 logs differences that all ranks have."""
+    findings = report.findings if report.rank == 0 else tuple(each for each in report.findings if each.of_rank)
+    return replace(report, findings=findings)
+
+
+def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
+    """Compare a checkpoint's fingerprint with the state of this rank; layers that only one side has are skipped.
+
+    Args:
+        saved: the fingerprint of this rank, or of rank 0.
+        now: states and weights as restored, before any forward; recipes as in the first step.
+    """
+    layers = {(layer.scope, layer.name): layer for layer in saved.layers}
+    found: dict[tuple[str, bool], list[str]] = {}
+    compared = 0
+    for layer in now.layers:
+        before = layers.get((layer.scope, layer.name))
+        if before is not None:
+            compared += 1
+            for difference in _differences(saved, before, now, layer):
+                found.setdefault(difference, []).append(layer.name)
+    findings = [
+        Finding(what, tuple(names), all_layers=len(names) == compared, of_rank=of_rank)
+        for (what, of_rank), names in found.items()
+    ]
+    changed = _changes(saved.versions, now.versions, "none")
+    if changed:
+        findings.append(Finding(f"Other versions: {changed}"))
+    if saved.config != now.config:
+        findings.append(Finding("Another config of precision debugging"))
+    return ResumeReport(saved.iteration, saved.run, now.rank, tuple(findings))
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], missing: Any = None) -> str:
+    values = ((name, before.get(name, missing), now.get(name, missing)) for name in sorted({*before, *now}))
+    return ", ".join(f"{name} {old} -> {new}" for name, old, new in values if old != new)
+
+
+def _differences(
+    saved: Fingerprint, before: LayerFingerprint, now: Fingerprint, layer: LayerFingerprint
+) -> Iterator[tuple[str, bool]]:
+    """Yield the differences of a layer, and whether each concerns restored data."""
+    recipes = old, new = saved.recipe_of(before), now.recipe_of(layer)
+    changed = ""
+    if old is not None and new is not None and old != new:
+        changed = f"Other values of {new.name}: {_changes(old.fields, new.fields)}"
+        if old.name != new.name:
+            names = [("no recipe" if each.name == HIGH_PRECISION else each.name) for each in (old, new)]
+            changed = f"Another recipe: {names[0]} -> {names[1]}"
+        yield changed, False
+    same_rank = saved.rank == now.rank
+    if new is None or not _FIELDS_WITH_STATE.isdisjoint(new.fields):
+        # Contents are compared on the rank that saved them, or where ranks share them by a reduction of amax.
+        same_scales = same_rank or all(each is not None and each.fields.get("reduce_amax") for each in recipes)
+        of_direction: dict[str, list[str]] = {}
+        for direction in ("forward", "backward"):
+            states = getattr(before, direction), getattr(layer, direction)
+            for what in _of_direction(*states, before.unsaved, same_scales, "amax_history_len" in changed):
+                of_direction.setdefault(what, []).append(direction)
+        for what, directions in of_direction.items():
+            yield (what if what in (_MISSING, _UNSAVED) else f"{what} ({' and '.join(directions)})"), True
+    weights, restored = before.weights, layer.weights
+    if (weights.kind, weights.name) != (restored.kind, restored.name):
+        yield f"Other primary weights: {weights.name} -> {restored.name}", True
+        return
+    comparable = (same_rank and saved.world_size == now.world_size) or not (weights.sharded or restored.sharded)
+    if comparable and any(restored.hashes.get(direction, each) != each for direction, each in weights.hashes.items()):
+        yield "Quantized primary weights came back with other data: they were rounded anew", True
+
+
+def _of_direction(
+    old: ScalingState | None, new: ScalingState | None, unsaved: bool, same_scales: bool, length_may_differ: bool
+) -> Iterator[str]:
+    if old is None or old.is_new:
+        return
+    if new is None:
+        yield _UNSAVED if unsaved else _MISSING
+        return
+    if new.has_unit_scales and not old.has_unit_scales:
+        yield "The scales came back as 1"
+    elif same_scales and new.scale != old.scale:
+        yield "Other scales than in the checkpoint"
+    if new.steps != old.steps:
+        if not length_may_differ:
+            yield f"Amax histories of {new.steps} steps, of {old.steps} in the checkpoint"
+    elif same_scales and new.history != old.history:
+        yield "Amax histories with another content than in the checkpoint"
+
+
+def unsaved_layers(fingerprint: Fingerprint) -> Finding | None:
+    """Return the layers without scales and amax histories in the checkpoint, if any."""
+    has_state = [layer for layer in fingerprint.layers if layer.forward is not None and not layer.forward.is_new]
+    lacking = tuple(layer.name for layer in has_state if layer.unsaved)
+    what = "The checkpoint does not have the scales and amax histories of these layers"
+    return Finding(what, lacking, all_layers=len(lacking) == len(has_state)) if lacking else None
+
+
+def _format_layers(layers: Sequence[str], *, all_layers: bool) -> str:
+    if all_layers and len(layers) > 1:
+        return f"all {len(layers)} layers"
+    groups: dict[str, list[str]] = {}
+    for name in layers:
+        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+    shown = [
+        names[0] if len(names) == 1 else f"{pattern} ({len(names)} layers)"
+        for pattern, names in list(groups.items())[:_MOST_PATTERNS]
+    ]
+    more = sum(len(names) for names in list(groups.values())[_MOST_PATTERNS:])
+    return ", ".join([*shown, *([f"and {more} more layers"] if more else [])])

@@ -1,0 +1,496 @@
+"""Memory that low precision adds to a model's layers, and that it saves, planned from the modules without running them.
+
+    memory = plan_memory(model, named_te_modules(model), recipe, tokens=4096)
+    memory.bytes("saved_codes", layer="fc1")     # Bytes(low, high)
+    memory.added(lives="always")                 # bytes that low precision adds from step to step
+    show(memory)
+
+What each class saves was read from Transformer Engine 2.20.2. M are the tokens of a forward, K a layer's inputs, N its
+outputs, F the inputs of fc2, b the bytes of a number in high precision:
+
+================ ======================================================= ============================================
+class            saved from the forward to the backward                  in high precision
+================ ======================================================= ============================================
+Linear           columnwise codes of the input [M, K]                    M K b
+LayerNormLinear  norm input M K b; 1 or 2 float32 a row; columnwise      2 M K b, and the statistics
+                 codes of the norm output [M, K]
+LayerNormMLP     norm input M K b; 1 or 2 float32 a row; codes of the    (2 K + F' + F) M b, and the statistics
+                 norm output [M, K] in both directions; input of the
+                 activation function M F' b (F' = N of fc1); codes of
+                 its output [M, F] in both directions, with one scale a
+                 tensor rowwise
+GroupedLinear    columnwise codes of each group's input                  M K b
+================ ======================================================= ============================================
+
+Codes of weights have both directions. With ``is_first_microbatch`` they stay in ``_fp8_workspaces``; otherwise each
+forward makes them and saves them for the backward. Primary quantized weights replace the parameter. Sources:
+``_linear_forward_impl`` (``pytorch/module/linear.py``), ``_LayerNormLinear.forward``, ``_LayerNormMLP._forward``,
+``_GroupedLinear.forward``; ``quantize_weight`` (``pytorch/module/base.py``); ``DelayedScalingRecipeState``
+(``pytorch/quantization.py``); ``Quantizer.inner_tensor_specs`` (``pytorch/quantized_tensor.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import size
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.base.vocabulary import ONE_SCALE, class_names, recipe_of
+from te_precision_callbacks.coverage.planned_products import MadeQuantizers
+from te_precision_callbacks.coverage.precision_audit import quantizers_of_layers, recipe_text
+from te_precision_callbacks.coverage.shapes import layer_features
+from te_precision_callbacks.layers.folding import folded
+from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
+
+__all__ = ["Memory", "MemoryRow", "plan_memory", "show"]
+
+KINDS: Mapping[str, str] = {
+    "parameter": "parameters in high precision",
+    "weight_codes": "codes and scales of weights",
+    "gradient": "gradients of parameters",
+    "saved_high": "activations saved in high precision",
+    "saved_codes": "codes and scales of saved activations",
+    "scaling_state": "scales and amax history of delayed scaling",
+    "gradient_codes": "codes and scales of the gradient of the output",
+}
+"""Kind of bytes -> its description."""
+
+Lives = Literal["always", "to_backward", "in_backward"]
+"""Lifetime of bytes: from step to step; from a layer's forward to its backward; only in its backward."""
+
+_LIVES: Mapping[Lives, str] = {
+    "always": "Always",
+    "to_backward": "From the forward to the backward",
+    "in_backward": "In the backward of a layer",
+}
+
+_FLOAT32 = torch.float32.itemsize
+_MOST_NAMES = 4
+
+
+class UnknownMemoryError(PrecisionDebugError, TypeError):
+    """A layer whose bytes are unknown, such as one with a quantizer of a custom recipe."""
+
+
+class Bytes(NamedTuple):
+    """Bytes in the planned precision, and in high precision."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of one kind in a layer, in the planned precision and in high precision."""
+
+    layer: str
+    kind: str
+    low: int
+    high: int
+    lives: Lives
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a model's layers on one rank.
+
+    Attributes:
+        rows: bytes by layer and kind.
+        recipe: as in :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; empty for none or several.
+        capability: compute capability of the planned GPU.
+        tokens: tokens of one forward; None if unknown.
+        cached: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
+        not_planned: layers whose memory is unknown -> the reason.
+        notes: assumptions, and what is unknown.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    recipe: str
+    capability: tuple[int, int]
+    tokens: int | None
+    cached: bool
+    not_planned: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[MemoryRow]:
+        return iter(self.rows)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that have rows."""
+        return tuple(dict.fromkeys(row.layer for row in self.rows))
+
+    def bytes(self, kind: str | None = None, *, lives: Lives | None = None, layer: str | None = None) -> Bytes:
+        """Return the bytes of a kind, lifetime or layer; None for all.
+
+        Bytes that live only in a backward count once, for the layer with the most of them.
+        """
+        rows = [
+            row
+            for row in self.rows
+            if kind in (None, row.kind) and lives in (None, row.lives) and layer in (None, row.layer)
+        ]
+        kept = [row for row in rows if row.lives != "in_backward"]
+        largest = max((row.low for row in rows if row.lives == "in_backward"), default=0)
+        return Bytes(sum(row.low for row in kept) + largest, sum(row.high for row in kept))
+
+    def added(self, *, lives: Lives | None = None) -> int:
+        """Return the bytes that low precision adds; negative: it saves."""
+        low, high = self.bytes(lives=lives)
+        return low - high
+
+    def by_kind(self) -> dict[str, Bytes]:
+        """Return the bytes of each kind that occurs."""
+        kinds = {row.kind for row in self.rows}
+        return {kind: self.bytes(kind) for kind in KINDS if kind in kinds}
+
+
+def plan_memory(
+    model: Model,
+    modules: Sequence[NamedModule],
+    recipe: Any,
+    *,
+    tokens: int | None = None,
+    cached: bool = False,
+    recipes: Mapping[str, Any] | None = None,
+    calls: Mapping[str, Sequence[int]] | None = None,
+) -> Memory:
+    """Plan the memory of a training step on this rank.
+
+    Each layer is assumed to run on its fused path, with an input of its own that needs a gradient; experts of a
+    GroupedLinear share the tokens equally.
+
+    Args:
+        model: the model, on any device.
+        modules: its modules of Transformer Engine.
+        recipe: one of Transformer Engine's recipes; None for high precision.
+        tokens: tokens of one forward on this rank; None if unknown.
+        cached: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
+        recipes: layer -> its recipe, where it differs.
+        calls: layer -> the rows of its input in each call, in place of ``tokens``.
+
+    Raises:
+        OptionError: ``tokens`` is not positive.
+    """
+    if tokens is not None and tokens < 1:
+        raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of one forward on one rank.")
+    roots = [root for _, root in named_roots(model) or ()]
+    trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
+    planner = _MemoryPlanner(recipe, tokens, recipes or {}, calls, cached, trains)
+    for named in modules:
+        planner.plan(named.module, [layer.name for layer in named.layers])
+    paths = module_names(model)
+    for key, module in {id(module): module for root in roots for module in root.modules()}.items():
+        if isinstance(module, torch.nn.Linear):
+            planner.plan_torch_linear(paths[key], module)
+    operations = [layer for found in named_operations(model) for layer in found.layers]
+    planner.not_planned |= dict.fromkeys(operations, "operations of te.ops are not planned.")
+    texts = {recipe_text(each) for each in (recipe, *planner.recipes.values())} - {""}
+    notes = []
+    if tokens is None and calls is None:
+        notes.append(
+            "Saved activations are not planned, since the tokens of a forward are unknown. --tokens (tokens= in Python)"
+            " gives them."
+        )
+    if trains:
+        notes.append(
+            "Not planned: the state of the optimizer and its master weights, attention, norms and dropout, which no"
+            " recipe changes; activations that activation recompute drops; the layers' outputs; cuBLAS workspaces."
+        )
+    from transformer_engine.pytorch.utils import get_device_compute_capability
+
+    name = texts.pop() if len(texts) == 1 else ""
+    capability = get_device_compute_capability()
+    return Memory(tuple(planner.rows), name, capability, tokens, cached, planner.not_planned, tuple(notes))
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A layer with GEMMs.
+
+    Attributes:
+        quantizers: tensor -> its quantizer; empty in high precision.
+        shape: of its weight: N outputs, K inputs.
+        itemsize: bytes of a number in high precision.
+        rows: rows of its input in each call; None if unknown.
+        trained: whether its weight needs a gradient.
+        primary: whether its weight is a quantized parameter.
+    """
+
+    layer: str
+    recipe: Any
+    quantizers: Mapping[str, Any]
+    shape: tuple[int, int]
+    itemsize: int
+    rows: Sequence[int] | None
+    trained: bool
+    primary: bool
+
+    @property
+    def override(self) -> str | None:
+        """The recipe's high precision for the backward."""
+        return None if self.recipe is None else self.recipe.backward_override
+
+
+@dataclass
+class _MemoryPlanner:
+    """Plans modules one by one. The first attributes are arguments of :func:`plan_memory`.
+
+    Attributes:
+        trains: whether there is a backward.
+        sizes: bytes of quantized tensors, by quantizer, shape and directions.
+    """
+
+    recipe: Any
+    tokens: int | None
+    recipes: Mapping[str, Any]
+    calls: Mapping[str, Sequence[int]] | None
+    cached: bool
+    trains: bool
+    rows: list[MemoryRow] = field(default_factory=list)
+    not_planned: dict[str, str] = field(default_factory=dict)
+    quantizers: MadeQuantizers = field(default_factory=MadeQuantizers)
+    sizes: dict[object, int] = field(default_factory=dict)
+
+    def plan(self, module: Any, layers: Sequence[str]) -> None:
+        """Plan a module of Transformer Engine."""
+        before = len(self.rows)
+        try:
+            linears = self._linears(module, layers)
+            self._parameters(module, layers, linears)
+            names = class_names(module)
+            for linear in linears:
+                recomputed = "LayerNormMLP" in names and bool(module.checkpoint)
+                self._weight(linear, is_saved=not recomputed)
+                self._gradient_codes(linear)
+            if "LayerNormMLP" in names:
+                self._saved_of_mlp(module, *linears)
+            elif "LayerNormLinear" in names:
+                self._saved_of_norm(module, linears[0])
+                self._saved_operand(linears[0])
+            else:
+                for linear in linears:
+                    keeps_input = getattr(module, "save_original_input", False) and linear.override is None
+                    self._saved_operand(linear, original=bool(keeps_input))
+        except UnknownMemoryError as error:
+            del self.rows[before:]
+            self.not_planned |= dict.fromkeys(layers, str(error))
+
+    def plan_torch_linear(self, path: str, module: torch.nn.Linear) -> None:
+        """Plan a linear layer of torch."""
+        for parameter in module.parameters(recurse=False):
+            self._parameter(path, parameter)
+        rows = self._rows_of(path, 1)
+        if rows is not None and self.trains and module.weight.requires_grad:
+            self._add_high(path, "saved_high", sum(rows) * module.in_features * module.weight.dtype.itemsize)
+
+    def _linears(self, module: Any, layers: Sequence[str]) -> list[_Linear]:
+        recipe = self.recipes.get(layers[0], self.recipe)
+        forward, backward = self.quantizers.of(module, recipe, 3 * len(layers), 2 * len(layers))
+        quantizers = quantizers_of_layers(forward, backward, len(layers))
+        weights = _weights(module, layers)
+        groups = len(layers) if hasattr(module, "num_gemms") else 1
+        return [
+            _Linear(
+                layer,
+                recipe,
+                of_layer,
+                (outputs, inputs),
+                weights[layer][0].dtype.itemsize,
+                self._rows_of(layer, groups),
+                any(part.requires_grad for part in weights[layer]),
+                bool(module.primary_weights_in_fp8) or is_quantized(weights[layer][0]),
+            )
+            for layer, of_layer, (inputs, outputs) in zip(layers, quantizers, layer_features(module), strict=True)
+        ]
+
+    def _parameters(self, module: torch.nn.Module, layers: Sequence[str], linears: Sequence[_Linear]) -> None:
+        of_layer = {linear.layer: linear for linear in linears}
+        for name, parameter in module.named_parameters(recurse=False):
+            linear = of_layer[layer_of_parameter(name, layers)]
+            if not is_weight(name, parameter) or not linear.primary:
+                self._parameter(linear.layer, parameter)
+                continue
+            quantizer: Any = getattr(parameter, "_quantizer", None) or linear.quantizers.get("weight")
+            if quantizer is None:
+                self.not_planned[linear.layer] = "its weights are quantized in an unknown recipe: give the recipe."
+                continue
+            high = parameter.numel() * linear.itemsize
+            columnwise = not is_quantized(parameter) or quantizer.columnwise_usage
+            codes = self._codes(quantizer, (parameter.shape[0], parameter.shape[1]), columnwise=columnwise)
+            self._add(linear.layer, "parameter", 0, high, "always")
+            self._add(linear.layer, "weight_codes", codes, 0, "always")
+            self._gradient(linear.layer, parameter)
+
+    def _parameter(self, layer: str, parameter: torch.Tensor) -> None:
+        self._add_high(layer, "parameter", parameter.numel() * parameter.dtype.itemsize, "always")
+        self._gradient(layer, parameter)
+
+    def _gradient(self, layer: str, parameter: torch.Tensor) -> None:
+        if parameter.requires_grad:
+            self._add_high(layer, "gradient", parameter.numel() * parameter.dtype.itemsize, "always")
+
+    def _weight(self, linear: _Linear, *, is_saved: bool) -> None:
+        """Plan the codes of a weight in high precision, and the scaling state."""
+        if not linear.quantizers:
+            return
+        if linear.recipe.delayed():
+            self._add(linear.layer, "scaling_state", 5 * (1 + linear.recipe.amax_history_len) * _FLOAT32, 0, "always")
+        if not linear.primary and (self.cached or (is_saved and self.trains)):
+            columnwise = self.trains and linear.override is None
+            codes = self._codes(linear.quantizers["weight"], linear.shape, columnwise=columnwise)
+            self._add(linear.layer, "weight_codes", codes, 0, "always" if self.cached else "to_backward")
+
+    def _gradient_codes(self, linear: _Linear) -> None:
+        """Plan the quantized gradient of the output, which a backward makes for dgrad and wgrad."""
+        if linear.rows is not None and linear.quantizers and self.trains and linear.override is None:
+            shape = (max(linear.rows, default=0), linear.shape[0])
+            codes = self._codes(linear.quantizers["gradient"], shape, columnwise=linear.trained)
+            self._add(linear.layer, "gradient_codes", codes, 0, "in_backward")
+
+    def _saved_of_mlp(self, module: Any, fc1: _Linear, fc2: _Linear) -> None:
+        self._saved_of_norm(module, fc1, statistics=not module.checkpoint)
+        if fc1.rows is None or not self.trains or module.checkpoint:  # with checkpoint, the input alone
+            return
+        self._saved_operand(fc1, rowwise=True)
+        self._add_high(fc2.layer, "saved_high", sum(fc1.rows) * fc1.shape[0] * fc1.itemsize)
+        has_one_scale = bool(fc2.quantizers) and recipe_of(fc2.quantizers["activation"]) in ONE_SCALE
+        self._saved_operand(fc2, rowwise=True, columnwise=not has_one_scale)
+
+    def _saved_of_norm(self, module: Any, linear: _Linear, *, statistics: bool = True) -> None:
+        if linear.rows is not None and self.trains:
+            per_row = _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2) if statistics else 0
+            self._add_high(linear.layer, "saved_high", sum(linear.rows) * (linear.shape[1] * linear.itemsize + per_row))
+
+    def _saved_operand(
+        self, linear: _Linear, *, original: bool = False, rowwise: bool = False, columnwise: bool = True
+    ) -> None:
+        """Plan what is saved of the operand that wgrad reads.
+
+        Args:
+            linear: the layer.
+            original: whether it is saved in high precision.
+            rowwise, columnwise: the directions of its codes if the backward is quantized.
+        """
+        if linear.rows is None or not self.trains or not linear.trained:
+            return
+        inputs = linear.shape[1]
+        high = sum(linear.rows) * inputs * linear.itemsize
+        if not linear.quantizers or original or linear.override == "high_precision":
+            self._add_high(linear.layer, "saved_high", high)
+            return
+        if linear.override is not None:
+            rowwise, columnwise = True, False
+        quantizer = linear.quantizers["activation"]
+        codes = sum(
+            self._codes(quantizer, (rows, inputs), rowwise=rowwise, columnwise=columnwise) for rows in linear.rows
+        )
+        self._add(linear.layer, "saved_high", 0, high, "to_backward")
+        self._add(linear.layer, "saved_codes", codes, 0, "to_backward")
+
+    def _rows_of(self, layer: str, groups: int) -> Sequence[int] | None:
+        if self.calls is not None:
+            return self.calls.get(layer, ())
+        return None if self.tokens is None else [max(1, self.tokens // groups)]
+
+    def _codes(self, quantizer: Any, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool = True) -> int:
+        key = id(quantizer), shape, rowwise, columnwise
+        if key not in self.sizes:
+            usage = quantizer.rowwise_usage, quantizer.columnwise_usage
+            try:
+                self.sizes[key] = planned_bytes(quantizer, shape, rowwise=rowwise, columnwise=columnwise)
+            finally:
+                quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
+        return self.sizes[key]
+
+    def _add_high(self, layer: str, kind: str, count: int, lives: Lives = "to_backward") -> None:
+        self._add(layer, kind, count, count, lives)
+
+    def _add(self, layer: str, kind: str, low: int, high: int, lives: Lives) -> None:
+        if low or high:
+            self.rows.append(MemoryRow(layer, kind, low, high, lives))
+
+
+def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+    """Return the weights of each layer of a module."""
+    weights: dict[str, list[Any]] = defaultdict(list)
+    for name, parameter in module.named_parameters(recurse=False):
+        if is_weight(name, parameter):
+            weights[layer_of_parameter(name, layers)].append(parameter)
+    if not weights:
+        raise UnknownMemoryError("its weight is not a parameter, as where FSDP keeps all parameters flat.")
+    shared = next(iter(weights.values()))  # one parameter may hold those of all groups
+    return {layer: weights.get(layer, shared) for layer in layers}
+
+
+def layer_of_parameter(name: str, layers: Sequence[str]) -> str:
+    """Return the layer of a module that a parameter belongs to, by its name in the module."""
+    if len(layers) == 1:
+        return layers[0]
+    if name.startswith("fc2"):
+        return layers[1]
+    number = name.removeprefix("weight").removeprefix("bias")
+    return layers[int(number)] if number.isdigit() and int(number) < len(layers) else layers[0]
+
+
+def is_weight(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether a parameter of a module is the weight of a GEMM, by its name and dimensions."""
+    return parameter.ndim > 1 and "bias" not in name
+
+
+def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool, columnwise: bool) -> int:
+    """Return the bytes of codes and scales of a quantized tensor in the directions that are kept.
+
+    Raises:
+        UnknownMemoryError: the quantizer does not describe its buffers.
+    """
+    if not rowwise and not columnwise:
+        return 0
+    if recipe_of(quantizer) in ONE_SCALE:  # Float8Quantizer of delayed scaling does not describe its buffers
+        from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
+
+        copies = 1 if is_non_tn_fp8_gemm_supported() else rowwise + columnwise
+        return math.prod(shape) * copies + _FLOAT32
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    try:
+        specs = quantizer.inner_tensor_specs(shape)
+    except (NotImplementedError, AttributeError) as error:
+        raise UnknownMemoryError(
+            f"{type(quantizer).__name__}: the buffers of this quantizer of a custom recipe are unknown."
+        ) from error
+    return sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in specs.values())
+
+
+def show(memory: Memory) -> None:
+    """Print the bytes by kind beside high precision, and notes."""
+    weights = "kept over micro-batches" if memory.cached else "made in each forward"
+    tokens = "unknown tokens" if memory.tokens is None else f"{memory.tokens:,} tokens a forward"
+    if memory.tokens is None and memory.bytes(lives="to_backward").high:
+        tokens = "the tokens of a batch"
+    terminal.show_text(
+        f"Memory of {len(memory.layers)} layers on one rank: {memory.recipe or 'no recipe, or several'}, compute"
+        f" capability {memory.capability[0]}.{memory.capability[1]}, {tokens}, codes of weights {weights}."
+    )
+    table = terminal.table("", "planned", "in high precision", "added")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    kinds = [(KINDS[kind], found) for kind, found in memory.by_kind().items()]
+    for name, (low, high) in [*kinds, ("all on the device", memory.bytes())]:
+        added = f"{'+' if low > high else ''}{size(low - high)}"
+        table.add_row(*map(terminal.cell, (name, size(low), size(high), added)))
+    terminal.show(table)
+    for lives, text in _LIVES.items():
+        if change := memory.added(lives=lives):
+            terminal.show_text(f"{text}: low precision {'adds' if change > 0 else 'saves'} {size(abs(change))}.")
+    for why in dict.fromkeys(memory.not_planned.values()):
+        layers = folded([layer for layer, each in memory.not_planned.items() if each == why], most=_MOST_NAMES)
+        terminal.show_text(f"Not planned: {', '.join(layers)}: {why}", hanging=2)
+    terminal.show_notes(memory.notes)

@@ -1,0 +1,237 @@
+"""Planned bytes of 8,192 tokens against bytes computed by hand, from the shapes and the formats' specifications.
+
+BF16 has 2 bytes, FP8 1, FP4 1/2. MXFP8: an E8M0 scale for 32 numbers. NVFP4: an E4M3 scale for 16 numbers, and a
+float32 for each direction of a tensor. Block scaling: a float32 for 128 numbers, or for 128 x 128 of a weight. All
+sizes are multiples of 512, so that no scale is padded.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from typer.testing import CliRunner
+
+from te_precision_callbacks import cli
+from te_precision_callbacks.check import check_model
+from te_precision_callbacks.check.named_recipes import recipe_named
+from te_precision_callbacks.config import load_config
+from te_precision_callbacks.layers.naming import named_te_modules
+from te_precision_callbacks.speed.memory import Memory, plan_memory, show
+from tests.capability import any_capability, stand_for
+from tests.check.running import BF16
+from tests.conftest import feature
+from tests.docs.pages import blocks
+from tests.manual.test_command import one_line
+
+M = 8192
+N, K = 14336, 4096
+
+
+def planned(module: torch.nn.Module, recipe: str, capability: tuple[int, int] = (9, 0), **keywords: Any) -> Memory:
+    with any_capability():
+        stand_for(capability)
+        model = torch.nn.ModuleDict({"layer": module})
+        return plan_memory(model, named_te_modules(model), recipe_named(recipe), tokens=M, **keywords)
+
+
+def linear(n: int = N, k: int = K) -> te.Linear:
+    return te.Linear(k, n, bias=False, params_dtype=BF16, device="meta")
+
+
+class Codes(NamedTuple):
+    """Bytes of codes and scales: of n numbers in one direction, and of a weight in both."""
+
+    one_way: Callable[[int], int]
+    weight: Callable[[int, int], int]
+
+
+CODES = {
+    "mxfp8": Codes(lambda n: n + n // 32, lambda n, k: 2 * (n * k + n * k // 32)),
+    "nvfp4": Codes(lambda n: n // 2 + n // 16 + 4, lambda n, k: 2 * (n * k // 2 + n * k // 16 + 4)),
+    "fp8_block_scaling": Codes(lambda n: n + 4 * n // 128, lambda n, k: 2 * (n * k + 4 * (n // 128) * (k // 128))),
+    "fp8_current_scaling": Codes(lambda n: n + 4, lambda n, k: 2 * n * k + 4),
+    "fp8_delayed_scaling": Codes(lambda n: n + 4, lambda n, k: 2 * n * k + 4),
+}
+CAPABILITIES = {"mxfp8": (10, 0), "nvfp4": (10, 0)}
+
+
+@pytest.mark.parametrize("recipe", CODES)
+def test_linear(recipe: str) -> None:
+    codes = CODES[recipe]
+    gradient = 2 * codes.one_way(M * N) - (4 if "current" in recipe or "delayed" in recipe else 0)  # one scale for both
+    expected = {
+        "parameter": (2 * N * K, 2 * N * K),
+        "weight_codes": (codes.weight(N, K), 0),
+        "gradient": (2 * N * K, 2 * N * K),
+        "saved_high": (0, 2 * M * K),
+        "saved_codes": (codes.one_way(M * K), 0),
+        "gradient_codes": (gradient, 0),
+    }
+    if recipe == "fp8_delayed_scaling":
+        expected["scaling_state"] = (5 * 1025 * 4, 0)
+    memory = planned(linear(), recipe, CAPABILITIES.get(recipe, (9, 0)))
+    assert {kind: tuple(found) for kind, found in memory.by_kind().items()} == expected
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_layer_norm_linear(normalization: str) -> None:
+    module = te.LayerNormLinear(K, N, bias=False, normalization=normalization, params_dtype=BF16, device="meta")
+    memory = planned(module, "mxfp8", (10, 0), cached=True)
+    statistics = 4 * M * (2 if normalization == "LayerNorm" else 1)
+    assert memory.bytes("saved_high") == (2 * M * K + statistics, 4 * M * K + statistics)
+    assert memory.bytes("saved_codes") == (M * K + M * K // 32, 0)
+    assert memory.bytes("weight_codes", lives="always") == (CODES["mxfp8"].weight(N, K), 0)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_layer_norm_mlp(activation: str) -> None:
+    module = te.LayerNormMLP(K, N, bias=False, activation=activation, params_dtype=BF16, device="meta")
+    memory = planned(module, "nvfp4", (10, 0))
+    before = N * (2 if activation == "swiglu" else 1)
+    high = 2 * M * K + 8 * M + 2 * M * before
+    assert memory.bytes("saved_high") == (high, high + 2 * M * (K + N))
+    assert memory.bytes("saved_codes").low == 2 * sum(CODES["nvfp4"].one_way(M * size) for size in (K, N))
+    # in both directions, and only for the layer with more outputs
+    assert memory.bytes("gradient_codes").low == 2 * CODES["nvfp4"].one_way(M * max(K, before))
+
+
+def test_grouped_linear() -> None:
+    memory = planned(te.GroupedLinear(8, K, N, bias=False, params_dtype=BF16, device="meta"), "fp8_block_scaling")
+    assert memory.layers == tuple(f"layer.gemm_{number}" for number in range(8))
+    assert memory.bytes("weight_codes") == (8 * CODES["fp8_block_scaling"].weight(N, K), 0)
+    assert memory.bytes("saved_codes", layer="layer.gemm_3") == (CODES["fp8_block_scaling"].one_way(M * K // 8), 0)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed_scaling", "fp8_current_scaling"])
+def test_blackwell_needs_no_transposes(recipe: str) -> None:
+    hopper, blackwell = (planned(linear(), recipe, capability) for capability in ((9, 0), (10, 0)))
+    assert hopper.bytes("weight_codes").low == 2 * N * K + 4
+    assert blackwell.bytes("weight_codes").low == N * K + 4
+    assert blackwell.bytes("saved_codes") == hopper.bytes("saved_codes")
+
+
+def test_primary_weights_replace_the_parameter() -> None:
+    with any_capability():
+        stand_for((9, 0))
+        with te.quantized_model_init(enabled=True, recipe=recipe_named("fp8_current_scaling")):
+            module = linear()
+    memory = planned(module, "fp8_current_scaling")
+    assert memory.bytes("parameter") == (0, 2 * N * K)
+    assert memory.added(lives="always") == 4, "codes in both directions are as large as BF16"
+
+
+def test_what_is_not_planned_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with any_capability():
+        stand_for((9, 0))
+        model = torch.nn.ModuleDict({"layer": linear(), "operation": te.ops.Linear(K, N, device="meta")})
+        memory = plan_memory(model, named_te_modules(model), recipe_named("fp8_current_scaling"))
+    assert not any(row.kind.startswith("saved") for row in memory)
+    show(memory)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tokens of a forward are unknown" in text
+    assert "Not planned: operation: operations of te.ops are not planned." in text
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = te.Linear(64, 128, bias=False, params_dtype=BF16)
+        self.second = te.Linear(128, 64, bias=False, params_dtype=BF16)
+        self.head = torch.nn.Linear(64, 32, bias=False, dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.second(self.first(x)[:64]))
+        return result
+
+
+def memory_of(config: dict[str, Any], **keywords: Any) -> Memory:
+    with any_capability():
+        stand_for((9, 0))
+        checked = check_model(
+            Net(), load_config(config), recipe="fp8_current_scaling", memory=True, allow_unmatched=True, **keywords
+        )
+    assert checked.memory is not None
+    return checked.memory
+
+
+def test_the_plan_of_a_config() -> None:
+    kept = {"kept": feature("DisableFP8Layer", ["second"])}
+    memory = memory_of(kept, tokens=256)
+    assert memory.bytes("saved_codes", layer="first") == (256 * 64 + 4, 0)
+    assert memory.bytes("saved_high", layer="second") == (256 * 128 * 2, 256 * 128 * 2)
+    assert memory.bytes("saved_high", layer="head") == (256 * 64 * 2, 256 * 64 * 2)
+    assert memory.bytes("weight_codes", layer="second") == (0, 0)
+    batch = memory_of(kept, batch=torch.empty(256, 64, dtype=BF16))
+    assert batch.bytes("saved_codes", layer="first") == (256 * 64 + 4, 0)
+    assert batch.bytes("saved_high", layer="second").low == 64 * 128 * 2, "64 tokens arrive there"
+    partly = memory_of({"kept": feature("DisableFP8GEMM", ["second"], gemms=["dgrad"])}, tokens=256)
+    assert partly.bytes("saved_codes", layer="second").low == 256 * 128 + 4
+    assert any("some of their GEMMs" in note and "second" in note for note in partly.notes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "config.yaml").write_text("s: {enabled: False}\n")
+    (tmp_path / "nets_of_memory.py").write_text("from tests.speed.test_memory_by_hand import Net as build\n")
+    monkeypatch.chdir(tmp_path)
+    with any_capability():
+        stand_for((9, 0))
+        yield tmp_path
+    sys.modules.pop("nets_of_memory", None)
+
+
+def test_the_command(folder: Path) -> None:
+    plan = ["check", "config.yaml", "--model", "nets_of_memory:build", "--recipe", "fp8_delayed_scaling"]
+    plan += ["--tokens", "256"]
+    printed = CliRunner().invoke(cli.app, [*plan, "--memory", "--cached-weights"])
+    assert printed.exit_code == 0, printed.output
+    assert "codes of weights kept over micro-batches" in printed.stdout
+    rows = json.loads(CliRunner().invoke(cli.app, [*plan, "--memory", "--json"]).stdout)["memory"]["rows"]
+    assert {row["layer"] for row in rows} == {"first", "second", "head"}
+    assert json.loads(CliRunner().invoke(cli.app, [*plan, "--json"]).stdout)["memory"] is None
+    for words, text in (([*plan[:2], "--memory"], "give --model"), ([*plan, "--cached-weights"], "give --memory")):
+        result = CliRunner().invoke(cli.app, words)
+        assert result.exit_code == 2
+        assert text in one_line(result.output.replace("│", " "))
+
+
+def test_many_layers_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantizers are made once for a class, and bytes computed once for a size, however many layers there are."""
+    from te_precision_callbacks.speed import memory as module
+
+    made: list[str] = []
+    original = module.planned_bytes
+    monkeypatch.setattr(module, "planned_bytes", lambda *a, **k: made.append("bytes") or original(*a, **k))
+    with any_capability():
+        stand_for((10, 0))
+        model = torch.nn.ModuleList(te.Linear(64, 64, params_dtype=BF16, device="meta") for _ in range(200))
+        before = {name: set(vars(module)) for name, module in model.named_modules()}
+        memory = plan_memory(model, named_te_modules(model), recipe_named("mxfp8"), tokens=128)
+        assert {name: set(vars(module)) for name, module in model.named_modules()} == before, "the model is unchanged"
+    assert len(memory.layers) == 200
+    assert made == ["bytes"] * 3
+
+
+def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (models,), (use,) = (
+        blocks("docs/speed.md", "python", "# llama.py"),
+        blocks("docs/speed.md", "python", "from te_precision_callbacks.check"),
+    )
+    (command,), (drawn,) = blocks("docs/speed.md", "bash", "te-precision check"), blocks("docs/speed.md", "text", "  ")
+    (folder / "llama.py").write_text(models)
+    done = CliRunner().invoke(cli.app, shlex.split(command)[1:])
+    assert done.exit_code == 0, done.output
+    output = [line.split() for line in done.output.splitlines()]
+    for line in drawn.splitlines():
+        assert line.split() in output, done.output
+    names: dict[str, Any] = {"model": sys.modules.pop("llama").build()}
+    exec(use, names)
+    assert "all on the device" in capsys.readouterr().out
