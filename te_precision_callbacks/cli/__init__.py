@@ -4,6 +4,7 @@ Usage::
 
     te-precision run train.py --epochs 3
     te-precision run -m package.train --epochs 3
+    te-precision run --watch --log-dir run train.py --epochs 3
     te-precision run torchrun --nproc-per-node 2 train.py
     te-precision check config.yaml --model package.module:factory
     te-precision show logs --follow
@@ -80,7 +81,7 @@ def _commands(
 
 @app.command(
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
-    options_metavar="[--backend auto|te|reference] [-m]",
+    options_metavar="[--watch] [--backend auto|te|reference] [-m]",
 )
 def run(
     script: Annotated[
@@ -97,6 +98,20 @@ def run(
             'reference backend: on the real GPU if there is one, otherwise on the CPU, and "cuda" then means the CPU.'
         ),
     ] = Backend.AUTO,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", help="Debug the script's precision: find its model, optimizer steps and loss by hooks."
+        ),
+    ] = False,
+    config: Annotated[str | None, typer.Option(help="With --watch: the config of the session.")] = None,
+    log_dir: Annotated[str | None, typer.Option(help="With --watch: the folder for logs and records.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="With --watch: a keyword of the session, such as strict=true."
+        ),
+    ] = None,
 ) -> None:
     """Run an unmodified GPU training script, with or without a GPU.
 
@@ -115,9 +130,17 @@ def run(
         command = module_command(script) if module else script_command(script)
     except CommandError as error:
         raise typer.BadParameter(str(error), param_hint="SCRIPT") from None
+    if not watch and (config, log_dir, settings) != (None, None, None):
+        raise typer.BadParameter("--config, --log-dir and --set need --watch.")
     plan = plan_launch(backend)
+    variables = plan.environment
+    if watch:
+        from te_precision_callbacks.watch import environment, read_options
+
+        variables = {**variables, **environment(read_options(config, log_dir, settings or []))}
+        variables["PYTHONPATH"] = inherited.startup_path()
     typer.echo(f"te-precision: {plan.description}", err=True)
-    launch(plan, [*command, *(arguments or [])])
+    launch(variables, [*command, *(arguments or [])])
 
 
 app.command("check")(check_command)

@@ -400,7 +400,7 @@ def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
         roots = [(f"chunk{index}", chunk) for index, chunk in enumerate(model)]
     else:
         return None
-    fits = all(isinstance(key, str) and key and isinstance(root, torch.nn.Module) for key, root in roots)
+    fits = all(isinstance(key, str) and isinstance(root, torch.nn.Module) for key, root in roots)
     return roots if fits else None
 
 

@@ -19,6 +19,7 @@ first imported, and never in a child that imports neither.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -67,8 +68,14 @@ def arguments_here(settings: Inherited, *, has_gpu: bool) -> dict[str, Any] | No
 
 
 def install_when_needed() -> None:
-    """Install the backend from the environment when torch or Transformer Engine is imported."""
-    if os.environ.get(ENVIRONMENT_VARIABLE):
+    """Install the backend and watch the script, if the environment asks for it, when torch or Transformer Engine is
+    imported.
+
+    Called at the start of each Python process, maybe twice: by ``startup/sitecustomize.py``, and by the file
+    ``te_precision_watch.pth`` of an installed package.
+    """
+    is_asked = os.environ.get(ENVIRONMENT_VARIABLE) or os.environ.get("TE_PRECISION_WATCH", "0") != "0"
+    if is_asked and not any(isinstance(finder, _Trigger) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Trigger())
 
 
@@ -91,17 +98,18 @@ class _Trigger(MetaPathFinder, PendingInstallation):
         return None
 
     def install(self) -> None:
-        """Install the backend from the environment."""
+        """Install the backend and watch the script, as the environment asks."""
         settings = inherited()
-        if settings is None:
-            return
-        import torch
+        if settings is not None:
+            import torch
 
-        from te_precision_callbacks.reference.install import install
+            from te_precision_callbacks.reference.install import install
 
-        arguments = arguments_here(settings, has_gpu=torch.cuda.is_available())
-        if arguments is not None:
-            install(**arguments)
+            arguments = arguments_here(settings, has_gpu=torch.cuda.is_available())
+            if arguments is not None:
+                install(**arguments)
+        if os.environ.get("TE_PRECISION_WATCH", "0") != "0":
+            importlib.import_module("te_precision_callbacks.watch").begin_from_environment()
 
 
 class _InstallingLoader(Loader):

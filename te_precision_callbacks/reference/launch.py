@@ -3,9 +3,9 @@
 Usage::
 
     plan = plan_launch(Backend.AUTO)
-    launch(plan, [*script_command("train.py"), "--steps", "10"])  # does not return
-    launch(plan, [*module_command("package.train"), "--steps", "10"])
-    launch(plan, [*script_command("torchrun"), "--nproc-per-node", "2", "train.py"])
+    launch(plan.environment, [*script_command("train.py"), "--steps", "10"])  # does not return
+    launch(plan.environment, [*module_command("package.train"), "--steps", "10"])
+    launch(plan.environment, [*script_command("torchrun"), "--nproc-per-node", "2", "train.py"])
 
 The script or module gets a fresh Python process, which replaces this one: so ``__main__``, ``sys.argv``,
 ``sys.path[0]``, the exit code, tracebacks, signals, and the way in which the script starts itself again on other ranks
@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -141,10 +141,10 @@ def _is_module(name: str) -> bool:
     return all(map(str.isidentifier, parts)) and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
 
 
-def launch(plan: Launch, command: Sequence[str]) -> NoReturn:
-    """Replace this process by a command, which gets the backend."""
+def launch(environment: Mapping[str, str], command: Sequence[str]) -> NoReturn:
+    """Replace this process by a command, which gets environment variables."""
     os.environ.pop(inherited.ENVIRONMENT_VARIABLE, None)
-    os.environ.update(plan.environment)
+    os.environ.update(environment)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))

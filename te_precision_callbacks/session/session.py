@@ -211,6 +211,9 @@ class InspectSession(Results):
         if self.running:
             raise SessionError("This session is running already. Call stop() before start(), or make a new session.")
         other = running_session()
+        if other is not None and other._loop.front_door == "watch":
+            other.stop()  # the script has a session of its own
+            other = None
         if other is not None:
             raise SessionError(
                 f"Another session is running, started at {other._results.started_at}, and a process can have only one"

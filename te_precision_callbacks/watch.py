@@ -1,0 +1,374 @@
+"""Watch a training script that must not be changed: its model, its optimizer steps and its loss are found by hooks.
+
+Usage::
+
+    te-precision run --watch --config config.yaml --log-dir run train.py --epochs 3
+    torchrun --nproc-per-node 8 -m te_precision_callbacks.watch --log-dir run train.py --epochs 3
+    TE_PRECISION_WATCH=1 ./launch.sh
+
+The model is each outermost module that is called in training mode, with gradients, whose parameters an optimizer holds.
+A debug iteration ends when every optimizer of the model has stepped. The loss is the scalar on which ``backward()``
+starts. If the script starts a session of its own, with any integration, that session replaces this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import logging
+import os
+import runpy
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.base.replaced import Replaced
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.options import SessionOptions
+    from te_precision_callbacks.session import InspectSession
+
+logger = logging.getLogger(__name__)
+
+WATCH_VARIABLE = "TE_PRECISION_WATCH"
+"""``1``, or the options of the session as JSON."""
+
+BACKWARDS = 20
+"""Backward passes without a model, or without a step, after which a warning comes."""
+
+SEARCHED_ITERATIONS = 2
+"""Iterations in which further models are searched for, such as the second network of a GAN."""
+
+BEHIND = 3
+"""Steps of one optimizer after which an optimizer that has not stepped is no longer waited for."""
+
+_ADVICE = (
+    "Add three lines to the script instead: `from te_precision_callbacks import InspectSession`, `session ="
+    " InspectSession(model=model, log_dir='run').start()` before the loop, and `session.step()` after"
+    " `optimizer.step()`"
+)
+
+
+class ScriptWatch:
+    """Starts a session when the script's model is first called in training, and steps it after its optimizers.
+
+    A failure of the watch is logged once, and ends the watch: the training continues.
+
+    Args:
+        options: of the session, as keywords of :class:`te_precision_callbacks.options.SessionOptions` with ``config``.
+
+    Attributes:
+        session: the session; None until the model is found.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.session: InspectSession | None = None
+        self._options = options
+        self._models: list[torch.nn.Module] = []
+        self._called: set[str] = set()
+        self._waiting: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._unscaled: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
+        self._backwards = 0
+        self._iterations, self._search_until = 0, SEARCHED_ITERATIONS
+        self._has_stepped = False
+        self._search = Replaced()
+        self._replaced = Replaced(yields=True)
+        self._handles: list[Any] = []
+        self._has_ended = False
+
+    # ------------------------------------------------------------------ begin and end
+
+    def begin(self) -> None:
+        """Register the hooks. Transformer Engine is imported only when a model is found."""
+        self._handles = [
+            register_optimizer_step_pre_hook(self._guard(self._before_step)),
+            register_optimizer_step_post_hook(self._guard(self._after_step)),
+        ]
+        self._begin_search()
+        self._replace(torch.autograd, "backward", self._before_backward)
+        self._replace(torch.amp.GradScaler, "scale", after=self._after_scale)
+        self._replace(torch.amp.GradScaler, "step", self._before_scaler_step, after=self._after_scaler_step)
+        self._replace(os, "_exit", lambda *_: self.stop())
+        self._at_exit = Finalize(None, self.stop, exitpriority=101)  # before a session's own, which reports an error
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Stop the session and remove the hooks."""
+        session, self.session = self.session, None
+        self._end()
+        for handle in self._handles:
+            handle.remove()
+        if session is not None:
+            session.stop(error)
+
+    def _end(self) -> None:
+        """Do nothing from now on. Hooks of optimizers stay: one of them may be running, and cannot be removed now."""
+        self._has_ended = True
+        self._search.put_back()
+        self._replaced.put_back()
+
+    def _guard(self, function: Any) -> Any:
+        """Keep failures of the watch from the training; errors that the user asked for pass, as in any session."""
+
+        @functools.wraps(function)
+        def guarded(*args: Any, **keywords: Any) -> None:
+            if self._has_ended:
+                return
+            try:
+                function(*args, **keywords)
+            except PrecisionDebugError:
+                raise
+            except Exception as error:
+                logger.error("The watch has failed and ends; the training continues. %s.", _ADVICE, exc_info=error)
+                session, self.session = self.session, None
+                self._end()
+                with contextlib.suppress(Exception):
+                    if session is not None:
+                        session.stop(error)
+
+        return guarded
+
+    def _replace(self, owner: Any, name: str, before: Any = None, *, after: Any = None) -> None:
+        """Call ``before(*args)`` before a function, or ``after(result, *args)`` after it."""
+        original = getattr(owner, name)
+        before, after = (None if hook is None else self._guard(hook) for hook in (before, after))
+
+        @functools.wraps(original)
+        def call(*args: Any, **keywords: Any) -> Any:
+            if before is not None:
+                before(*args, **keywords)
+            result = original(*args, **keywords)
+            if after is not None:
+                after(result, *args)
+            return result
+
+        self._replaced.replace(owner, name, call)
+
+    # ------------------------------------------------------------------ the model
+
+    def _begin_search(self) -> None:
+        """Look at the calls of modules; inside of one that trains the search pauses, since others are not outermost."""
+        if self._search:
+            return
+        original = torch.nn.Module.__call__
+
+        @functools.wraps(original)
+        def call(module: torch.nn.Module, *args: Any, **keywords: Any) -> Any:
+            if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
+                return original(module, *args, **keywords)
+            self._guard(self._consider)(module)
+            try:
+                return original(module, *args, **keywords)
+            finally:
+                if not (self._search or self._has_ended) and self._iterations < self._search_until:
+                    self._begin_search()
+
+        self._search.replace(torch.nn.Module, "__call__", call)
+
+    def _consider(self, module: torch.nn.Module) -> None:
+        """Attach an outermost module, if it is one that trains."""
+        if torch._C._current_graph_task_id() != -1:  # a recomputation inside of a backward
+            return
+        if not any(module in model.modules() for model in self._models):
+            trained = _trained(module)
+            if not trained or self._is_replaced():
+                return
+            self._called.add(type(module).__name__)
+            optimizers = [each for each in _optimizers() if _steps_any(each, trained)]
+            if optimizers:
+                self._attach(module, optimizers)
+        self._search.put_back()
+
+    def _is_replaced(self) -> bool:
+        """Whether the script has a session of its own, which ends the watch."""
+        from te_precision_callbacks.session.session import running_session
+
+        is_replaced = running_session() is not self.session or (self.session is not None and not self.session.running)
+        if is_replaced:
+            self._end()
+        return is_replaced
+
+    def _attach(self, model: torch.nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Observe a model from now on, beside those that were found before."""
+        from te_precision_callbacks.session import InspectSession
+
+        gc.collect()
+        if self.session is not None and not self._waiting:  # another training has ended, with its optimizers
+            self.session.stop()
+            self.session, self._models = None, []
+            self._iterations = 0
+        self._models.append(model)
+        for optimizer in optimizers:
+            self._others.discard(optimizer)
+            self._waiting.setdefault(optimizer, True)
+        if self.session is None:
+            self.session = InspectSession.from_options(_checked(self._options))
+            self.session.start(front_door="watch", trainer_steps=True)
+            self.session.follow(self)
+        # The first model's layers keep their names when another one is found.
+        self.session.attach({f"model{number}" if number else "": each for number, each in enumerate(self._models)})
+
+    # ------------------------------------------------------------------ the step
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Wait for the optimizer in each iteration if it steps the model; else search for its model once more."""
+        if optimizer in self._waiting or optimizer in self._others:
+            return
+        if any(_steps_any(optimizer, _trained(model)) for model in self._models):
+            self._waiting[optimizer] = True
+            return
+        self._others.add(optimizer)
+        self._search_until = self._iterations + SEARCHED_ITERATIONS
+        self._begin_search()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._has_stepped = True
+        if self.session is None or optimizer not in self._waiting or self._is_replaced():
+            return
+        count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        for other in list(self._waiting):
+            self._waiting[other] = bool(self._steps.get(other)) or (self._waiting[other] and count < BEHIND)
+        if all(self._steps.get(other) for other, is_waited_for in self._waiting.items() if is_waited_for):
+            self._steps.clear()
+            self._backwards = 0
+            self._iterations += 1
+            if self._iterations >= self._search_until:
+                self._search.put_back()
+            self.session.step()
+
+    def _before_scaler_step(self, *_: Any) -> None:
+        self._has_stepped = False
+
+    def _after_scaler_step(self, _result: Any, _scaler: Any, optimizer: Optimizer, *_: Any) -> None:
+        """Count a step that a GradScaler has skipped because of inf or nan in the gradients."""
+        if not self._has_stepped:
+            self._after_step(optimizer)
+
+    # ------------------------------------------------------------------ the loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Called with the loss of each backward; the session listens to it."""
+
+    def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # a recomputation inside of a backward
+            return
+        loss = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            scaled, plain = self._unscaled or (None, loss)
+            self.backward(plain if scaled is not None and scaled() is loss else loss)
+        self._unscaled = None
+        self._backwards += 1
+        if self._backwards == BACKWARDS:
+            self._search.put_back()
+            self._warn()
+
+    def _after_scale(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:
+        if isinstance(scaled, torch.Tensor) and isinstance(outputs, torch.Tensor):
+            self._unscaled = weakref.ref(scaled), outputs.detach()
+
+    def _warn(self) -> None:
+        optimizers = ", ".join(sorted({type(each).__name__ for each in _optimizers()})) or "no optimizer of torch.optim"
+        if self.session is None:
+            called = ", ".join(sorted(self._called)) or "no module with trainable parameters"
+            seen = f"no model was found whose parameters an optimizer holds. Called in training mode: {called}"
+        else:
+            seen = "no optimizer of the model has stepped"
+        logger.warning(
+            "After %d backward passes %s. In this process: %s. %s.", self._backwards, seen, optimizers, _ADVICE
+        )
+
+
+def _checked(options: Mapping[str, Any]) -> SessionOptions:
+    """The options of the session.
+
+    Raises:
+        OptionError: a keyword is unknown, or its value is invalid.
+        ConfigError: the config cannot be used.
+    """
+    from te_precision_callbacks.options import SessionOptions
+
+    keywords = dict(options)
+    return SessionOptions.from_keywords(keywords.pop("config", None), **keywords)
+
+
+def _trained(module: torch.nn.Module) -> set[int]:
+    """The ids of the trainable parameters of a module, and of their masters."""
+    trained = [each for each in module.parameters() if each.requires_grad]
+    masters = [getattr(each, "main_param", None) for each in trained]
+    return {id(each) for each in (*trained, *masters) if each is not None}
+
+
+def _steps_any(optimizer: Optimizer, trained: set[int]) -> bool:
+    return any(id(tensor) in trained for group in optimizer.param_groups for tensor in group["params"])
+
+
+def _optimizers() -> list[Optimizer]:
+    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+
+
+# ---------------------------------------------------------------------- the ways to begin
+
+
+def read_options(config: str | None, log_dir: str | None, settings: Iterable[str]) -> dict[str, Any]:
+    """The options of the session from a command line, checked.
+
+    Args:
+        config: the path of a config; None for the default config.
+        log_dir: the folder for the run; None for the session's default.
+        settings: further keywords of the session, as ``name=value`` with a value in YAML.
+
+    Raises:
+        OptionError: a keyword is unknown, or its value is invalid.
+        ConfigError: the config cannot be used.
+    """
+    options: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        try:
+            options[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals:
+            raise OptionError(f"--set takes NAME=VALUE with a value in YAML, such as on_finding=stop, not {setting!r}.")
+    paths = {"config": config, "log_dir": log_dir}
+    options |= {name: str(Path(path).absolute()) for name, path in paths.items() if path is not None}
+    _checked(options)
+    return options
+
+
+def environment(options: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variable that has a Python process watch its script."""
+    return {WATCH_VARIABLE: json.dumps(options) if options else "1"}
+
+
+def begin_from_environment() -> None:
+    """Watch the script of this process with the options in the environment, if it asks for that."""
+    text = os.environ.get(WATCH_VARIABLE, "")
+    if text in ("", "0"):
+        return
+    options: Any = {}
+    if text != "1":
+        with contextlib.suppress(ValueError):
+            options = json.loads(text)
+        if not isinstance(options, dict) or not options:
+            logger.error(
+                "%s=%r: nothing is watched. Set it to 1, or to the options of a session as JSON.", WATCH_VARIABLE, text
+            )
+            return
+    ScriptWatch(options).begin()
+
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["run", "--watch"]
+    runpy.run_module("te_precision_callbacks", run_name="__main__")

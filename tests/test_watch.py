@@ -1,0 +1,342 @@
+"""Scripts that are watched without a change: their models, steps and losses are found, and their numbers stay."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.reference import inherited
+from te_precision_callbacks.runs.reading import open_run
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.watch import BACKWARDS, ScriptWatch, read_options
+
+STEPS = 6
+ROOT = Path(__file__).parent.parent
+
+
+class Model(torch.nn.Module):
+    """Two TE layers."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = te.Linear(16, 32)
+        self.last = te.Linear(32, width)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(torch.nn.functional.gelu(self.first(tensor)))
+        return result
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+    with te.autocast():
+        loss: torch.Tensor = (model(batch(step)) - batch(step)).pow(2).mean()
+    return loss
+
+
+def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, micro_batches: int = 1) -> list[float]:
+    """Train; the mean loss of each step."""
+    losses = []
+    for step in range(STEPS):
+        losses.append(0.0)
+        for micro_batch in range(micro_batches):
+            loss = loss_of(model, step * micro_batches + micro_batch)
+            loss.backward()
+            losses[-1] += loss.item() / micro_batches
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, 99)
+        model.train()
+    return losses
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[ScriptWatch]:
+    watch = ScriptWatch({"log_dir": str(folder), "report": False})
+    watch.begin()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+
+
+def losses_of(folder: Path) -> list[float]:
+    return list(open_run(folder).metrics["loss"].values)
+
+
+def layers_of(folder: Path) -> list[str]:
+    return open_run(folder).ordered_layers
+
+
+# ---------------------------------------------------------------------- loops
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_model_step_and_loss_are_found(tmp_path: Path, micro_batches: int) -> None:
+    plain = Model()
+    expected = train(plain, sgd(plain), micro_batches=micro_batches)
+    model = Model()
+    with watched(tmp_path) as watch:
+        assert train(model, sgd(model), micro_batches=micro_batches) == expected
+        assert watch.session is not None
+        assert watch.session.iteration == STEPS
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert losses_of(tmp_path) == pytest.approx(expected, rel=1e-6)
+    assert sorted(layers_of(tmp_path)) == ["first", "last"]
+    run = open_run(tmp_path)
+    assert run.segments[-1].status == "ended"
+    assert {0, 1, 2, 5} <= set(run.steps.column("iteration").to_pylist())
+
+
+def test_two_optimizers_of_one_model_step_once(tmp_path: Path) -> None:
+    model = Model()
+    parts = ([each for each in model.parameters() if (each.dim() > 1) == matrix] for matrix in (True, False))
+    optimizers = [torch.optim.SGD(part, lr=0.01) for part in parts]
+    with watched(tmp_path) as watch:
+        train(model, *optimizers)
+        assert watch.session is not None
+        assert watch.session.iteration == STEPS
+
+
+def test_an_optimizer_that_never_steps_is_not_waited_for(tmp_path: Path) -> None:
+    model = Model()
+    unused = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watched(tmp_path) as watch:
+        train(model, sgd(model))
+        assert watch.session is not None
+        assert watch.session.iteration == STEPS - 2
+    assert unused.state_dict()
+
+
+def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
+    generator, critic = Model(), Model(width=16)
+    both = [sgd(generator), sgd(critic)]
+    with watched(tmp_path) as watch:
+        for step in range(STEPS):
+            with te.autocast():
+                fake = generator(batch(step))
+                (critic(fake.detach()).mean() - critic(batch(step)).mean()).backward()
+            both[1].step()
+            critic.zero_grad()
+            with te.autocast():
+                (-critic(generator(batch(step))).mean()).backward()
+            both[0].step()
+            generator.zero_grad()
+        assert watch.session is not None
+        assert watch.session.iteration == STEPS
+    assert sorted(layers_of(tmp_path)) == ["first", "last", "model1.first", "model1.last"]
+
+
+def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
+    model = Model()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    losses = []
+    with watched(tmp_path) as watch:
+        for step in range(STEPS):
+            loss = loss_of(model, step)
+            losses.append(loss.item())
+            scaler.scale(loss).backward()
+            if step == 2:
+                model.first.weight.grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert watch.session is not None
+        assert watch.session.iteration == STEPS
+    assert losses_of(tmp_path) == pytest.approx(losses, rel=1e-6)
+
+
+def test_an_optimizer_that_is_made_after_the_first_forward(tmp_path: Path) -> None:
+    model = Model()
+    loss_of(model, 0).backward()
+    with watched(tmp_path) as watch:
+        loss_of(model, 0).backward()
+        train(model, sgd(model))
+        assert watch.session is not None
+        assert watch.session.iteration == STEPS
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model(tmp_path: Path, in_place: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    if in_place:
+        model.compile(backend="eager", fullgraph=True)
+    called = model if in_place else torch.compile(model, backend="eager", fullgraph=True)
+    with watched(tmp_path) as watch:
+        train(called, sgd(model))  # type: ignore[arg-type]
+        assert watch.session is not None
+        assert watch.session.iteration == STEPS
+
+
+def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
+    with watched(tmp_path):
+        for _ in range(2):
+            model = Model()
+            train(model, sgd(model))
+            del model
+    records = sorted((tmp_path / "precision_records").iterdir())
+    assert [open_run(each).segments[-1].status for each in records] == ["ended", "ended"]
+    assert [diagnose(each).state for each in records] == ["no problems found"] * 2
+
+
+# ---------------------------------------------------------------------- scripts that cannot be watched
+
+
+def test_a_session_of_the_script_wins(tmp_path: Path) -> None:
+    model = Model()
+    with watched(tmp_path / "watch") as watch:
+        with InspectSession(model=model, log_dir=tmp_path / "own", report=False):
+            train(model, sgd(model))
+        assert watch.session is None
+    assert (tmp_path / "own").is_dir()
+    assert not (tmp_path / "watch").exists()
+
+
+def test_a_session_that_starts_later_replaces_the_watch(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = sgd(model)
+    with watched(tmp_path / "watch"):
+        train(model, optimizer)
+        with InspectSession(model=model, log_dir=tmp_path / "own", report=False) as session:
+            loss_of(model, 0).backward()
+            optimizer.step()
+            session.step()
+    assert open_run(tmp_path / "watch").segments[-1].status == "ended"
+    assert open_run(tmp_path / "own").segments[-1].status == "ended"
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_one_warning_where_nothing_is_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_optimizer: bool
+) -> None:
+    model = Model()
+    optimizer = sgd(model) if has_optimizer else None
+    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
+        for step in range(2 * BACKWARDS):
+            loss_of(model, step).backward()
+    (record,) = caplog.records
+    expected = "no optimizer of the model has stepped" if optimizer else "no model was found"
+    assert f"After {BACKWARDS} backward passes {expected}" in record.getMessage()
+    assert "session.step()" in record.getMessage()
+
+
+def test_a_failure_of_the_watch_does_not_reach_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("te_precision_callbacks.watch._optimizers", lambda: 1 / 0)
+    model = Model()
+    with watched(tmp_path):
+        train(model, sgd(model))
+    assert [record.message.partition(";")[0] for record in caplog.records] == ["The watch has failed and ends"]
+
+
+def test_an_error_that_the_user_asked_for_ends_the_training(tmp_path: Path) -> None:
+    config = {"all": {"enabled": True, "layers": {"layer_types": ["absent"]}, "transformer_engine": {}}}
+    watch = ScriptWatch({"log_dir": str(tmp_path), "config": config})
+    model = Model()
+    watch.begin()
+    try:
+        with pytest.raises(ConfigError, match="matches none of the 2 layers"):
+            train(model, sgd(model))
+    finally:
+        watch.stop()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [(["on_finding"], "NAME=VALUE"), (["nonsense=1"], "nonsense"), (["strict=2"], "strict=")]
+)
+def test_wrong_settings(settings: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        read_options(None, None, settings)
+
+
+# ---------------------------------------------------------------------- processes
+
+SCRIPT = """
+import os, sys
+import torch
+import transformer_engine.pytorch as te
+torch.manual_seed(0)
+model = torch.nn.Sequential(te.Linear(16, 32), te.Linear(32, 16)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(6):
+    with te.autocast():
+        loss = model(torch.ones(32, 16).cuda()).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(loss.item().hex(), sys.argv[1:], flush=True)
+if sys.argv[1] == "raises":
+    raise ValueError("at the end")
+if sys.argv[1] == "leaves":
+    os._exit(0)
+"""
+
+
+def call(folder: Path, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TE_PRECISION_QUIET": "0", **variables}
+    environment.pop(inherited.ENVIRONMENT_VARIABLE, None)
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+RUN = ["-m", "te_precision_callbacks", "run"]
+WATCH = ["-m", "te_precision_callbacks.watch"]
+
+
+@pytest.mark.processes
+def test_processes(tmp_path: Path) -> None:
+    plain = call(tmp_path, [*RUN, "train.py", "ends"])
+    assert plain.returncode == 0, plain.stderr
+    assert not (tmp_path / "precision_debug").exists()
+    ways: list[tuple[str, Callable[[], subprocess.CompletedProcess[str]]]] = [
+        ("ends", lambda: call(tmp_path, [*RUN, "--watch", "--log-dir", "ends", "train.py", "ends"])),
+        ("leaves", lambda: call(tmp_path, [*WATCH, "--log-dir", "leaves", "train.py", "leaves"])),
+        ("raises", lambda: call(tmp_path, [*WATCH, "--set", "log_dir=raises", "train.py", "raises"])),
+        (
+            "variable",
+            lambda: call(
+                tmp_path, [*RUN, "train.py", "variable"], TE_PRECISION_WATCH=json.dumps({"log_dir": "variable"})
+            ),
+        ),
+    ]
+    for name, way in ways:
+        result = way()
+        assert result.returncode == (1 if name == "raises" else 0), result.stderr
+        assert result.stdout == plain.stdout.replace("ends", name)
+        assert "te-precision: " in result.stderr
+        (segment,) = open_run(tmp_path / name).segments
+        assert segment.status == ("failed" if name == "raises" else "ended")
+
+
+@pytest.mark.processes
+def test_options_without_watch(tmp_path: Path) -> None:
+    result = call(tmp_path, [*RUN, "--log-dir", "logs", "train.py", "ends"])
+    assert result.returncode == 2
+    assert "--watch" in result.stderr
