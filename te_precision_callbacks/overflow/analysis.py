@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.overflow import report as text
 from te_precision_callbacks.overflow.detector_options import DetectorOptions
+from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
 from te_precision_callbacks.overflow.interval import Event, ForwardCall, Gradient, History, Interval, Labelled, seen
@@ -116,6 +117,7 @@ class Reader:
         culprit = frames[-1]
         place = culprit.frame.place
         step = "" if evaluation else self.step()
+        weights = {} if place is None or self._options.parameters else self._weights_of(place.module, place.path)
         return Find(
             path="" if place is None else place.path,
             class_name="" if place is None else place.class_name,
@@ -125,10 +127,22 @@ class Reader:
             rank=own_rank(),
             sequence=before + index,
             headline=text.headline(culprit),
-            advice=text.advice(culprit, events[index], loss_scale=scale),
-            report=text.report(frames, abs_min=self._options.abs_min, step=step),
+            advice=text.advice(culprit, events[index], loss_scale=scale, weights=weights),
+            report=text.report(frames, abs_min=self._options.abs_min, step=step, weights=weights),
             step=step,
         )
+
+    def _weights_of(self, module: torch.nn.Module, path: str) -> Mapping[str, float]:
+        """Return the largest magnitude of each parameter of a module. The host waits for the device."""
+        slots = Slots(abs_min=False)
+        try:
+            named = module.named_parameters(recurse=is_compiled(module))
+            measured = {name: slots.measure(parameter) for name, parameter in named}
+            values = slots.read()
+        except Exception as error:  # the overflow must still be reported
+            logger.warning("Activation overflow: the parameters of %s could not be read (%s).", path, text_of(error))
+            return {}
+        return {name: text.amax(slot, values) for name, slot in measured.items() if isinstance(slot, Slot)}
 
     def forget(self) -> None:
         """Drop the frames so far."""

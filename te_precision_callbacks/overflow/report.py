@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from te_precision_callbacks.overflow.extreme_slots import Slot, Values
 from te_precision_callbacks.overflow.interval import Event, ForwardCall, Gradient, Seen
+
+_LARGE = 2.0**8
+"""A parameter is too large above this magnitude, and above everything that enters the module."""
 
 
 def headline(culprit: Seen) -> str:
@@ -16,13 +19,14 @@ def headline(culprit: Seen) -> str:
     return f"{_where(culprit)} has {kind}"
 
 
-def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
+def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Mapping[str, float]) -> str:
     """Return the advice about an overflow.
 
     Args:
         culprit: the bad frame.
         event: the event of the frame.
         loss_scale: the factor of a GradScaler, if the loss was scaled.
+        weights: the largest magnitude of each parameter of the module.
     """
     frame = culprit.frame
     if isinstance(event, Gradient):
@@ -38,6 +42,15 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
             "It entered the module from outside the watched modules: from the data, or from code between modules,"
             " which detect_overflow() can check."
         )
+    if isinstance(event, ForwardCall) and weights:
+        entered = max((amax(slot, culprit.values) for _, slot in event.inputs if isinstance(slot, Slot)), default=0.0)
+        name, largest = max(weights.items(), key=lambda item: item[1])
+        if max(entered, _LARGE) < largest < math.inf:
+            return (
+                f"The parameter {name} of the module has an abs_max of {largest:.2e}, and its inputs only"
+                f" {entered:.2e}: the weight is too large. Check its initialization, the loaded checkpoint, and the"
+                " optimizer's last steps."
+            )
     if isinstance(frame.measured, Slot) and culprit.values.extremes(frame.measured)[1] < math.inf:
         path = "" if frame.place is None else frame.place.path
         return f"There is only -inf: if the module makes -inf on purpose, allow it with allow_neg_inf=[{path!r}]."
@@ -47,17 +60,21 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None) -> str:
     )
 
 
-def report(frames: Sequence[Seen], *, abs_min: bool, step: str) -> str:
+def report(frames: Sequence[Seen], *, abs_min: bool, step: str, weights: Mapping[str, float]) -> str:
     """Return the report.
 
     Args:
         frames: the frames; the last one is the culprit.
         abs_min: add a column with the smallest magnitudes.
         step: the training step of the batch as text, if known.
+        weights: the largest magnitude of each parameter of the module.
     """
     culprit = frames[-1]
     lines = [headline(culprit)]
     lines += [f"batch {culprit.batch} is in {step}"] if step else []
+    if weights:
+        amaxes = ", ".join(f"{name} abs_max={largest:.2e}" for name, largest in weights.items())
+        lines.append(f"parameters of the module: {amaxes}")
     lines += ["", "", f"last {len(frames)} frames:"]
     return "\n".join([*lines, *(line(frame, abs_min=abs_min) for frame in frames)])
 
