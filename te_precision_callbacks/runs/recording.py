@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from te_precision_callbacks.runs.launches import launch_key
 from te_precision_callbacks.runs.run_files import segment_name, time_text
 from te_precision_callbacks.runs.size_limit import SizeLimit
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
@@ -78,7 +79,7 @@ class Recording:
         writer = RunWriter(self._folder, segment, run.rank, close_bytes=self._close_bytes, small_bytes=self._limit // 8)
         self._numbers = _Numbers(writer, self._scopes)
         if run.rank == 0:
-            begun = {"first_iteration": first_iteration, "world": run.world_size}
+            begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}
             told = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
             writer.put_run(**{**begun, **told, **self._facts.run})
         return writer

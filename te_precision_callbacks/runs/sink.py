@@ -12,11 +12,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.threads import within
+from te_precision_callbacks.runs.launches import find_segment
 from te_precision_callbacks.runs.limits import DEFAULT_LIMIT
 from te_precision_callbacks.runs.recording import Facts, Place, Recording, Step, own_numbers
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
@@ -25,6 +26,10 @@ from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL, WriterThre
 
 MOST_WAITING = 1 << 24
 """The most values in the queue, about 300 MB; steps beyond are dropped."""
+
+LONGEST_SEARCH, LAST_SEARCH = 120.0, 10.0
+"""Seconds in which a rank that does not reduce with rank 0 looks for the segment of rank 0: while the session runs, and
+after its end."""
 
 
 class RecordingError(PrecisionDebugError, RuntimeError): ...
@@ -51,10 +56,8 @@ class RecordSink(EventSink):
         writes_reduced: whether this rank writes reduced values, steps, scalars and facts. Other ranks write only local
             values, failures and dumps, and create no file before that.
         is_alone: whether this rank checks the contract alone.
-        place: the segment. None in a run that ends before its first step: rank 0 then begins one with the first
-            content, and the other ranks record nothing.
-        find_place: returns the segment on a rank that does not reduce with rank 0; None if rank 0 has not begun one,
-            yet, False if it does not record.
+        place: the segment. None in a run that ends before its first step, and on a rank that does not reduce with
+            rank 0: rank 0 begins one with the first content, and the other ranks look for it.
         last: the last iteration at the end of the run; -1 before.
         has_recorded: whether anything was written.
         has_content: whether anything was written besides the start and the end.
@@ -62,7 +65,6 @@ class RecordSink(EventSink):
 
     def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
         self.place: Place | None = None
-        self.find_place: Callable[[], Place | Literal[False] | None] = lambda: False
         self.last = -1
         self._run_id = new_run_id()
         self._is_new = True
@@ -81,6 +83,7 @@ class RecordSink(EventSink):
         self._last_records: StepRecords | None = None
         self._last_step: float | None = None
         self._made_at = time.time()
+        self._searching_since = 0.0
 
     # ------------------------------------------------------------------ in the training's thread
 
@@ -183,10 +186,9 @@ class RecordSink(EventSink):
                 if isinstance(job, Scalars) or not (_is_content(job) or (self._is_new and self._runs.is_dir())):
                     self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
                     return True
-                place = self.begin() if self._info.rank == 0 else self.find_place()
-                if not place:
-                    return place is not None  # None: again, until rank 0 has begun
-                self.place = place
+                self.place = self.begin() if self._info.rank == 0 else self._find_place()
+                if self.place is None:
+                    return False  # again, until rank 0 has begun
             self._recording = Recording(
                 self._runs,
                 self.place,
@@ -207,6 +209,20 @@ class RecordSink(EventSink):
             self._recording.take(job)
             self.has_content = self.has_content or _is_content(job)
         return True
+
+    def _find_place(self) -> Place | None:
+        """Look for the segment of rank 0.
+
+        Raises:
+            RecordingError: there is no segment after a long search.
+        """
+        self._searching_since = self._searching_since or time.monotonic()
+        found = find_segment(self._runs, self._info.rank, self._made_at)
+        if found is not None:
+            return Place(*found)
+        if time.monotonic() - self._searching_since > (LONGEST_SEARCH if self._run else LAST_SEARCH):
+            raise RecordingError("rank 0 has begun no segment")
+        return None
 
     def flush(self) -> None:
         with self._losing():

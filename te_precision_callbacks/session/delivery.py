@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
-from te_precision_callbacks.base.ranks import own_rank, world_size
-from te_precision_callbacks.base.ranks.meeting import shared_store
+from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log
 from te_precision_callbacks.runs.fingerprints import ResumeReport
@@ -221,26 +219,6 @@ class RunFiles:
             agreed = ranks.pool(own, "place of the records", Place)
             if self.records is not None and agreed:
                 self.records.place = agreed[0]
-        if world_size() > 1 and not (ranks.several and group is None):
-            self._share_place(with_rank_0=with_rank_0)
-
-    def _share_place(self, *, with_rank_0: bool) -> None:
-        """Send the place of the records from rank 0 to ranks that do not reduce with it, through torch's store."""
-        try:
-            store = shared_store("te_precision_callbacks/records")
-            key = f"place/{store.add(f'sessions/{own_rank()}', 1)}"  # all ranks start the same sessions
-            if own_rank() == 0:
-                store.set(key, json.dumps(self.place or False))
-        except Exception as error:  # such as a store that another rank has closed
-            logger.info("The ranks do not share the place of the records: %s", error)
-            return
-
-        def find_place() -> Place | Literal[False] | None:
-            place = json.loads(store.get(key)) if store.check([key]) else None
-            return Place(*place) if place else place
-
-        if self.records is not None and not with_rank_0:
-            self.records.find_place = find_place
 
     def hurry(self) -> list[Callable[[], bool]]:
         """Flush the files soon; see :meth:`WriterThread.hurry`."""

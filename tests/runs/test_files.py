@@ -487,7 +487,6 @@ def test_other_ranks_write_only_what_is_theirs(tmp_path: Path) -> None:
     table = SeriesTable()
     one, other = (RecordSink(tmp_path) for _ in range(2))
     other.writes_reduced = False
-    other.find_place = lambda: one.place
     one.start(info(tmp_path, rank=0, world=2))
     other.start(info(tmp_path, rank=1, world=2))
     for iteration in range(2):
