@@ -84,12 +84,13 @@ def test_the_example_runs_and_shows_what_came_out(
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.5
     formats = shown.partition("Precision that really ran")[2].partition("Not in low precision")[0]
-    assert formats.count("BF16") == 2, "the forward of down_proj in two blocks"
-    assert shown.count("FP8 E5M2 *") == 2 * 15, "dgrad and wgrad of each of the 15 layers"
+    assert formats.count("BF16") == 1, "the forward of down_proj, in one row for both blocks"
+    assert shown.count("FP8 E5M2 *") == 2 * 8, "dgrad and wgrad of each of the 15 layers, in one row for both blocks"
     board = board_scalars(tmp_path / "board")
     assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses, 1)}
     lines = logged_lines(tmp_path)
-    assert len(lines) == 3 * 2 * 4 * 4, "layers, tensors, statistics, and every second of the eight steps"
+    assert {0, 2, 4, 6} <= {iteration for _, iteration in lines}
+    assert "No problems found" in shown.partition("Precision that really ran")[0]
     for (name, iteration), value in lines.items():
-        layer, tensor, statistic = re.fullmatch(r"(.*)_(activation|gradient)_(.*)", name).groups()  # type: ignore[union-attr]
-        assert board[f"te.{layer}/{tensor}/{statistic}"][iteration + 1] == pytest.approx(value)
+        if match := re.fullmatch(r"(.*)_(activation|weight|gradient)_(.*)", name):  # the optimizer's have no tensor
+            assert board["te.{}/{}/{}".format(*match.groups())][iteration + 1] == pytest.approx(value)

@@ -56,7 +56,6 @@ RUN_BY = {
     ("docs/high-precision.md", "bash", ""): "tests/docs/test_task_pages.py",
     ("docs/high-precision.md", "python", ""): "tests/docs/test_task_pages.py",
     ("docs/high-precision.md", "yaml", ""): "tests/docs/test_task_pages.py",
-    ("docs/lightning.md", "python", "import lightning as L"): "tests/test_package.py",
     ("docs/records.md", "python", ""): "tests/runs/test_page.py",
     ("docs/report.md", "python", ""): "tests/report/test_docs.py",
     ("docs/report.md", "bash", "te-precision report"): "tests/report/test_docs.py",

@@ -194,15 +194,9 @@ def selected(model: Any, log_dir: Path, **keywords: Any) -> list[list[bool]]:
         return [[name in layer.sections for layer in session.layers] for name in CONFIG]
 
 
-def warnings_of_names(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [found.getMessage() for found in caplog.records if "layer_names='upstream'" in found.getMessage()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
-def test_a_config_selects_what_it_selects_in_upstream(
-    make: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_config_selects_what_it_selects_in_upstream(make: Callable[[], Any], tmp_path: Path) -> None:
     model = make()
     names = names_of_upstream(model, tmp_path)
     of_upstream = [[is_selected_by_upstream(name, block) for name in names] for block in BLOCKS]
@@ -213,17 +207,6 @@ def test_a_config_selects_what_it_selects_in_upstream(
     for block, theirs, here in zip(BLOCKS, of_upstream, ours, strict=True):
         assert here == [bool(chosen) for chosen in theirs], block
     assert sum(map(any, ours)) >= 7, "of these configs many select something in each model"
-
-    assert not warnings_of_names(caplog)
-    by_path = selected(model, tmp_path)
-    said = "\n".join(warnings_of_names(caplog))
-    for number, (theirs, here) in enumerate(zip(of_upstream, by_path, strict=True)):
-        asked = [(bool(chosen), mine) for chosen, mine in zip(theirs, here, strict=True) if chosen is not None]
-        if any(chosen for chosen, _ in asked):
-            assert (f"(section 'block {number}')" in said) == any(chosen != mine for chosen, mine in asked), said
-    caplog.clear()
-    assert selected(model, tmp_path, layer_names="path") == by_path
-    assert not warnings_of_names(caplog)
 
 
 @pytest.mark.parametrize("make", MODELS)

@@ -31,18 +31,18 @@ def test_the_example_trains_in_fp8_under_accelerate_launch(tmp_path: Path) -> No
     shown = result.stdout
     rows = [line for line in shown.splitlines() if line.strip().startswith(("model.layers", "lm_head"))]
     precision = [row.split(maxsplit=1) for row in rows if "FP8 E5M2 * E4M3" in row]
-    assert len(precision) == 2 * 7 + 1, "each Linear layer of two blocks, and the head"
+    assert len(precision) == 7 + 1, "each Linear layer, in one row for both blocks, and the head"
     for layer, operands in precision:
         assert operands.startswith("BF16" if layer.endswith("down_proj") else "FP8 E4M3"), (layer, operands)
 
     folder = tmp_path / "runs" / "hf_trainer_fp8"
     lines = logged_lines(folder)
-    assert {step for _, step in lines} == {0, 5, 10}
+    assert {0, 5, 10} <= {step for _, step in lines}
     (events,) = folder.rglob("events.out.tfevents*")
     board = board_scalars(events)
     for (name, step), value in lines.items():
-        metric = re.sub("_(activation|weight|gradient)_", r"/\1/", name)
-        assert np.float32(board[f"te.{metric}"][step + 1]) == np.float32(value)
+        if match := re.fullmatch(r"(.*)_(activation|weight|gradient)_(.*)", name):  # the optimizer's have no tensor
+            assert np.float32(board["te.{}/{}/{}".format(*match.groups())][step + 1]) == np.float32(value)
     assert sorted(board["train/loss"]) == [2, 4, 6, 8, 10, 12]
     assert sorted(board["eval/loss"]) == [6, 12]
     assert board["train/loss"][12] < board["train/loss"][2]
