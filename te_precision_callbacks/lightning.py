@@ -296,7 +296,7 @@ class HealthyCheckpoint(ModelCheckpoint):
     _precision: PrecisionDebugCallback | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the callback whose findings count."""
+        """Find the trainer's PrecisionDebugCallback."""
         given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks = (each for each in given if isinstance(each, PrecisionDebugCallback))
         self._precision = next(callbacks, None)
@@ -327,7 +327,7 @@ class HealthyCheckpoint(ModelCheckpoint):
         return self._precision is not None and bool(self._precision.session.findings.wrong)
 
     def _all_healthy(self, trainer: Trainer) -> bool:
-        """Whether no rank has found an error or a warning: a checkpoint is saved by all ranks or by none."""
+        """Return whether all ranks are without errors and warnings: a checkpoint is saved by all ranks or by none."""
         healthy: bool = trainer.strategy.reduce_boolean_decision(not self._has_findings)
         return healthy
 

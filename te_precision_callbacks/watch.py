@@ -119,7 +119,7 @@ class ScriptWatch:
         self._replaced.put_back()
 
     def _guard(self, function: Any) -> Any:
-        """Keep failures of the watch from the training; errors that the user asked for pass, as in any session."""
+        """Report failures of the watch without raising; errors of the session, such as ConfigError, still raise."""
 
         @functools.wraps(function)
         def guarded(*args: Any, **keywords: Any) -> None:
@@ -158,7 +158,7 @@ class ScriptWatch:
     # ------------------------------------------------------------------ the model
 
     def _begin_search(self) -> None:
-        """Look at the calls of modules; inside of one that trains the search pauses, since others are not outermost."""
+        """Check the calls of modules. Inside a call of a trained module the search pauses: others are not outermost."""
         if self._search:
             return
         original = torch.nn.Module.__call__
@@ -177,7 +177,7 @@ class ScriptWatch:
         self._search.replace(torch.nn.Module, "__call__", call)
 
     def _consider(self, module: torch.nn.Module) -> None:
-        """Attach an outermost module, if it is one that trains."""
+        """Attach an outermost module in training."""
         if torch._C._current_graph_task_id() != -1:  # a recomputation inside of a backward
             return
         if not any(module in model.modules() for model in self._models):
@@ -191,7 +191,7 @@ class ScriptWatch:
         self._search.put_back()
 
     def _is_replaced(self) -> bool:
-        """Whether the script has a session of its own, which ends the watch."""
+        """Return whether the script has started its own session; this ends the watch."""
         from te_precision_callbacks.session.session import running_session
 
         is_replaced = running_session() is not self.session or (self.session is not None and not self.session.running)
@@ -200,7 +200,7 @@ class ScriptWatch:
         return is_replaced
 
     def _attach(self, model: torch.nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Observe a model from now on, beside those that were found before."""
+        """Observe another model from now on."""
         from te_precision_callbacks.session import InspectSession
 
         gc.collect()
@@ -353,7 +353,7 @@ def environment(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def begin_from_environment() -> None:
-    """Watch the script of this process with the options in the environment, if it asks for that."""
+    """Watch the script of this process if TE_PRECISION_WATCH is set."""
     text = os.environ.get(WATCH_VARIABLE, "")
     if text in ("", "0"):
         return
