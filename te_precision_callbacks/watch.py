@@ -237,8 +237,9 @@ class ScriptWatch:
         if self.session is None or optimizer not in self._waiting or self._is_replaced():
             return
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        for other in list(self._waiting):
-            self._waiting[other] = bool(self._steps.get(other)) or (self._waiting[other] and count < BEHIND)
+        for other, is_waited_for in list(self._waiting.items()):
+            if not self._steps.get(other):  # a wrapper, such as Lightning's and Accelerate's, holds the same parameters
+                self._waiting[other] = is_waited_for and count < BEHIND and not _held(other) <= _held(optimizer)
         if all(self._steps.get(other) for other, is_waited_for in self._waiting.items() if is_waited_for):
             self._steps.clear()
             self._backwards = 0
@@ -309,8 +310,12 @@ def _trained(module: torch.nn.Module) -> set[int]:
     return {id(each) for each in (*trained, *masters) if each is not None}
 
 
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+
+
 def _steps_any(optimizer: Optimizer, trained: set[int]) -> bool:
-    return any(id(tensor) in trained for group in optimizer.param_groups for tensor in group["params"])
+    return not trained.isdisjoint(_held(optimizer))
 
 
 def _optimizers() -> list[Optimizer]:
