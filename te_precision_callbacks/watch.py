@@ -32,16 +32,15 @@ import yaml
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.base.replaced import Replaced
+from te_precision_callbacks.reference.inherited import WATCH_VARIABLE, startup_path, watch_setting
 
 if TYPE_CHECKING:
     from te_precision_callbacks.options import SessionOptions
     from te_precision_callbacks.session import InspectSession
 
 logger = logging.getLogger(__name__)
-
-WATCH_VARIABLE = "TE_PRECISION_WATCH"
-"""``1``, or the options of the session as JSON."""
 
 BACKWARDS = 20
 """Backward passes without a model, or without a step, after which a warning comes."""
@@ -105,18 +104,18 @@ class ScriptWatch:
 
     def stop(self, error: BaseException | None = None) -> None:
         """Stop the session and remove the hooks."""
-        session, self.session = self.session, None
-        self._end()
         for handle in self._handles:
             handle.remove()
-        if session is not None:
-            session.stop(error)
+        self._end(error)
 
-    def _end(self) -> None:
-        """Do nothing from now on. Hooks of optimizers stay: one of them may be running, and cannot be removed now."""
+    def _end(self, error: BaseException | None = None) -> None:
+        """Stop the session, if it runs. Hooks of optimizers stay, without effect: a running hook cannot be removed."""
         self._has_ended = True
         self._search.put_back()
         self._replaced.put_back()
+        session, self.session = self.session, None
+        if session is not None:
+            session.stop(error)
 
     def _guard(self, function: Any) -> Any:
         """Report failures of the watch without raising; errors of the session, such as ConfigError, still raise."""
@@ -131,11 +130,8 @@ class ScriptWatch:
                 raise
             except Exception as error:
                 logger.error("The watch has failed and ends; the training continues. %s.", _ADVICE, exc_info=error)
-                session, self.session = self.session, None
-                self._end()
                 with contextlib.suppress(Exception):
-                    if session is not None:
-                        session.stop(error)
+                    self._end(error)
 
         return guarded
 
@@ -185,7 +181,7 @@ class ScriptWatch:
             if not trained or self._is_replaced():
                 return
             self._called.add(type(module).__name__)
-            optimizers = [each for each in _optimizers() if _steps_any(each, trained)]
+            optimizers = [each for each in optimizers_of_process() if not trained.isdisjoint(held_ids(each))]
             if optimizers:
                 self._attach(module, optimizers)
         self._search.put_back()
@@ -225,7 +221,7 @@ class ScriptWatch:
         """Wait for the optimizer in each iteration if it steps the model; else search for its model once more."""
         if optimizer in self._waiting or optimizer in self._others:
             return
-        if any(_steps_any(optimizer, _trained(model)) for model in self._models):
+        if any(not _trained(model).isdisjoint(held_ids(optimizer)) for model in self._models):
             self._waiting[optimizer] = True
             return
         self._others.add(optimizer)
@@ -238,8 +234,9 @@ class ScriptWatch:
             return
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         for other, is_waited_for in list(self._waiting.items()):
-            if not self._steps.get(other):  # a wrapper, such as Lightning's and Accelerate's, holds the same parameters
-                self._waiting[other] = is_waited_for and count < BEHIND and not _held(other) <= _held(optimizer)
+            if is_waited_for and not self._steps.get(other):
+                # Lightning and Accelerate wrap optimizers in others, which hold the same parameters.
+                self._waiting[other] = count < BEHIND and not set(held_ids(other)).issubset(held_ids(optimizer))
         if all(self._steps.get(other) for other, is_waited_for in self._waiting.items() if is_waited_for):
             self._steps.clear()
             self._backwards = 0
@@ -279,7 +276,10 @@ class ScriptWatch:
             self._unscaled = weakref.ref(scaled), outputs.detach()
 
     def _warn(self) -> None:
-        optimizers = ", ".join(sorted({type(each).__name__ for each in _optimizers()})) or "no optimizer of torch.optim"
+        optimizers = (
+            ", ".join(sorted({type(each).__name__ for each in optimizers_of_process()}))
+            or "no optimizer of torch.optim"
+        )
         if self.session is None:
             called = ", ".join(sorted(self._called)) or "no module with trainable parameters"
             seen = f"no model was found whose parameters an optimizer holds. Called in training mode: {called}"
@@ -308,18 +308,6 @@ def _trained(module: torch.nn.Module) -> set[int]:
     trained = [each for each in module.parameters() if each.requires_grad]
     masters = [getattr(each, "main_param", None) for each in trained]
     return {id(each) for each in (*trained, *masters) if each is not None}
-
-
-def _held(optimizer: Optimizer) -> set[int]:
-    return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-
-
-def _steps_any(optimizer: Optimizer, trained: set[int]) -> bool:
-    return not trained.isdisjoint(_held(optimizer))
-
-
-def _optimizers() -> list[Optimizer]:
-    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
 
 
 # ---------------------------------------------------------------------- the ways to begin
@@ -353,14 +341,14 @@ def read_options(config: str | None, log_dir: str | None, settings: Iterable[str
 
 
 def environment(options: Mapping[str, Any]) -> dict[str, str]:
-    """The environment variable that has a Python process watch its script."""
-    return {WATCH_VARIABLE: json.dumps(options) if options else "1"}
+    """Return the environment variables that make a Python process watch its script."""
+    return {WATCH_VARIABLE: json.dumps(options) if options else "1", "PYTHONPATH": startup_path()}
 
 
 def begin_from_environment() -> None:
     """Watch the script of this process if TE_PRECISION_WATCH is set."""
-    text = os.environ.get(WATCH_VARIABLE, "")
-    if text in ("", "0"):
+    text = watch_setting()
+    if not text:
         return
     options: Any = {}
     if text != "1":

@@ -247,7 +247,7 @@ def test_one_warning_where_nothing_is_found(
 def test_a_failure_of_the_watch_does_not_reach_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("te_precision_callbacks.watch._optimizers", lambda: 1 / 0)
+    monkeypatch.setattr("te_precision_callbacks.watch.optimizers_of_process", lambda: 1 / 0)
     model = Model()
     with watched(tmp_path):
         train(model, sgd(model))

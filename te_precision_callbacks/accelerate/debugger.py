@@ -20,6 +20,7 @@ from te_precision_callbacks.accelerate.tracking import LoggedNumbers, TrackerSin
 from te_precision_callbacks.accelerate.unconverted import expects_low_precision, roots_of, warn_of_unconverted
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, step_number
@@ -313,11 +314,7 @@ class PrecisionDebugger:
     def _own_optimizers(self) -> list[Any]:
         """The accelerator's optimizers with a parameter of the model: it also keeps optimizers of earlier models."""
         own = {id(parameter) for _, root in roots_of(self._model) for parameter in root.parameters()}
-        return [
-            optimizer
-            for optimizer in self._accelerator._optimizers
-            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-        ]
+        return [each for each in self._accelerator._optimizers if not own.isdisjoint(held_ids(each))]
 
     def _refuse_step(self) -> None:
         if not self._stopped or self._options.strict:

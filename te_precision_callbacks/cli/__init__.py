@@ -138,7 +138,6 @@ def run(
         from te_precision_callbacks.watch import environment, read_options
 
         variables = {**variables, **environment(read_options(config, log_dir, settings or []))}
-        variables["PYTHONPATH"] = inherited.startup_path()
     typer.echo(f"te-precision: {plan.description}", err=True)
     launch(variables, [*command, *(arguments or [])])
 

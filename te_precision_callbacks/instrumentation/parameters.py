@@ -8,7 +8,6 @@ unless the optimizer holds master weights.
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import WeightSample, local, means, pick, raw, sample
@@ -476,8 +476,7 @@ class ParameterWatch:
         ]
         if not unheld or all(("not_held", each.name) in self._reported for each in unheld):
             return
-        optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-        stepped = {id(tensor) for each in optimizers for group in each.param_groups for tensor in group["params"]}
+        stepped = {held for each in optimizers_of_process() for held in held_ids(each)}
         for each in unheld:
             master = getattr(each.weight, "main_param", None)
             if id(each.weight) not in stepped and id(master) not in stepped:

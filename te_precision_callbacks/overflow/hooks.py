@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import ModuleTree, compiled_call, is_wrapper, module_paths
 from te_precision_callbacks.overflow.errors import OverflowDetectorError
@@ -185,7 +186,7 @@ class ModelHooks:
 
     def _holds_parameter_of(self, optimizer: Any) -> bool:
         own = {id(parameter) for _, root in self._roots for parameter in root.parameters()}
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        return not own.isdisjoint(held_ids(optimizer))
 
     def _watch(self, path: str, module: torch.nn.Module, *, is_root: bool) -> WatchedModule:
         watched = WatchedModule(path, module, is_root=is_root)

@@ -36,6 +36,7 @@ from te_precision_callbacks.reference.inherited import (
     PendingInstallation,
     inherited,
     install_if_pending,
+    watch_setting,
 )
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def install_when_needed() -> None:
     Called at the start of each Python process, maybe twice: by ``startup/sitecustomize.py``, and by the file
     ``te_precision_watch.pth`` of an installed package.
     """
-    is_asked = os.environ.get(ENVIRONMENT_VARIABLE) or os.environ.get("TE_PRECISION_WATCH", "0") != "0"
+    is_asked = os.environ.get(ENVIRONMENT_VARIABLE) or watch_setting()
     if is_asked and not any(isinstance(finder, _Trigger) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Trigger())
 
@@ -108,7 +109,7 @@ class _Trigger(MetaPathFinder, PendingInstallation):
             arguments = arguments_here(settings, has_gpu=torch.cuda.is_available())
             if arguments is not None:
                 install(**arguments)
-        if os.environ.get("TE_PRECISION_WATCH", "0") != "0":
+        if watch_setting():
             importlib.import_module("te_precision_callbacks.watch").begin_from_environment()
 
 

@@ -18,6 +18,9 @@ from te_precision_callbacks.reference.errors import InstallError
 ENVIRONMENT_VARIABLE = "TE_PRECISION_REFERENCE_INSTALL"
 """Holds the arguments of ``install`` as JSON, in the environment of child processes."""
 
+WATCH_VARIABLE = "TE_PRECISION_WATCH"
+"""``1``, or the options of a session as JSON: :mod:`te_precision_callbacks.watch` then watches the script."""
+
 _STARTUP_FOLDER = str(Path(__file__).with_name("startup"))
 
 
@@ -55,6 +58,12 @@ def startup_path() -> str:
     if _STARTUP_FOLDER not in folders:
         folders.insert(0, _STARTUP_FOLDER)
     return os.pathsep.join(folders)
+
+
+def watch_setting() -> str:
+    """Return the value of :data:`WATCH_VARIABLE`; empty if nothing is to be watched."""
+    text = os.environ.get(WATCH_VARIABLE, "")
+    return "" if text == "0" else text
 
 
 def inherited() -> Inherited | None:

@@ -11,6 +11,7 @@ import torch
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import SessionError
+from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.differences import FlatConfig, flat_config
 from te_precision_callbacks.config.dumping import check_conditions
@@ -337,8 +338,7 @@ class ObservedModel:
                         yield f"{path}.{own}" if path else own, parameter, module
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        own = set(map(id, self.parameters()))
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        return not set(map(id, self.parameters())).isdisjoint(held_ids(optimizer))
 
     def end_step(self) -> None:
         """Record refused layers, the order of layers, and the matrix products of a step."""
