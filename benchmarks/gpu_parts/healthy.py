@@ -19,7 +19,7 @@ from te_precision_callbacks.session import InspectSession
 RECIPES: tuple[RecipeName, ...] = ("delayed", "current", "blocks")
 """Those of a Hopper GPU."""
 
-BLOCKS: tuple[int, ...] = (6, 24)
+BLOCKS: tuple[int, ...] = (6, 12)
 STEPS = 31
 
 

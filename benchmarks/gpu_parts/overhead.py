@@ -1,8 +1,9 @@
-"""What a session adds to the time of a training step: statistics of all tensors, and of FP8, in every step and in every
-tenth; and beside them Transformer Engine's own features with the same statistics in every step.
+"""What a session adds to the time of a training step: all statistics of all tensors in every step, beside Transformer
+Engine's own features with the same statistics; and the default config, in a collection step, in another step, and at
+its start.
 
-Ways to run alternate in blocks. A block is a few steps, timed together, after steps that warm up; what is told is the
-median over the blocks.
+Ways to run alternate in blocks. A block is a few steps, timed together, after steps that warm up. The values are medians
+of the blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 import yaml
 from measuring import as_in_a_long_run, progress
-from step import with_upstream
+from step import with_ours, with_upstream
 
 from gpu_parts.rows import Rows, Settings, run_part
 from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
@@ -27,7 +28,6 @@ from te_precision_callbacks.base.vocabulary import Observe
 Way = Callable[[], AbstractContextManager[EndOfStep]]
 
 PATHS: tuple[Observe, ...] = ("fused", "debug")
-EVERY_10TH = 10
 _ROUNDS = 5
 _SECONDS = 70.0
 """After this time no further block begins."""
@@ -35,32 +35,35 @@ _ROOMY = 40 * 2**30
 """Bytes of free memory with which a GPU holds the large model, its optimizer and what the backward needs."""
 
 
-def block(training: Training, way: Way, steps: int, settings: Settings) -> float:
-    """Milliseconds of a step."""
+def block(training: Training, way: Way, warm_up: int, steps: int, settings: Settings) -> float:
+    """Milliseconds of a step; without a warm-up, starting and ending the session belong to it."""
+    settings.synchronize()
+    start = time.perf_counter()
     with way() as end:
-        # Step 0 of a session is one in which statistics are due; with every tenth step, so is one of the next ten.
-        for _ in range(1 if steps == EVERY_10TH else 2):
+        for _ in range(warm_up):
             training.step(end)
-        settings.synchronize()
-        start = time.perf_counter()
+        if warm_up:
+            settings.synchronize()
+            start = time.perf_counter()
         for _ in range(steps):
             training.step(end)
         settings.synchronize()
-        return 1e3 * (time.perf_counter() - start) / steps
+        stop = time.perf_counter()
+    return 1e3 * ((stop if warm_up else time.perf_counter()) - start) / steps
 
 
-def measure(training: Training, ways: dict[str, tuple[Way, int]], settings: Settings) -> dict[str, list[float]]:
+def measure(training: Training, ways: dict[str, tuple[Way, int, int]], settings: Settings) -> dict[str, list[float]]:
     """Alternating blocks of all ways: their times."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    block(training, without, 1, settings)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    block(training, without, 1, 1, settings)
     started = time.perf_counter()
     for number in range(1 if settings.small else _ROUNDS):
-        for name, (way, steps) in ways.items():
+        for name, (way, warm_up, steps) in ways.items():
             if time.perf_counter() - started > _SECONDS:
-                return found
-            found[name].append(block(training, way, steps, settings))
-            progress(f"round {number + 1}, {name}: {found[name][-1]:.0f} ms a step")
-    return found
+                return times
+            times[name].append(block(training, way, warm_up, steps, settings))
+            progress(f"round {number + 1}, {name}: {times[name][-1]:.0f} ms a step")
+    return times
 
 
 def check(settings: Settings, rows: Rows) -> None:
@@ -68,17 +71,19 @@ def check(settings: Settings, rows: Rows) -> None:
     if settings.on_gpu and torch.cuda.mem_get_info(settings.device)[0] < _ROOMY:
         layers = min(layers, 4)
     training = Training(settings, layers=layers, hidden=hidden, sequence=sequence, batch=2)
-    ways: dict[str, tuple[Way, int]] = {"without": (without, 3)}
-    for freq, steps in ((1, 3), (EVERY_10TH, EVERY_10TH)):
-        for path in PATHS:
-            sections = statistics_of_all(path, fp8=True, freq=freq)
-            every = "every step" if freq == 1 else f"every {freq}th step"
-            ways[f"{path}, {every}"] = functools.partial(watched, training.model, sections, path), steps
+    ways: dict[str, tuple[Way, int, int]] = {"without": (without, 2, 5)}
+    for path in PATHS:
+        sections = statistics_of_all(path, fp8=True)
+        ways[f"{path}, every step"] = functools.partial(watched, training.model, sections, path), 2, 3
+    default = functools.partial(with_ours, training.model, None)
+    ways["default config, a collection step"] = default, 1, 2  # steps 1 and 2 are collection steps
+    ways["default config, another step"] = functools.partial(default, early_steps=False), 2, 10
+    ways["default config, first step with start and end"] = default, 0, 1
     with as_in_a_long_run(), tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "statistics.yaml")
         config.write_text(yaml.safe_dump(statistics_of_all("debug", fp8=True)))
         upstream: Way = functools.partial(with_upstream, training.model, config, "torch.compile")
-        ways["Transformer Engine's own, every step"] = upstream, 1  # a step takes seconds
+        ways["Transformer Engine's own, every step"] = upstream, 2, 1  # a step takes seconds
         times = measure(training, ways, settings)
     size = f"{layers} layers, hidden {hidden}, {2 * sequence} tokens"
     alone = statistics.median(times["without"])

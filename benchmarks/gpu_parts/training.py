@@ -88,16 +88,11 @@ def watched(model: torch.nn.Module, sections: dict[str, Any], observe: Observe) 
         yield session.step
 
 
-def statistics_of_all(observe: Observe, *, fp8: bool, freq: int = 1) -> dict[str, Any]:
+def statistics_of_all(observe: Observe, *, fp8: bool) -> dict[str, Any]:
     """A config: the eight statistics of LogTensorStats on all tensors that the path has, and those of FP8.
 
     Args:
         observe: the path.
         fp8: whether LogFp8TensorStats comes with its five on all operands.
-        freq: after how many steps statistics are due again.
     """
-    sections = config(fp8=fp8) if observe == "debug" else fused_config(fp8=fp8)
-    for section in sections.values():
-        for options in section["transformer_engine"].values():
-            options["freq"] = freq
-    return sections
+    return config(fp8=fp8) if observe == "debug" else fused_config(fp8=fp8)
