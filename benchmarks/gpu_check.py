@@ -75,6 +75,7 @@ class Part:
 
 PARTS = (
     Part("kernels", "gpu_parts.kernels", 200, needs_transformer_engine=False),
+    Part("blocks", "gpu_parts.blocks", 150, needs_transformer_engine=False),
     Part("large", "gpu_parts.large", 45, needs_transformer_engine=False),
     Part("streams", "gpu_parts.streams", 25, needs_transformer_engine=False),
     Part("hopper", "gpu_parts.recipes", 60, capability="9.0"),

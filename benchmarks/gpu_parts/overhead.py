@@ -2,8 +2,8 @@
 Engine's own features with the same statistics; and the default config, in a collection step, in another step, and at
 its start.
 
-Ways to run alternate in blocks. A block is a few steps, timed together, after steps that warm up. The values are medians
-of the blocks.
+Ways to run alternate in blocks. A block is a few steps, timed together, after steps that warm up. The values are
+medians of the blocks.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ range, is computed and added in float64.
 
 A program takes tiles of 16 x 128 elements of the codes' matrix, or as many stacked tiles as a block has. A
 thread has 16 elements of each. What belongs to a block is brought together in the thread first, and then among the
-threads of the block. How often a scale or a range is in a bin is counted in the program's registers, and added to zeros
-by atomics: integers, so the order of additions does not matter.
+threads of the block, which all have the result; totals take that of the block's first thread. (Of a result that several
+threads share, Triton up to 3.6 adds that of the wrong threads.) How often a scale or a range is in a bin is counted in
+the program's registers, and added to zeros by atomics: integers, so the order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             LANE_ROWS=_TILE_ROWS * vector // _PER_THREAD,
             # Of a row of the tile, threads that have the same block.
             GROUP=max(1, width // vector),
-            BLOCKS=_TILE_ROWS // min(height, _TILE_ROWS) * _TILE_COLUMNS // width,
+            PARTS=THREADS * (_PER_THREAD // vector if height == 1 else vector if width == 1 else 1),
             HEIGHT=height,
             WIDTH=width,
             COLUMNS=_COLUMNS,
@@ -271,7 +272,7 @@ def _measure(
     VECTOR: tl.constexpr,
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of a tile
+    PARTS: tl.constexpr,  # what threads have of blocks
     COLUMNS: tl.constexpr,
     EXTREMES: tl.constexpr,
 ) -> None:
@@ -305,23 +306,24 @@ def _measure(
     error_square_sum = tl.full([THREADS], 0, tl.float64)
     seen = tl.full([], 0, tl.int64)
 
-    block_count = tl.full([BLOCKS], 0, tl.int32)
-    zero_count = tl.full([BLOCKS], 0, tl.int32)
-    saturated_count = tl.full([BLOCKS], 0, tl.int32)
-    flushed_count = tl.full([BLOCKS], 0, tl.int32)
-    scale_count = tl.full([BLOCKS], 0, tl.int32)
-    scale_sum = tl.full([BLOCKS], 0, tl.float64)
-    scale_square_sum = tl.full([BLOCKS], 0, tl.float64)
-    scale_max = tl.full([BLOCKS], float("-inf"), tl.float32)
-    negated_scale_min = tl.full([BLOCKS], float("-inf"), tl.float32)
-    underflow_blocks = tl.full([BLOCKS], 0, tl.int32)
-    overflow_blocks = tl.full([BLOCKS], 0, tl.int32)
-    worst = tl.full([BLOCKS], 0, tl.int32)
-    worst_of = tl.full([BLOCKS], 1, tl.int32)
-    range_count = tl.full([BLOCKS], 0, tl.int32)
-    range_sum = tl.full([BLOCKS], 0, tl.float64)
-    range_max = tl.full([BLOCKS], float("-inf"), tl.float64)
-    negated_range_min = tl.full([BLOCKS], float("-inf"), tl.float64)
+    block_count = tl.full([PARTS], 0, tl.int32)
+    zero_count = tl.full([PARTS], 0, tl.int32)
+    saturated_count = tl.full([PARTS], 0, tl.int32)
+    flushed_count = tl.full([PARTS], 0, tl.int32)
+    scale_count = tl.full([PARTS], 0, tl.int32)
+    scale_sum = tl.full([PARTS], 0, tl.float64)
+    scale_square_sum = tl.full([PARTS], 0, tl.float64)
+    scale_max = tl.full([PARTS], float("-inf"), tl.float32)
+    negated_scale_min = tl.full([PARTS], float("-inf"), tl.float32)
+    underflow_blocks = tl.full([PARTS], 0, tl.int32)
+    overflow_blocks = tl.full([PARTS], 0, tl.int32)
+    worst = tl.full([PARTS], 0, tl.int32)
+    worst_of = tl.full([PARTS], 1, tl.int32)
+    range_count = tl.full([PARTS], 0, tl.int32)
+    range_sum = tl.full([PARTS], 0, tl.float64)
+    range_max = tl.full([PARTS], float("-inf"), tl.float64)
+    negated_range_min = tl.full([PARTS], float("-inf"), tl.float64)
+    leads = _is_first_of_block(PARTS, HEIGHT, LANE_ROWS, GROUP)
     exponents = tl.full([256], 0, tl.int32)
     scale_places = tl.full([2048], 0, tl.int32)
     range_places = tl.full([1024], 0, tl.int32)
@@ -443,7 +445,7 @@ def _measure(
             scale_max = tl.maximum(scale_max, tl.where(counted, scale, float("-inf")))
             negated_scale_min = tl.maximum(negated_scale_min, tl.where(counted, -scale, float("-inf")))
             if SCALE_BINS >= 0:
-                scale_places += tl.histogram(tl.where(counted, _scale_bin(scale), 2047), 2048)
+                scale_places += tl.histogram(tl.where(counted & leads, _scale_bin(scale), 2047), 2048)
         if RANGES:
             above = _in_block(above_here, True, HEIGHT, WIDTH, LANE_ROWS, GROUP)
             span = _log2_of_ratio(upper, -above.to(tl.int32))
@@ -453,7 +455,7 @@ def _measure(
             negated_range_min = tl.maximum(negated_range_min, tl.where(occupied, -span, float("-inf")))
             if RANGE_BINS >= 0:
                 place = tl.minimum((span * 8.0).to(tl.int32), 512)
-                range_places += tl.histogram(tl.where(occupied, place, 1023), 1024)
+                range_places += tl.histogram(tl.where(occupied & leads, place, 1023), 1024)
 
     # The order is that of _COLUMNS and _EXTREMES. What is not wanted is not there, and nobody reads it.
     sums = partials + program.to(tl.int64) * (COLUMNS + EXTREMES)
@@ -466,24 +468,24 @@ def _measure(
     if CODES != "":
         store_comparison(sums + 6, finite_total, underflow_count, overflow_count, error_square_sum, square_total)
     if OF_SCALES:
-        tl.store(sums + 11, total_of(scale_count))
-        tl.store(sums + 12, total_of(scale_sum))
-        tl.store(sums + 13, total_of(scale_square_sum))
+        tl.store(sums + 11, total_of(tl.where(leads, scale_count, 0)))
+        tl.store(sums + 12, total_of(tl.where(leads, scale_sum, 0)))
+        tl.store(sums + 13, total_of(tl.where(leads, scale_square_sum, 0)))
         tl.store(maxima + 3, tl.max(scale_max, 0).to(tl.float64))
         tl.store(maxima + 4, tl.max(negated_scale_min, 0).to(tl.float64))
     if LIMITS:
-        tl.store(sums + 14, total_of(block_count))
-        tl.store(sums + 15, total_of(saturated_count))
-        tl.store(sums + 16, total_of(flushed_count))
-        tl.store(sums + 17, total_of(zero_count))
+        tl.store(sums + 14, total_of(tl.where(leads, block_count, 0)))
+        tl.store(sums + 15, total_of(tl.where(leads, saturated_count, 0)))
+        tl.store(sums + 16, total_of(tl.where(leads, flushed_count, 0)))
+        tl.store(sums + 17, total_of(tl.where(leads, zero_count, 0)))
     if LOSSES:
-        tl.store(sums + 18, total_of(block_count))
-        tl.store(sums + 19, total_of(underflow_blocks))
-        tl.store(sums + 20, total_of(overflow_blocks))
+        tl.store(sums + 18, total_of(tl.where(leads, block_count, 0)))
+        tl.store(sums + 19, total_of(tl.where(leads, underflow_blocks, 0)))
+        tl.store(sums + 20, total_of(tl.where(leads, overflow_blocks, 0)))
         tl.store(maxima + 5, tl.max(worst.to(tl.float64) / worst_of.to(tl.float64), 0))
     if RANGES:
-        tl.store(sums + 21, total_of(range_count))
-        tl.store(sums + 22, total_of(range_sum))
+        tl.store(sums + 21, total_of(tl.where(leads, range_count, 0)))
+        tl.store(sums + 22, total_of(tl.where(leads, range_sum, 0)))
         tl.store(maxima + 6, tl.max(range_max, 0))
         tl.store(maxima + 7, tl.max(negated_range_min, 0))
     if EXPONENTS >= 0:
@@ -677,21 +679,31 @@ def _in_block(
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """The sum or the maximum of what threads have of each block: [blocks]."""
+    """The sum or the maximum of what threads have of a block, for each of these threads: [PARTS]."""
     if HEIGHT == 1:
         rows: tl.constexpr = found.shape[0]
         groups: tl.constexpr = found.shape[1] // GROUP
-        blocks = tl.reshape(_reduced(tl.reshape(found, [rows, groups, GROUP]), 2, IS_MAX), [rows * groups])
+        apart = tl.reshape(found, [rows, groups, GROUP])
+        blocks = _reduced(apart, 2, IS_MAX)[:, :, None]
     elif WIDTH == 1:
         vector: tl.constexpr = found.shape[1]
         lanes: tl.constexpr = found.shape[0] // LANE_ROWS
-        apart = _reduced(tl.reshape(found, [LANE_ROWS, lanes, vector]), 0, IS_MAX)
-        blocks = tl.reshape(apart, [lanes * vector])
+        apart = tl.reshape(found, [LANE_ROWS, lanes, vector])
+        blocks = _reduced(apart, 0, IS_MAX)[None, :, :]
     else:
         across: tl.constexpr = found.shape[0] // (LANE_ROWS * GROUP)
-        apart = _reduced(tl.reshape(found, [LANE_ROWS, across, GROUP]), 2, IS_MAX)
-        blocks = _reduced(apart, 0, IS_MAX)
-    return blocks
+        apart = tl.reshape(found, [LANE_ROWS, across, GROUP])
+        blocks = _reduced(_reduced(apart, 2, IS_MAX), 0, IS_MAX)[None, :, None]
+    return tl.reshape(tl.broadcast_to(blocks, apart.shape), [found.numel])
+
+
+@jit
+def _is_first_of_block(
+    PARTS: tl.constexpr, HEIGHT: tl.constexpr, LANE_ROWS: tl.constexpr, GROUP: tl.constexpr
+) -> tl.tensor:
+    """Whether a part is the first of its block: [PARTS]."""
+    part = tl.arange(0, PARTS)
+    return part % GROUP == 0 if HEIGHT == 1 else (part < PARTS // LANE_ROWS) & (part % GROUP == 0)
 
 
 @jit

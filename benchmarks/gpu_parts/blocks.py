@@ -1,0 +1,108 @@
+"""One pass over a tensor that is quantized in blocks, and over its codes and scales, against plain torch on the CPU.
+
+On a GPU it is the Triton kernel ``te_precision_callbacks/engine/kernels/triton_blocks.py``. Neither side of the tensors
+is a multiple of the kernel's tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from measuring import as_in_a_long_run
+
+from gpu_parts.kernels import BOUNDS_ON_CPU, BOUNDS_ON_GPU, drawn
+from gpu_parts.rows import Rows, Settings, run_part
+from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
+from te_precision_callbacks.base.numerics.layouts import ScaleMemory, Stored, packed
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.kernels import COMPARISON_SUMS, MOMENT_SUMS, SCALE_SUMS
+from te_precision_callbacks.engine.kernels.columns import LIMIT_SUMS, LOSS_SUMS, RANGE_SUMS, BlockPlaces, InBlocks
+from te_precision_callbacks.statistics.table import RANGES, SCALES
+
+Form = tuple[str, FloatFormat, FloatFormat | None, tuple[int, int], tuple[int, int], bool]
+
+
+def _forms() -> Iterator[Form]:
+    """Name, format of codes and of scales, stored block, block, and whether codes are of the transpose."""
+    yield "MXFP8", E4M3, E8M0, (1, 32), (1, 32), False
+    yield "MXFP8 columnwise, E5M2", E5M2, E8M0, (32, 1), (32, 1), False
+    yield "NVFP4", E2M1, E4M3, (1, 16), (1, 16), False
+    yield "NVFP4 columnwise", E2M1, E4M3, (1, 16), (1, 16), True
+    yield "NVFP4, 16 x 16", E2M1, E4M3, (1, 16), (16, 16), False
+    yield "FP8 blocks of 1 x 128", E4M3, None, (1, 128), (1, 128), False
+    yield "FP8 blocks of 128 x 128", E4M3, None, (128, 128), (128, 128), False
+    yield "FP8 blocks of 128 x 1", E4M3, None, (1, 128), (1, 128), True
+
+
+def _in_blocks(
+    form: Form,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> InBlocks:
+    """Random codes, and random scales of which square blocks have the same for each row."""
+    _, codes_format, scale_format, stored_block, block, transposed = form
+    generator = torch.Generator().manual_seed(3)
+    rows, columns = shape[::-1] if transposed else shape
+    largest = codes_format.max_code
+    codes = torch.randint(largest, (rows, columns), dtype=torch.uint8, generator=generator)
+    codes = packed(codes) if codes_format is E2M1 else codes
+    down, along = block[0] // stored_block[0], block[1] // stored_block[1]
+    size = (-(-rows // block[0]), -(-columns // block[1]))
+    if scale_format is None:
+        scales = torch.exp2(torch.randint(-9, 2, size, generator=generator).float())
+    else:
+        middle = 120 if scale_format is E8M0 else 56
+        scales = torch.randint(middle, middle + 8, size, dtype=torch.uint8, generator=generator)
+    scales = scales.repeat_interleave(down, 0).repeat_interleave(along, 1)
+    part = Stored(
+        mode=form[0], columnwise=transposed, codes=codes.to(device), transposed=transposed, element_format=codes_format,
+        scale_memory=ScaleMemory(scales.to(device)), scale_format=scale_format, block=stored_block, shape=shape,
+        stored_scale_shape=tuple(scales.shape),
+        amax=torch.tensor([3.0], device=device) if codes_format is E2M1 else None,
+        largest_scale=448.0 if codes_format is E2M1 else None,
+    )  # fmt: skip
+    return InBlocks(part, block)
+
+
+def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[str]:
+    """The columns of a tensor in blocks that are not those of plain torch, which takes sums in float64."""
+    shape = (80, 160) if settings.small else (2048 + 16, 4096 + 32)
+    values = (drawn(*shape, seed=4) * 10).to(dtype)
+    places = kernels.ColumnPlaces(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)
+    of_blocks = BlockPlaces(14, 18, 21, 23, 23 + SCALES.number, 5, 6, 8, 10)
+    found = []
+    for device in (settings.device, torch.device("cpu")):
+        sums = torch.zeros(23 + SCALES.number + RANGES.number, dtype=torch.float64, device=device)
+        maxima = torch.full((12,), kernels.NOTHING, dtype=torch.float64, device=device)
+        in_blocks = _in_blocks(form, shape, device)
+        pending = kernels.Pending(values.to(device), None, None, False, places, in_blocks, of_blocks)
+        kernels.add([pending], sums, maxima)
+        found.append((sums.cpu(), maxima.cpu()))
+    (sums, maxima), (right, right_maxima) = found
+    names = [*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS, *LIMIT_SUMS, *LOSS_SUMS, *RANGE_SUMS]
+    wrong = []
+    for place, (value, expected) in enumerate(zip(sums.tolist(), right.tolist(), strict=True)):
+        name = names[place] if place < len(names) else f"bin {place - len(names)}"
+        size = float(right[MOMENT_SUMS.index("abs_sum")]) if name == "sum" else abs(expected)
+        # The other side of the comparison may be as far off, where it is the pass in C++.
+        allowed = (BOUNDS_ON_GPU.get(name, 0.0) + BOUNDS_ON_CPU.get(name, 0.0) + 1e-13 * ("sum" in name)) * size
+        if not abs(value - expected) <= allowed:
+            wrong.append(f"{name} is {value!r}, not {expected!r}")
+    if not torch.allclose(maxima, right_maxima, rtol=1e-14, atol=0.0):
+        wrong.append(f"maxima are {maxima.tolist()}, not {right_maxima.tolist()}")
+    return wrong
+
+
+def check(settings: Settings, rows: Rows) -> None:
+    with as_in_a_long_run():
+        for dtype in (torch.bfloat16, torch.float32):
+            for form in _forms():
+                name = f"{str(dtype).removeprefix('torch.')}, {form[0]}: columns that are wrong"
+                with rows.of(name):
+                    wrong = _blocks_wrong(form, dtype, settings)
+                    rows.add(name, len(wrong), "", 0, ok=not wrong, note="; ".join(wrong)[:400])
+
+
+if __name__ == "__main__":
+    run_part("blocks", check)
