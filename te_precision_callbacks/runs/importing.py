@@ -110,7 +110,7 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
     index, table = _assemble(rows, [name.decode(errors="replace") for name in names], layers)
     iterations = np.unique(table["iteration"].to_numpy()).tolist()
     segments = np.unique(np.concatenate([part["segment"] for parts in rows.values() for part in parts])).tolist()
-    layer_rows = [{"layer_id": number, "scope": "", "layer": name, "since": 0} for number, name in enumerate(layers)]
+    layer_rows = [{"scope": "", "layer": name, "since": 0} for name in layers]
     steps = [
         {"segment": segments[-1], "iteration": each, "logging_step": each, "wall_time": _time(times[each].decode())}
         for each in iterations

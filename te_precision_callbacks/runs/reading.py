@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -43,7 +43,6 @@ from te_precision_callbacks.runs.run_files import (
     EVENTS_FILE,
     FOLDER,
     RUN_FILE,
-    SEGMENT_NAME,
     DataFile,
     data_files,
     gaps,
@@ -75,11 +74,10 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     """Read a recorded run.
 
     Args:
-        path: a log folder, its folder ``precision_records``, or the folder of a run or segment; or a log folder or a
-            statistics log of plain nvidia-dlfw-inspect.
+        path: a log folder, its folder ``precision_records``, or the folder of a run; or a log folder or a statistics
+            log of plain nvidia-dlfw-inspect.
         run: one of :func:`list_runs`, or the beginning of its name; required if there are several. ``"latest"`` is the
-            run that was started or resumed last. Logs of plain nvidia-dlfw-inspect have no
-            name.
+            run that was started or resumed last. Logs of plain nvidia-dlfw-inspect have no name.
 
     Raises:
         NotARunError: there is no such run.
@@ -90,16 +88,13 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     if not folder.exists():
         raise NotARunError(f"{folder}: there is no such file or folder.")
     if folder.is_dir():
-        if SEGMENT_NAME.fullmatch(folder.name) and (folder / RUN_FILE).exists():
-            _check_name(folder.parent, folder, run)
-            return _read_run(folder.parent, folder, lambda: {int(folder.name.partition("-")[2]): folder})
         if segments_of(folder):
-            _check_name(folder, folder, run)
-            return _read_run(folder, folder, lambda: segments_of(folder))
+            if run not in (None, "latest") and not folder.name.startswith(str(run)):
+                raise NotARunError(f"{folder} is the run {folder.name!r}, not {run!r}. Give the log folder or no name.")
+            return _read_run(folder, folder)
         runs = list_runs(folder)
         if runs:
-            chosen = _records_of(folder) / _choose(folder, runs, run)
-            return _read_run(chosen, folder, lambda: segments_of(chosen))
+            return _read_run(_records_of(folder) / _choose(folder, runs, run), folder)
     logs = find_logs(folder)
     if logs is not None:
         if run not in (None, "latest"):
@@ -128,15 +123,10 @@ def _records_of(folder: Path) -> Path:
     return folder if folder.name == FOLDER else folder / FOLDER
 
 
-def _check_name(folder: Path, given: Path, wanted: str | None) -> None:
-    if wanted not in (None, "latest") and not folder.name.startswith(str(wanted)):
-        raise NotARunError(f"{given} is the run {folder.name!r}, not {wanted!r}. Give the log folder, or no name.")
-
-
-def _read_run(folder: Path, given: Path, folders: Callable[[], Mapping[int, Path]]) -> RecordedRun:
+def _read_run(folder: Path, given: Path) -> RecordedRun:
     for _ in range(_MOST_ATTEMPTS):
         try:
-            return _Reader(folder, given, folders()).run()
+            return _Reader(folder, given, segments_of(folder)).run()
         except FileNotFoundError as error:  # a file was replaced between its listing and its reading
             vanished = error
     raise _replaced(folder, vanished) from vanished
@@ -363,7 +353,7 @@ class _Reader:
                 iterations = table["iteration"].to_numpy()
                 firsts.append((int(iterations.min()), file.interval))
                 self._note_span(segment, iterations)
-                series = _translated(table["series"].to_numpy(), numbers)
+                series = _translated(table["series"], numbers).to_numpy()
                 own = [table["value"].to_numpy(), table["flags"].fill_null(0).to_numpy()] if "value" in columns else []
                 self.index.note(series, iterations, *own)
             # The first and the last steps of a file may be among those that were left out.
@@ -416,15 +406,14 @@ class _Reader:
             self._note_lost(rows.file.path, error)
             return None
         table = self._that_count(rows.segment, table)
-        series = _translated(table["series"].to_numpy(), numbers)
-        table = table.set_column(columns.index("series"), nothing.schema.field("series"), pa.array(series))
-        return table.filter(pa.array(series >= 0))
+        series = _translated(table["series"], numbers)
+        table = table.set_column(columns.index("series"), nothing.schema.field("series"), series)
+        return table.filter(pc.is_valid(series))
 
     # ------------------------------------------------------------------ facts and events
 
     def _facts(self, segments: tuple[Segment, ...]) -> dict[str, pa.Table]:
         found: dict[str, list[pa.Table]] = {name: [] for name in FACTS}
-        layers: dict[tuple[str, str], int] = {}
         gemms = 0
         for place, segment in enumerate(segments):
             folder = self.folders[segment.number]
@@ -432,7 +421,7 @@ class _Reader:
             following = min((later.first_iteration for later in segments[place + 1 :]), default=None)
             for where in (folder, *ranks_of(folder).values()):
                 tables = {name: self._fact(where, name, following) for name in FACTS}
-                gemms += _renumber(tables, layers, gemms)
+                gemms += _renumber(tables, gemms)
                 for name, table in tables.items():
                     found[name].append(table)
         found["states"] = [table for table in found["states"] if len(table)][-1:] or found["states"][:1]
@@ -476,15 +465,10 @@ def _whole(value: object, otherwise: int) -> int:
     return value if isinstance(value, int) and 0 <= value < MOST_ITERATION else otherwise
 
 
-def _translated(series: npt.NDArray[np.int32], numbers: Mapping[int, int]) -> npt.NDArray[np.int32]:
-    """Map series of a file to series of the run; -1 for series not in ``numbers``."""
-    own = np.array([*numbers, np.iinfo(np.int64).max], np.int64)
-    of_run = np.array([*numbers.values(), -1], np.int32)
-    order = np.argsort(own)
-    own, of_run = own[order], of_run[order]
-    places = np.searchsorted(own, series)
-    found: npt.NDArray[np.int32] = np.where(own[places] == series, of_run[places], np.int32(-1))
-    return found
+def _translated(series: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.ChunkedArray:
+    """Map series of a file to series of the run; null for series not in ``numbers``."""
+    rows = pc.index_in(series, pa.array([*numbers], pa.int32()))
+    return pc.take(pa.array([*numbers.values()], pa.int32()), rows)
 
 
 def _first_of_each(table: pa.Table, column: str) -> pa.Table:
@@ -492,16 +476,8 @@ def _first_of_each(table: pa.Table, column: str) -> pa.Table:
     return table.filter(pa.array(np.r_[True, values[1:] != values[:-1]][: len(values)]))
 
 
-def _renumber(tables: dict[str, pa.Table], layers: dict[tuple[str, str], int], gemms: int) -> int:
-    """Renumber layers and products of a folder within the run: a layer keeps its number in all segments, a product does
-    not. Return the number of products.
-    """
-    for name in ("layers", "gemms"):
-        table = tables[name]
-        subjects = zip(table["scope"].to_pylist(), table["layer"].to_pylist(), strict=True)
-        numbers = [layers.setdefault((scope or "", layer), len(layers)) for scope, layer in subjects]
-        place = table.column_names.index("layer_id")
-        tables[name] = table.set_column(place, table.schema.field(place), pa.array(numbers, pa.int32()))
+def _renumber(tables: dict[str, pa.Table], gemms: int) -> int:
+    """Renumber the products of a folder within the run, and return how many there are."""
     own = np.unique(np.concatenate([tables[name]["gemm_id"].to_numpy() for name in ("gemms", "operands")]))
     for name in ("gemms", "operands"):
         table = tables[name]

@@ -104,7 +104,6 @@ EVENTS = pa.schema(
 
 LAYERS = pa.schema(
     [
-        ("layer_id", pa.int32()),
         ("scope", pa.string()),
         ("layer", pa.string()),
         ("given", pa.string()),  # the name that the script has given to it
@@ -125,7 +124,6 @@ LAYERS = pa.schema(
 GEMMS = pa.schema(
     [
         ("gemm_id", pa.int32()),
-        ("layer_id", pa.int32()),
         ("scope", pa.string()),
         ("layer", pa.string()),
         ("gemm", pa.string()),  # as Product.gemm

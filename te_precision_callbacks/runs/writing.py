@@ -1,7 +1,7 @@
 """Writing of runs, by the session's sink or without a session.
 
     with RunWriter.begin("logs", first_iteration=0, front_door="my loop") as run:
-        run.put_facts("layers", [{"layer_id": 0, "layer": "fc1", "exec_fwd": 0, "since": 0}])
+        run.put_facts("layers", [{"layer": "fc1", "exec_fwd": 0, "since": 0}])
         series = run.series("fc1", "activation", "amax")
         for iteration in range(10):
             run.add_step(iteration)
@@ -200,16 +200,23 @@ class RunWriter:
         rank: the rank that writes.
         close_bytes: close open files at this size, at most :data:`CLOSE_BYTES`.
         small_bytes: the minimum of this size for steps and scalars, which are never thinned.
+        closed: receives closed files with their sizes, oldest first.
 
     Attributes:
         run_id, segment, folder, rank: the run, its segment with the folder, and the rank.
         own: the folder of the rank in the segment.
-        closed: closed files with their sizes, oldest first.
         status: the status of the segment for run.json.
     """
 
     def __init__(
-        self, run_folder: Path, segment: int, rank: int = 0, *, close_bytes: float = math.inf, small_bytes: float = 0
+        self,
+        run_folder: Path,
+        segment: int,
+        rank: int = 0,
+        *,
+        close_bytes: float = math.inf,
+        small_bytes: float = 0,
+        closed: dict[DataFile, int] | None = None,
     ) -> None:
         self.run_id = run_folder.name
         self.segment = segment
@@ -217,7 +224,6 @@ class RunWriter:
         self.rank = rank
         self.own = self.folder / rank_name(rank)
         self.own.mkdir(exist_ok=True)
-        self.closed: dict[DataFile, int] = {}
         self.status: Status = "running"
         self._facts: dict[str, Any] = {}
         self._fact_bytes: dict[str, int] = {}
@@ -229,7 +235,7 @@ class RunWriter:
             "vectors": (VECTORS, self._vectors_batch, close_bytes),
         }
         self._tables = {
-            name: _Table(self.own, name, schema, batch, self.closed, size)
+            name: _Table(self.own, name, schema, batch, {} if closed is None else closed, size)
             for name, (schema, batch, size) in kinds.items()
         }
         self._events: list[bytes] = []
@@ -446,9 +452,10 @@ class RunWriter:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all files but closed ones."""
         events = 0 if self._event_file is None else self._event_file.tell()
         opened = sum(table.open_bytes for table in self._tables.values())
-        return opened + sum(self.closed.values()) + sum(self._fact_bytes.values()) + events
+        return opened + sum(self._fact_bytes.values()) + events
 
     @property
     def open_bytes(self) -> int:
