@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,15 +135,12 @@ class Reader:
 
     def _weights_of(self, module: torch.nn.Module, path: str) -> Mapping[str, float]:
         """Return the largest magnitude of each parameter of a module. The host waits for the device."""
-        slots = Slots(abs_min=False)
         try:
-            named = module.named_parameters(recurse=is_compiled(module))
-            measured = {name: slots.measure(parameter) for name, parameter in named}
-            values = slots.read()
+            extremes = _extremes_of(module.named_parameters(recurse=is_compiled(module)))
         except Exception as error:  # the overflow must still be reported
             logger.warning("Activation overflow: the parameters of %s could not be read (%s).", path, text_of(error))
             return {}
-        return {name: text.amax(slot, values) for name, slot in measured.items() if isinstance(slot, Slot)}
+        return {name: text.amax(low, high) for name, (low, high) in extremes.items()}
 
     def forget(self) -> None:
         """Drop the frames so far."""
@@ -212,6 +209,14 @@ def first_bad(
     return None
 
 
+def _extremes_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[float, float]]:
+    """Return the smallest and the largest element of each tensor. The host waits for the device."""
+    slots = Slots(abs_min=False)
+    measured = {name: slots.measure(tensor) for name, tensor in named}
+    values = slots.read()
+    return {name: values.extremes(slot) for name, slot in measured.items() if isinstance(slot, Slot)}
+
+
 def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> list[str]:
     """Return the parameters with inf or nan, such as ``fc1.weight (nans)``; the module at ``path`` comes first.
 
@@ -221,19 +226,15 @@ def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -
         roots: the models, each with the prefix of its paths.
         path: the path of a module.
     """
-    slots = Slots(abs_min=False)
-    names: dict[Slot, str] = {}
-    seen: set[int] = set()
-    for place, module in sorted(watched_modules(roots), key=lambda found: found[0] != path):
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for place, module in sorted(watched_modules(roots), key=lambda watched: watched[0] != path):
         for name, parameter in module.named_parameters(recurse=is_compiled(module)):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                measured = slots.measure(parameter)
-                if isinstance(measured, Slot):
-                    names[measured] = f"{place}.{name}".removeprefix(".")
-    values = slots.read()
-    bad = values.not_finite()
-    return [f"{name} ({text.what(*values.extremes(slot))})" for slot, name in names.items() if slot in bad]
+            named.setdefault(id(parameter), (f"{place}.{name}".removeprefix("."), parameter))
+    return [
+        f"{name} ({text.what(low, high)})"
+        for name, (low, high) in _extremes_of(named.values()).items()
+        if not (math.isfinite(low) and math.isfinite(high))
+    ]
 
 
 def advice_on_weights(broken: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from te_precision_callbacks.overflow.extreme_slots import Slot, Values
+from te_precision_callbacks.overflow.extreme_slots import Slot
 from te_precision_callbacks.overflow.interval import Event, Seen
 
 _LARGE = 2.0**8
@@ -44,7 +44,7 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Ma
         )
     if event.kind == "forward" and weights:
         inputs = [frame.measured for frame in event.frames if frame.sign == ">"]
-        entered = max((amax(slot, culprit.values) for slot in inputs if isinstance(slot, Slot)), default=0.0)
+        entered = max((amax(*culprit.values.extremes(slot)) for slot in inputs if isinstance(slot, Slot)), default=0.0)
         name, largest = max(weights.items(), key=lambda item: item[1])
         if max(entered, _LARGE) < largest < math.inf:
             return (
@@ -87,7 +87,9 @@ def line(seen: Seen, *, abs_min: bool) -> str:
     if abs_min:
         least = f"{values.least(frame.measured):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
         columns.append(f"abs_min={least:>9}")
-    largest = f"{amax(frame.measured, values):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
+    largest = (
+        f"{amax(*values.extremes(frame.measured)):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
+    )
     columns.append(f"abs_max={largest:>9}")
     return f"{' '.join(columns)} {_where(seen)}"
 
@@ -98,9 +100,8 @@ def _where(seen: Seen) -> str:
     return f"{frame.sign} [{seen.batch}] {': '.join(name for name in [*names, frame.role] if name)}"
 
 
-def amax(slot: Slot, values: Values) -> float:
+def amax(low: float, high: float) -> float:
     """Return the largest magnitude, or nan."""
-    low, high = values.extremes(slot)
     return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
 
 

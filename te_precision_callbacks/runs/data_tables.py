@@ -18,7 +18,7 @@ UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, OverflowError)
 _ROW_GROUP = 1 << 17
 """Rows per row group: the least that a reader of one series has to read."""
 
-_NEVER_NULL = {"iteration", "series", "value", "bin", "name", "gemm_id"}
+_NEVER_NULL = {"iteration", "series", "value", "bin", "name", "kind", "gemm_id"}
 _TIMES = {"iteration", "logging_step", "since", "until", "wall_time"}
 
 

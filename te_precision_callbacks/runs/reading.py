@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,6 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError
-from te_precision_callbacks.runs.event_lines import event_row, events_table
 from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
 from te_precision_callbacks.runs.index import (
     NO_VALUES,
@@ -36,11 +34,10 @@ from te_precision_callbacks.runs.index import (
     Subject,
     in_order,
 )
-from te_precision_callbacks.runs.input_files import MOST_ITERATION, open_regular, pieces_of, read_json
+from te_precision_callbacks.runs.input_files import MOST_ITERATION, read_json
 from te_precision_callbacks.runs.recorded import Notes, RecordedRun, Segment, Status, Thinned, thinning_notes
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
-    EVENTS_FILE,
     FOLDER,
     RUN_FILE,
     DataFile,
@@ -52,7 +49,7 @@ from te_precision_callbacks.runs.run_files import (
     ranks_of,
     segments_of,
 )
-from te_precision_callbacks.runs.tables import FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
 
 _MOST_ATTEMPTS = 5
 """Attempts to read a run while its files are being replaced."""
@@ -210,6 +207,7 @@ class _Reader:
         folders = [(number, rank) for number, of_segment in ranks.items() for rank in of_segment.values()]
         steps = [(number, table) for number, rank in folders for table in self._tables(rank, "steps", STEPS)]
         scalars = [(number, table) for number, rank in folders for table in self._tables(rank, "scalars", SCALARS)]
+        events = [table for _, rank in folders for table in self._tables(rank, "events", EVENTS)]
         for number, table in (*steps, *scalars):
             self._note_span(number, table["iteration"].to_numpy())
         for number in self.folders:
@@ -231,7 +229,7 @@ class _Reader:
             series=self.index.table(),
             steps=all_steps,
             scalars=self._joined(scalars, SCALARS),
-            events=self._events(folders),
+            events=_sorted(EVENTS, events, "iteration", "wall_time"),
             read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
             read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
             said=self.said,
@@ -327,9 +325,7 @@ class _Reader:
 
     def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
         """Join the valid rows of all segments, by iteration; lower ranks come first."""
-        kept = [self._that_count(number, table) for number, table in tables]
-        joined = pa.concat_tables([schema.empty_table(), *kept]).unify_dictionaries().combine_chunks()
-        return joined.take(pc.sort_indices(joined, sort_keys=[("iteration", "ascending")]))
+        return _sorted(schema, [self._that_count(number, table) for number, table in tables], "iteration")
 
     def _that_count(self, segment: int, table: pa.Table) -> pa.Table:
         return table.filter(pc.less(table["iteration"], pa.scalar(self.ends[segment], pa.int64())))
@@ -410,7 +406,7 @@ class _Reader:
         table = table.set_column(columns.index("series"), nothing.schema.field("series"), series)
         return table.filter(pc.is_valid(series))
 
-    # ------------------------------------------------------------------ facts and events
+    # ------------------------------------------------------------------ facts
 
     def _facts(self, segments: tuple[Segment, ...]) -> dict[str, pa.Table]:
         found: dict[str, list[pa.Table]] = {name: [] for name in FACTS}
@@ -439,26 +435,10 @@ class _Reader:
         table = table.set_column(schema.get_field_index("until"), schema.field("until"), until)
         return table.filter(pc.less_equal(pc.fill_null(table["since"], 0), table["until"]))
 
-    def _events(self, folders: Iterable[tuple[int, Path]]) -> pa.Table:
-        paths = (folder / EVENTS_FILE for _, folder in folders)
-        return events_table(itertools.chain.from_iterable(self._event_rows(path) for path in paths if path.exists()))
 
-    def _event_rows(self, path: Path) -> Iterator[dict[str, Any]]:
-        count = bad = 0
-        try:
-            with open_regular(path) as file:
-                for lines, _ in pieces_of(file):
-                    for line in lines.split(b"\n")[:-1]:
-                        count += 1
-                        row = event_row(line)
-                        if row is None:
-                            bad += 1
-                        else:
-                            yield row
-        except OSError as error:
-            self.said.add(f"{path} cannot be read: {error}", unread=True)
-        if bad:
-            self.said.add(f"{path}: {bad} of {count} lines cannot be read.", unread=True)
+def _sorted(schema: pa.Schema, tables: list[pa.Table], *columns: str) -> pa.Table:
+    joined = pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
+    return joined.sort_by([(name, "ascending") for name in columns])
 
 
 def _whole(value: object, otherwise: int) -> int:

@@ -213,8 +213,7 @@ class Messages:
         self.meetings += 1
 
     def _apart(self, why: str) -> RanksLostError:
-        self.departure = Departure(self.rank, why)
-        self.close()
+        self._leave(Departure(self.rank, why))
         return RanksLostError(self.departure)
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
@@ -234,11 +233,9 @@ class Messages:
         Args:
             for_good: whether reconnecting is ruled out.
         """
-        self._apart(why)
+        self._leave(Departure(self.rank, why))
         if for_good:
             self._return = None
-        elif self._return is not None:
-            self._return.put_off()
 
     def _leave(self, departure: Departure) -> None:
         self.departure = departure
