@@ -43,12 +43,6 @@ def test_every_e8m0_code() -> None:
     assert math.isnan(E8M0.value(255))
 
 
-def test_special_codes() -> None:
-    assert [code for code in range(256) if math.isnan(E4M3.value(code))] == [0x7F, 0xFF]
-    assert [code for code in range(256) if math.isnan(E5M2.value(code))] == [0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]
-    assert [code for code in range(256) if math.isinf(E5M2.value(code))] == [0x7C, 0xFC]
-
-
 @pytest.mark.parametrize("fmt", FP8, ids=lambda fmt: fmt.name)
 def test_every_byte_decodes_like_torch(fmt: FloatFormat) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16)

@@ -287,9 +287,6 @@ def test_what_arrives_is_not_unpickled() -> None:
         _read(pickle.dumps(["text"]), str)
 
 
-# ---------------------------------------------------------------------- where a rank listens
-
-
 # ---------------------------------------------------------------------- meetings
 
 

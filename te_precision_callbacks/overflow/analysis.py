@@ -18,7 +18,7 @@ from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
-from te_precision_callbacks.overflow.interval import Event, Interval, Seen, seen
+from te_precision_callbacks.overflow.interval import Interval, Seen, TensorEvent, seen
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Reader:
         """Drop the frames so far."""
         self._history.clear()
 
-    def _trace(self, events: Sequence[Event], values: Values, batch: str) -> None:
+    def _trace(self, events: Sequence[TensorEvent], values: Values, batch: str) -> None:
         lines: list[str] = []
         for event in events:
             if event.batch in self._traced:
@@ -159,7 +159,7 @@ class Reader:
 
 
 def first_bad(
-    events: Sequence[Event],
+    events: Sequence[TensorEvent],
     values: Values,
     *,
     allow_neg_inf: Sequence[str],

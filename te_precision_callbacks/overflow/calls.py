@@ -16,7 +16,7 @@ from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import STOPS
 from te_precision_callbacks.overflow.extreme_slots import Unmeasured
 from te_precision_callbacks.overflow.hooks import ModelHooks, WatchedModule
-from te_precision_callbacks.overflow.interval import Event, Frame, Record
+from te_precision_callbacks.overflow.interval import Frame, Record, TensorEvent
 from te_precision_callbacks.overflow.journal import Journal, Pass
 from te_precision_callbacks.overflow.looking import Looking
 
@@ -179,7 +179,7 @@ class ForwardCalls:
         parameters = watched.module.named_parameters(recurse=False) if self._parameters else ()
         own = [Frame("=", watched, name, interval.slots.measure(parameter)) for name, parameter in parameters]
         if frames := [*own, *taken, *given]:
-            interval.events.append(Event("forward", current.batch, frames))
+            interval.events.append(TensorEvent("forward", current.batch, frames))
 
     # ------------------------------------------------------------------ a backward
 
@@ -198,7 +198,7 @@ class ForwardCalls:
             journal.fail(error)
 
     def _note(self, batch: int, frames: Sequence[Frame]) -> None:
-        self._journal.training.events.append(Event("gradient", batch, frames))
+        self._journal.training.events.append(TensorEvent("gradient", batch, frames))
         self._journal.due = True
 
 

@@ -40,6 +40,6 @@ class DetectorOptions(pydantic.BaseModel):
         try:
             return cls.model_validate(keywords)
         except pydantic.ValidationError as error:
-            found = error.errors()[0]
-            why = found["msg"].replace("Input should", "It must").replace("valid tuple", "list")
-            raise OverflowOptionError(f"{found['loc'][0]}= has the value {found['input']!r}. {why}.") from error
+            problem = error.errors()[0]
+            why = problem["msg"].replace("Input should", "It must").replace("valid tuple", "list")
+            raise OverflowOptionError(f"{problem['loc'][0]}= has the value {problem['input']!r}. {why}.") from error

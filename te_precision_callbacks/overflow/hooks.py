@@ -32,11 +32,11 @@ def watched_modules(
     Args:
         roots: the models, each with the prefix of its paths.
     """
-    found: set[int] = set()
+    known: set[int] = set()
     for prefix, root in roots:
         for path, module in module_paths(root, prefix, opaque=is_compiled):
-            if id(module) not in found and (is_compiled(module) or not is_wrapper(module)):
-                found.add(id(module))
+            if id(module) not in known and (is_compiled(module) or not is_wrapper(module)):
+                known.add(id(module))
                 yield path, module
 
 
@@ -148,11 +148,11 @@ class ModelHooks:
         if self._tree is not None and not self._tree.changed():
             return
         self._optimizers.clear()
-        found = {id(module): (path, module) for path, module in watched_modules(self._roots)}
-        for key in [key for key in self._watched if key not in found]:
+        modules = {id(module): (path, module) for path, module in watched_modules(self._roots)}
+        for key in [key for key in self._watched if key not in modules]:
             self._watched.pop(key).remove()
-        first = next(iter(found), None)
-        for key, (path, module) in found.items():
+        first = next(iter(modules), None)
+        for key, (path, module) in modules.items():
             known = self._watched.get(key)
             if known is None:
                 self._watched[key] = self._watch(path, module, is_root=key == first)
@@ -199,13 +199,13 @@ class ModelHooks:
         return watched
 
     def _watch_parameters(self) -> None:
-        found: dict[int, tuple[WatchedModule, str, torch.nn.Parameter]] = {}
+        parameters: dict[int, tuple[WatchedModule, str, torch.nn.Parameter]] = {}
         for watched in self._watched.values():
             for name, parameter in watched.module.named_parameters(recurse=is_compiled(watched.module)):
-                found.setdefault(id(parameter), (watched, name, parameter))
-        for key in [key for key in self._parameters if key not in found]:
+                parameters.setdefault(id(parameter), (watched, name, parameter))
+        for key in [key for key in self._parameters if key not in parameters]:
             self._parameters.pop(key)[1].remove()
-        for key, (watched, name, parameter) in found.items():
+        for key, (watched, name, parameter) in parameters.items():
             if key not in self._parameters and parameter.requires_grad and parameter.is_leaf:
                 call = functools.partial(_parameter_gradient, weakref.ref(self._receiver), weakref.ref(watched), name)
                 handle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]

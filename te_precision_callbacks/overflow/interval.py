@@ -33,7 +33,7 @@ class Frame(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Event:
+class TensorEvent:
     """An entry of an interval.
 
     Attributes:
@@ -90,7 +90,7 @@ class Interval:
 
     def __init__(self, *, abs_min: bool) -> None:
         self.slots = Slots(abs_min=abs_min)
-        self.events: list[Event] = []
+        self.events: list[TensorEvent] = []
         self.excused: set[Measured] = set()
         self._loss_scale: torch.Tensor | None = None
         self._records: dict[int, Record] = {}
@@ -158,7 +158,7 @@ class Seen(NamedTuple):
     values: Values
 
 
-def seen(events: Sequence[Event], values: Values) -> Iterator[Seen]:
+def seen(events: Sequence[TensorEvent], values: Values) -> Iterator[Seen]:
     for event in events:
         for frame in event.frames:
             yield Seen(event.batch, frame, values)

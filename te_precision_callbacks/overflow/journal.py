@@ -13,7 +13,7 @@ from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.hooks import WatchedModule
-from te_precision_callbacks.overflow.interval import Event, Frame, Interval
+from te_precision_callbacks.overflow.interval import Frame, Interval, TensorEvent
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class Journal:
             return
         try:
             measured = current.interval.slots.measure(tensor)
-            current.interval.events.append(Event("label", current.batch, [Frame("=", None, label, measured)]))
+            current.interval.events.append(TensorEvent("label", current.batch, [Frame("=", None, label, measured)]))
         except Exception as error:
             self.fail(error)
 

@@ -80,14 +80,14 @@ class Looking:
         try:
             journal.thread.current = None  # an interrupt may have left a call open
             journal.due = False
-            found = self._look_at_training(may_be_skipped=may_be_skipped)
+            find = self._look_at_training(may_be_skipped=may_be_skipped)
             if messages is not None:
-                found = self._agreed(found, messages)
+                find = self._agreed(find, messages)
         except BaseException as error:  # the other ranks must not wait for this one
             if messages is not None:
                 messages.leave(error)
             raise
-        self._stop_if(found)
+        self._stop_if(find)
         if journal.batches.is_over:
             self._abort()
 
@@ -111,14 +111,14 @@ class Looking:
         why = "to look for activation overflow together. Perhaps a rank has not trained in this step"
         try:
             sent = (own.failure, own.rank) if isinstance(own, DetectionFailedError) else own
-            found = messages.pooled([] if sent is None else [sent], "overflow", why, Find | tuple[str, int])
+            entries = messages.pooled([] if sent is None else [sent], "overflow", why, Find | tuple[str, int])
         except RanksLostError as error:
             self._warn_apart(error)
             return own
-        finds = [entry for entry in found if isinstance(entry, Find)]
+        finds = [entry for entry in entries if isinstance(entry, Find)]
         if finds:
             return min(finds, key=lambda find: find.sequence)
-        return next((DetectionFailedError(each[0], rank=each[1]) for each in found if isinstance(each, tuple)), None)
+        return next((DetectionFailedError(each[0], rank=each[1]) for each in entries if isinstance(each, tuple)), None)
 
     def _warn_apart(self, error: RanksLostError) -> None:
         logger.warning(
@@ -147,10 +147,10 @@ class Looking:
         if self._journal.closed:
             return
         batches.looked = batches.looked or not batches.trains
-        found = self._look_at(self._journal.evaluation)
-        if found is None and batches.trains and self._together():
+        find = self._look_at(self._journal.evaluation)
+        if find is None and batches.trains and self._together():
             return  # a failure waits for the next common look
-        self._stop_if(found or self._failed())
+        self._stop_if(find or self._failed())
         if batches.is_over and not batches.trains:
             self._abort()
 
@@ -159,19 +159,19 @@ class Looking:
         journal = self._journal
         if journal.closed:
             return
-        found, failure = self._look_at_training(), journal.failure
+        find, failure = self._look_at_training(), journal.failure
         journal.closed = True
         self.handles.close()
         if self.messages is not None and self._owns_messages:
             self.messages.close()
         if error is None:
-            self._stop_if(found)
+            self._stop_if(find)
         self._begin_anew()
-        if isinstance(found, Find):
+        if isinstance(find, Find):
             self.reports += 1
-            logger.error(found.report)
-        elif found is not None:
-            logger.error("Activation overflow detection has failed (%s).", found.failure, exc_info=failure)
+            logger.error(find.report)
+        elif find is not None:
+            logger.error("Activation overflow detection has failed (%s).", find.failure, exc_info=failure)
 
     def _together(self) -> bool:
         return self._options.distributed and is_distributed(self._options.process_group)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from te_precision_callbacks.overflow.extreme_slots import Slot
-from te_precision_callbacks.overflow.interval import Event, Seen
+from te_precision_callbacks.overflow.interval import Seen, TensorEvent
 
 _LARGE = 2.0**8
 """A parameter is too large above this magnitude, and above everything that enters the module."""
@@ -19,7 +19,7 @@ def headline(culprit: Seen) -> str:
     return f"{_where(culprit)} has {kind}"
 
 
-def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Mapping[str, float]) -> str:
+def advice(culprit: Seen, event: TensorEvent, *, loss_scale: float | None, weights: Mapping[str, float]) -> str:
     """Return the advice about an overflow.
 
     Args:

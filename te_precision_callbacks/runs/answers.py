@@ -48,11 +48,11 @@ def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
 
     The precision is empty where unknown; the result is empty without coverage.
     """
-    found: dict[tuple[str, bool], int] = defaultdict(int)
+    counts: dict[tuple[str, bool], int] = defaultdict(int)
     for row in at_the_end(run.gemms).select(["precision", "backward", "macs"]).to_pylist():
         if row["macs"]:
-            found[row["precision"] or "", bool(row["backward"])] += row["macs"]
-    return dict(found)
+            counts[row["precision"] or "", bool(row["backward"])] += row["macs"]
+    return dict(counts)
 
 
 def precision_shares(run: RecordedRun) -> dict[str, float]:
@@ -67,9 +67,9 @@ def precision_shares(run: RecordedRun) -> dict[str, float]:
 
 def not_measured_in_words(run: RecordedRun) -> list[str]:
     """Return what LogGemmError did not measure in the last segment, a line per reason."""
-    found = run.segments[-1].facts.get("not_measured") if run.segments else None
+    reasons = run.segments[-1].facts.get("not_measured") if run.segments else None
     lines = []
-    for why, names in found.items() if isinstance(found, dict) else ():
+    for why, names in reasons.items() if isinstance(reasons, dict) else ():
         names = list(map(str, names)) if isinstance(names, list) else []
         more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
         lines.append(f"LogGemmError does not measure {', '.join([*names[:_MOST_NAMED], *more])}: {why}.")

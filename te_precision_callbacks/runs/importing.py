@@ -31,7 +31,7 @@ from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.runs.errors import NotARunError
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
 from te_precision_callbacks.runs.input_files import open_regular, pieces_of
-from te_precision_callbacks.runs.recorded import Notes, RecordedRun, Segment
+from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.sinks.log_file import older_half
@@ -74,15 +74,15 @@ def find_logs(path: Path) -> Logs | None:
     if path.is_file():
         match = _NAME.fullmatch(path.name)
         return None if match is None else Logs({int(match[1]): path}, {})
-    found = Logs({}, {})
+    logs_of_run = Logs({}, {})
     for folder in (path, *sorted(path.glob("rank_*"))):  # BioNeMo's recipes have a folder for each rank
-        for logs, name in ((found.statistics, STATISTICS_FOLDER), (found.events, EVENTS_FOLDER)):
+        for logs, name in ((logs_of_run.statistics, STATISTICS_FOLDER), (logs_of_run.events, EVENTS_FOLDER)):
             logs_folder = folder if folder.name == name else folder / name
             for file in sorted(logs_folder.glob("*.log*")):
                 match = _NAME.fullmatch(file.name.removesuffix(".old"))
                 if match is not None:
                     logs.setdefault(int(match[1]), file.with_name(match[0]))
-    return found if found.statistics else None
+    return logs_of_run if logs_of_run.statistics else None
 
 
 def import_logs(path: Path, logs: Logs) -> RecordedRun:
@@ -111,8 +111,13 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
     segments = np.unique(np.concatenate([part["segment"] for parts in rows.values() for part in parts])).tolist()
     layer_rows = [{"scope": "", "layer": name, "since": 0} for name in layers]
     steps = [
-        {"segment": segments[-1], "iteration": each, "logging_step": each, "wall_time": _time(times[each].decode())}
-        for each in iterations
+        {
+            "segment": segments[-1],
+            "iteration": iteration,
+            "logging_step": iteration,
+            "wall_time": _time(times[iteration].decode()),
+        }
+        for iteration in iterations
     ]
     return RecordedRun(
         path=path,
@@ -127,7 +132,7 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
         events=events,
         read_values=functools.partial(_select, table),
         read_vectors=lambda _: NO_VECTORS,
-        said=Notes([*unread], [*unread]),
+        said=dict.fromkeys(unread, True),
     )
 
 
@@ -231,10 +236,10 @@ def parse_names(names: Iterable[str], layers: Iterable[str]) -> dict[str, tuple[
     known = set(layers)
     parsed: dict[str, tuple[str, str, str]] = {}
     for name in names:
-        found = parsed_log_name(name, known)
-        parsed[name] = found if found[0] else _by_statistic(name)
+        parts = parsed_log_name(name, known)
+        parsed[name] = parts if parts[0] else _by_statistic(name)
     known |= {layer for layer, _, _ in parsed.values() if layer}
-    return {name: found if found[0] else parsed_log_name(name, known) for name, found in parsed.items()}
+    return {name: parts if parts[0] else parsed_log_name(name, known) for name, parts in parsed.items()}
 
 
 def _by_statistic(name: str) -> tuple[str, str, str]:
@@ -247,7 +252,7 @@ def _by_statistic(name: str) -> tuple[str, str, str]:
 
 def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[str]) -> tuple[SeriesIndex, pa.Table]:
     """Give each series its number; return all values, sorted by series and iteration."""
-    found: dict[int, list[tuple[int, _Rows]]] = {}  # name -> rank and rows
+    by_name: dict[int, list[tuple[int, _Rows]]] = {}  # name -> rank and rows
     for rank, parts in rows.items():
         of_rank = np.concatenate(parts) if parts else np.empty(0, _ROW)
         of_rank = of_rank[np.lexsort((of_rank["iteration"], of_rank["name"]))]
@@ -255,10 +260,10 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
         of_rank = of_rank[np.r_[~same, True][: len(of_rank)]]  # an iteration that ran again: its last value
         starts = np.flatnonzero(np.r_[True, of_rank["name"][1:] != of_rank["name"][:-1]][: len(of_rank)])
         for part in np.split(of_rank, starts[1:]) if len(starts) else ():
-            found.setdefault(int(part["name"][0]), []).append((rank, part))
+            by_name.setdefault(int(part["name"][0]), []).append((rank, part))
     index, kept, series = SeriesIndex(), list[_Rows](), list[npt.NDArray[np.int32]]()
     for number, subject in enumerate(parse_names(names, layers).values()):
-        of_ranks = found[number]
+        of_ranks = by_name[number]
         first = of_ranks[0][1]
         agree = all(
             np.array_equal(first[column], part[column], equal_nan=True)

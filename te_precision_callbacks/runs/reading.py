@@ -35,7 +35,7 @@ from te_precision_callbacks.runs.index import (
     in_order,
 )
 from te_precision_callbacks.runs.input_files import MOST_ITERATION, read_json
-from te_precision_callbacks.runs.recorded import Notes, RecordedRun, Segment, Status, Thinned, thinning_notes
+from te_precision_callbacks.runs.recorded import RecordedRun, Segment, Status, Thinned, thinning_notes
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
     FOLDER,
@@ -136,17 +136,17 @@ def _replaced(folder: Path, error: FileNotFoundError) -> RunError:
 def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
     if wanted == "latest":
         return max(runs, key=lambda name: _last_start(_records_of(folder) / name))
-    found = runs if wanted is None else tuple(name for name in runs if name.startswith(wanted))
-    if wanted in found:
+    names = runs if wanted is None else tuple(name for name in runs if name.startswith(wanted))
+    if wanted in names:
         return str(wanted)
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    if len(names) == 1:
+        return names[0]
+    if not names:
         raise NotARunError(f"{folder}: there is no run {wanted!r}. There are: {', '.join(runs)}.")
     raise SeveralRunsError(
-        f"{folder}: there are {len(found)} runs: {', '.join(found)}. Choose one with run={found[-1]!r}, on the command"
-        f' line --run {found[-1]}, or give its path, "{_records_of(folder) / found[-1]}".',
-        found,
+        f"{folder}: there are {len(names)} runs: {', '.join(names)}. Choose one with run={names[-1]!r}, on the command"
+        f' line --run {names[-1]}, or give its path, "{_records_of(folder) / names[-1]}".',
+        names,
     )
 
 
@@ -155,8 +155,8 @@ def _last_start(run: Path) -> str:
     day, clock, milliseconds, *_ = *run.name.split("-"), "", "", ""
     of_name = f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}.{milliseconds}"
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        found = read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get("started_at")
-        return max(str(found or ""), of_name)
+        started = read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get("started_at")
+        return max(str(started or ""), of_name)
     return of_name
 
 
@@ -194,7 +194,7 @@ class _Reader:
     folder: Path
     given: Path
     folders: Mapping[int, Path]
-    said: Notes = field(default_factory=Notes)
+    said: dict[str, bool] = field(default_factory=dict)
     index: SeriesIndex = field(default_factory=SeriesIndex)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -219,7 +219,7 @@ class _Reader:
             self.ends[number] = min(self.ends[number], last + 1)
         all_steps = _first_of_each(self._joined(steps, STEPS), "iteration")
         for note in thinning_notes(self.thinned):
-            self.said.add(note)
+            self._note(note)
         return RecordedRun(
             path=self.given,
             source="te-precision-callbacks",
@@ -236,6 +236,9 @@ class _Reader:
             thinned=tuple(self.thinned),
         )
 
+    def _note(self, text: str, *, unread: bool = False) -> None:
+        self.said.setdefault(text, unread)
+
     # ------------------------------------------------------------------ segments
 
     def _segment(self, number: int, folder: Path) -> Segment:
@@ -245,10 +248,10 @@ class _Reader:
             facts = read_json(path)
         except FileNotFoundError:
             if is_silent(folder) or any(folder.glob(f"{rank_name(0)}/*")):  # rank 0 makes the folder first
-                self.said.add(f"{path} is missing: nothing is known of the facts of segment {number}.", unread=True)
+                self._note(f"{path} is missing: nothing is known of the facts of segment {number}.", unread=True)
         except (OSError, ValueError) as error:
             why = f"{path} is damaged ({error}): nothing is known of the facts of segment {number}."
-            self.said.add(why, unread=True)
+            self._note(why, unread=True)
         schema, versions = facts.get("schema", SCHEMA_VERSION), facts.get("versions")
         if schema != SCHEMA_VERSION:
             version = versions.get("te-precision-callbacks") if isinstance(versions, dict) else None
@@ -258,7 +261,7 @@ class _Reader:
                 " the version that recorded it."
             )
         if facts.get("not_written"):
-            self.said.add(f"Segment {number} is not recorded to its end: {facts['not_written']}")
+            self._note(f"Segment {number} is not recorded to its end: {facts['not_written']}")
         status = facts.get("status")
         if status not in ("ended", "failed"):
             status = "stopped without an end" if has_ended(path, facts) else "running"
@@ -275,25 +278,25 @@ class _Reader:
     def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
         missing = gaps(((number, number) for number in sorted(self.folders)), 0) if len(self.folders) > 1 else ""
         if missing:
-            self.said.add(f"Segments are missing: {missing}.", unread=True)
+            self._note(f"Segments are missing: {missing}.", unread=True)
         versions: dict[str, set[str]] = {}
         for segment in segments:
             of_segment = segment.facts.get("versions")
             for package, version in (of_segment if isinstance(of_segment, dict) else {}).items():
                 versions.setdefault(package, set()).add(str(version))
-            found = ranks[segment.number]
+            present = ranks[segment.number]
             expected = segment.facts.get("writing_ranks")
             expected = expected if isinstance(expected, list) else [0] if segment.facts else []
-            gone = [rank for rank in expected if isinstance(rank, int) and rank not in found]
+            gone = [rank for rank in expected if isinstance(rank, int) and rank not in present]
             if gone:
-                self.said.add(
+                self._note(
                     f"Segment {segment.number} lacks the files of {len(gone)} of {segment.world} ranks:"
                     f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}.",
                     unread=True,
                 )
         for package, several in versions.items():
             if len(several) > 1:
-                self.said.add(f"The segments ran with several versions of {package}: {', '.join(sorted(several))}.")
+                self._note(f"The segments ran with several versions of {package}: {', '.join(sorted(several))}.")
 
     # ------------------------------------------------------------------ tables
 
@@ -306,7 +309,7 @@ class _Reader:
         files = [file for file in data_files(folder)[0] if file.table == name]
         missing = gaps(((file.first, file.last) for file in files), 1)
         if missing:
-            self.said.add(f"{folder}: files of {name} are missing: {missing}.", unread=True)
+            self._note(f"{folder}: files of {name} are missing: {missing}.", unread=True)
         return files
 
     def _load(self, path: Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table | None:
@@ -321,7 +324,7 @@ class _Reader:
 
     def _note_lost(self, path: Path, error: BaseException) -> None:
         lines = str(error).splitlines() or [type(error).__name__]
-        self.said.add(f"{path} cannot be read, and its rows are missing: {lines[0]}", unread=True)
+        self._note(f"{path} cannot be read, and its rows are missing: {lines[0]}", unread=True)
 
     def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
         """Join the valid rows of all segments, by iteration; lower ranks come first."""
@@ -332,7 +335,7 @@ class _Reader:
 
     def _rows(self, folders: Iterable[tuple[int, Path]], name: str, schema: pa.Schema) -> list[_Rows]:
         """List the files of a large table, and add their series to the index."""
-        found = []
+        listed = []
         columns = [column for column in schema.names if column != "segment"]
         for segment, folder in folders:
             numbers: dict[int, int] = {}
@@ -342,7 +345,7 @@ class _Reader:
                 if table is None:
                     continue
                 self._number_series(table, numbers)
-                found.append(_Rows(file, segment, numbers))
+                listed.append(_Rows(file, segment, numbers))
                 table = self._that_count(segment, table)
                 if not len(table):
                     continue
@@ -361,7 +364,7 @@ class _Reader:
                 for place, (_, interval) in enumerate(firsts)
                 if interval > 1
             ]
-        return found
+        return listed
 
     def _note_span(self, segment: int, iterations: npt.NDArray[np.int64]) -> None:
         if len(iterations):
@@ -381,7 +384,7 @@ class _Reader:
     def _read(self, rows: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
         chosen = None if wanted is None else set(wanted)
         try:
-            tables = [self._read_rows(each, columns, nothing, chosen) for each in rows]
+            tables = [self._read_rows(file_rows, columns, nothing, chosen) for file_rows in rows]
         except FileNotFoundError as error:
             raise _replaced(self.folder, error) from error
         return in_order(pa.concat_tables([nothing, *filter(None, tables)]).combine_chunks())
@@ -409,7 +412,7 @@ class _Reader:
     # ------------------------------------------------------------------ facts
 
     def _facts(self, segments: tuple[Segment, ...]) -> dict[str, pa.Table]:
-        found: dict[str, list[pa.Table]] = {name: [] for name in FACTS}
+        by_table: dict[str, list[pa.Table]] = {name: [] for name in FACTS}
         gemms = 0
         for place, segment in enumerate(segments):
             folder = self.folders[segment.number]
@@ -419,9 +422,9 @@ class _Reader:
                 tables = {name: self._fact(where, name, following) for name in FACTS}
                 gemms += _renumber(tables, gemms)
                 for name, table in tables.items():
-                    found[name].append(table)
-        found["states"] = [table for table in found["states"] if len(table)][-1:] or found["states"][:1]
-        return {name: pa.concat_tables(tables).combine_chunks() for name, tables in found.items()}
+                    by_table[name].append(table)
+        by_table["states"] = [table for table in by_table["states"] if len(table)][-1:] or by_table["states"][:1]
+        return {name: pa.concat_tables(tables).combine_chunks() for name, tables in by_table.items()}
 
     def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:
         """Read a table of facts; spans end where a later segment begins."""

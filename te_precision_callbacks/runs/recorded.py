@@ -81,12 +81,12 @@ _OF_SPEED = re.compile(
 def thinning_notes(thinned: Sequence[Thinned]) -> list[str]:
     """Return notes on thinned iterations: a line for each table of the first rank, and the number of other ranks."""
     notes = []
-    ranks = sorted({each.rank for each in thinned})
+    ranks = sorted({part.rank for part in thinned})
     for table, kind in (("values", "statistics"), ("vectors", "histograms")):
-        own = [each for each in thinned if (each.rank, each.table) == (ranks[0], table)]
+        own = [part for part in thinned if (part.rank, part.table) == (ranks[0], table)]
         if own:
-            span = f"{min(each.first for each in own):,} to {max(each.last for each in own):,}"
-            intervals = sorted({each.every for each in own})
+            span = f"{min(part.first for part in own):,} to {max(part.last for part in own):,}"
+            intervals = sorted({part.every for part in own})
             every = f"{intervals[0]:,}" + (f" to {intervals[-1]:,}" if intervals[1:] else "")
             extremes = ", and the lowest and highest value of each series" if table == "values" else ""
             notes.append(
@@ -133,20 +133,6 @@ class Curve(NamedTuple):
         return same and np.array_equal(self.values, other.values, equal_nan=True)
 
 
-@dataclass
-class Notes:
-    """Notes about a run, without duplicates; ``unread`` are those about unreadable parts."""
-
-    notes: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-
-    def add(self, text: str, *, unread: bool = False) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-            if unread:
-                self.unread.append(text)
-
-
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
     """A recorded run, as its files are now.
@@ -161,7 +147,7 @@ class RecordedRun:
             :mod:`te_precision_callbacks.runs.tables`, possibly empty.
         series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` counts from 0 and is the row's number.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
-        said: the content of :attr:`notes` and :attr:`unread`.
+        said: the :attr:`notes`, and whether each is about an unreadable part.
         thinned: iterations whose steps were thinned.
         read_values: reads ``segment, iteration, series, value, flags`` of some series, or of all, sorted by series and
             iteration.
@@ -183,18 +169,18 @@ class RecordedRun:
     events: pa.Table
     read_values: Callable[[list[int] | None], pa.Table] = field(repr=False)
     read_vectors: Callable[[list[int] | None], pa.Table] = field(repr=False)
-    said: Notes = field(default_factory=Notes, repr=False)
+    said: Mapping[str, bool] = field(default_factory=dict, repr=False)
     thinned: tuple[Thinned, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on missing, damaged or thinned parts; complete after all data of interest were read."""
-        return tuple(self.said.notes)
+        return tuple(self.said)
 
     @property
     def unread(self) -> tuple[str, ...]:
         """The :attr:`notes` about unreadable parts."""
-        return tuple(self.said.unread)
+        return tuple(text for text, is_unread in self.said.items() if is_unread)
 
     @property
     def lacks_in_words(self) -> str:
@@ -205,16 +191,16 @@ class RecordedRun:
 
     def has_all_of(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return whether the statistics of each iteration are complete, and not only extremes of a thinned step."""
-        found = np.ones(len(iterations), bool)
+        complete = np.ones(len(iterations), bool)
         steps = self.steps["iteration"].to_numpy()
-        for each in self.thinned:
-            if each.table != "values" or each.rank != self.thinned[0].rank:
+        for span in self.thinned:
+            if span.table != "values" or span.rank != self.thinned[0].rank:
                 continue
-            inside = (each.first <= iterations) & (iterations <= each.last)
-            distances = np.diff(steps[(each.first <= steps) & (steps <= each.last)])
+            inside = (span.first <= iterations) & (iterations <= span.last)
+            distances = np.diff(steps[(span.first <= steps) & (steps <= span.last)])
             step = max(1, int(np.gcd.reduce(distances))) if len(distances) else 1
-            found[inside] = iterations[inside] // step % each.every == 0
-        return found
+            complete[inside] = iterations[inside] // step % span.every == 0
+        return complete
 
     def values(self, series: Iterable[int] | None = None) -> pa.Table:
         """Read values of some series, or of all, sorted by series and iteration."""
@@ -236,7 +222,7 @@ class RecordedRun:
         numbers = names.indices.fill_null(-1).to_numpy()
         columns = self.scalars["iteration"].to_numpy(), self.scalars["value"].to_numpy()
         return {
-            name: Curve(*(each[numbers == number] for each in columns))
+            name: Curve(*(column[numbers == number] for column in columns))
             for number, name in enumerate(names.dictionary.to_pylist())
             if name
         }
@@ -258,10 +244,10 @@ class RecordedRun:
         for column, value in wanted.items():
             if column not in _SELECTED:
                 raise OptionError(f"select() takes no {column}=. It takes {', '.join(_SELECTED)}.")
-            found = self.series[column]
+            values = self.series[column]
             if value is not None:
                 self._check_known(column, value)
-            is_it = pc.is_null(found) if value is None else pc.fill_null(pc.equal(found, pa.scalar(value)), False)
+            is_it = pc.is_null(values) if value is None else pc.fill_null(pc.equal(values, pa.scalar(value)), False)
             mask = is_it if mask is None else pc.and_(mask, is_it)
         table = self.series if mask is None else self.series.filter(mask)
         numbers: list[int] = table["series"].to_pylist()
@@ -269,21 +255,25 @@ class RecordedRun:
 
     def events_of_ranks(self) -> list[dict[str, Any]]:
         """Return events as mappings; equal events of several ranks in an iteration are merged, with ``ranks``."""
-        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in self.events.to_pylist():
             rank = row.pop("rank")
             key = tuple(value for name, value in row.items() if name != "wall_time")
-            ranks = found.setdefault(key, {**row, "ranks": []})["ranks"]
+            ranks = merged.setdefault(key, {**row, "ranks": []})["ranks"]
             if rank is not None and rank not in ranks:
                 ranks.append(rank)
-        for row in found.values():
+        for row in merged.values():
             row["ranks"].sort()
-        return list(found.values())
+        return list(merged.values())
 
     def _why_no_grid(self, statistic: str, tensor: str, rank: int | None) -> str:
-        ranks = {each.rank for each in self.subjects if (each.statistic, each.tensor) == (statistic, tensor)}
+        ranks = {
+            subject.rank for subject in self.subjects if (subject.statistic, subject.tensor) == (statistic, tensor)
+        }
         if not ranks:
-            tensors = sorted({each.tensor or "no tensor" for each in self.subjects if each.statistic == statistic})
+            tensors = sorted(
+                {subject.tensor or "no tensor" for subject in self.subjects if subject.statistic == statistic}
+            )
             return f"the run has no {statistic!r} of {tensor!r}. It has it of {', '.join(tensors)}."
         if rank is None:
             return (
@@ -293,9 +283,9 @@ class RecordedRun:
         return f"rank {rank} has no local {statistic!r} of {tensor!r}. Leave rank= out, or choose another rank."
 
     def _check_known(self, column: str, value: str | int) -> None:
-        known = sorted({each for each in pc.unique(self.series[column]).to_pylist() if each not in (None, "")})
+        known = sorted({name for name in pc.unique(self.series[column]).to_pylist() if name not in (None, "")})
         if len(self.series) and value != "" and value not in known:
-            names = [str(each) for each in known]
+            names = [str(name) for name in known]
             nothing = " All its numbers are reduced over ranks." if column == "rank" else f" It names no {column}."
             raise UnknownSubjectError(
                 f"{self.path}: the run has no {column} {value!r}.{it_has(str(value), names) or nothing}"
@@ -322,8 +312,8 @@ class RecordedRun:
         if not numbers and len(self.series):
             raise UnknownSubjectError(f"{self.path}: {self._why_no_grid(statistic, tensor, rank)}")
         layer_of = {number: layer for number in numbers if (layer := self.subjects[number].layer)}
-        found = set(layer_of.values())
-        layers = [layer for layer in self.ordered_layers if layer in found]
+        with_values = set(layer_of.values())
+        layers = [layer for layer in self.ordered_layers if layer in with_values]
         table = self.values(layer_of)
         iterations, column = np.unique(table["iteration"].to_numpy(), return_inverse=True)
         place = {layer: row for row, layer in enumerate(layers)}

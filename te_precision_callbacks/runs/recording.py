@@ -88,8 +88,8 @@ class Recording:
         self._numbers = _Numbers(writer, self._scopes)
         if run.rank == 0:
             begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}
-            told = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
-            writer.put_run(**{**begun, **told, **self._facts.run})
+            given = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
+            writer.put_run(**{**begun, **given, **self._facts.run})
         return writer
 
     # ------------------------------------------------------------------ what is handed over
@@ -172,8 +172,8 @@ class Recording:
             flags[np.array(unscaled, bool)] |= STEP0
         writer.add_values(records.iteration, numbers, np.frombuffer(records.values)[kept], flags)
         for number, counts in records.histograms.items() if self._writes_reduced or records.local else ():
-            (found,) = self._numbers.of(table, np.array([number]), rank if records.local else None)
-            writer.add_vector(records.iteration, int(found), counts)
+            (own_series,) = self._numbers.of(table, np.array([number]), rank if records.local else None)
+            writer.add_vector(records.iteration, int(own_series), counts)
         if writer.waiting > min(_MOST_PENDING, self._close_bytes):
             writer.flush()
             self._size_limit.keep()
@@ -237,7 +237,9 @@ class _Numbers:
             known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
         new = series[known[series] < 0]
         for number in np.unique(new).tolist() if len(new) else ():  # sorting nothing takes longer than all else here
-            one = table[number]
-            scope, gemm = self._scopes.get(one.layer, ""), one.family.gemm
-            known[number] = self._writer.series(one.layer, one.tensor, one.statistic, gemm=gemm, scope=scope, rank=rank)
+            subject = table[number]
+            scope, gemm = self._scopes.get(subject.layer, ""), subject.family.gemm
+            known[number] = self._writer.series(
+                subject.layer, subject.tensor, subject.statistic, gemm=gemm, scope=scope, rank=rank
+            )
         return known[series]

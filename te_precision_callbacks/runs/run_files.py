@@ -68,8 +68,8 @@ def ranks_of(segment: Path) -> dict[int, Path]:
 
 
 def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
-    found = ((name.fullmatch(entry.name), entry) for entry in folder.iterdir() if entry.is_dir())
-    return dict(sorted((int(match[1]), entry) for match, entry in found if match is not None))
+    entries = ((name.fullmatch(entry.name), entry) for entry in folder.iterdir() if entry.is_dir())
+    return dict(sorted((int(match[1]), entry) for match, entry in entries if match is not None))
 
 
 def make_segment(run: Path) -> int:
@@ -105,24 +105,24 @@ class DataFile(NamedTuple):
 
 def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
     """Return the data files in a rank's folder, in order, and files that others of them replace."""
-    found = []
+    all_files = []
     for entry in folder.iterdir():
         match = _DATA_NAME.fullmatch(entry.name)
         if match is not None:
             table, first, last, interval = match.groups()
-            found.append(DataFile(table, int(first), int(last or first), int(interval or 1), entry))
+            all_files.append(DataFile(table, int(first), int(last or first), int(interval or 1), entry))
     files: list[DataFile] = []
     replaced: list[DataFile] = []
-    for file in sorted(found, key=lambda file: (file.table, file.first, -file.last, -file.interval, file.is_open)):
+    for file in sorted(all_files, key=lambda file: (file.table, file.first, -file.last, -file.interval, file.is_open)):
         before = files[-1] if files and files[-1].table == file.table else None
         (files if before is None or file.last > before.last else replaced).append(file)
     return files, replaced
 
 
-def gaps(found: Iterable[tuple[int, int]], first: int) -> str:
+def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:
     """Format the numbers missing from ascending spans, which should begin at ``first``; empty if none is missing."""
     missing, expected = [], first
-    for begin, end in found:
+    for begin, end in spans:
         if begin > expected:
             missing.append(str(expected) if begin == expected + 1 else f"{expected} to {begin - 1}")
         expected = max(expected, end + 1)

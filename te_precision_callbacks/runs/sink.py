@@ -217,9 +217,9 @@ class RecordSink(EventSink):
             RecordingError: there is no segment after a long search.
         """
         self._searching_since = self._searching_since or time.monotonic()
-        found = find_segment(self._runs, self._info.rank, self._made_at)
-        if found is not None:
-            return Place(*found)
+        place = find_segment(self._runs, self._info.rank, self._made_at)
+        if place is not None:
+            return Place(*place)
         if time.monotonic() - self._searching_since > (LONGEST_SEARCH if self._run else LAST_SEARCH):
             raise RecordingError("rank 0 has begun no segment")
         return None

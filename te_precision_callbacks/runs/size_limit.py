@@ -242,8 +242,8 @@ def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int6
     distances = np.diff(when, prepend=0)
     distances[begins] = 0
     steps = np.repeat(np.gcd.reduceat(distances, begins), np.diff(np.append(begins, len(rows))))
-    found: Places = rows[(steps == 0) | (when // np.maximum(steps, 1) % 2 == 0)]
-    return found
+    even: Places = rows[(steps == 0) | (when // np.maximum(steps, 1) % 2 == 0)]
+    return even
 
 
 def _extremes(series: npt.NDArray[np.int32], values: npt.NDArray[np.float64], first_step: Mask) -> Places:
@@ -251,12 +251,12 @@ def _extremes(series: npt.NDArray[np.int32], values: npt.NDArray[np.float64], fi
     finite = np.isfinite(values)
     begins = np.flatnonzero(np.diff(series, prepend=-1))
     counts = np.diff(np.append(begins, len(series)))
-    found = [_first_of_each(series, np.flatnonzero(~finite))]
+    places = [_first_of_each(series, np.flatnonzero(~finite))]
     for signed in (values, -values):
         ranked = np.where(finite & ~first_step, signed, np.inf)
         lowest = np.repeat(np.minimum.reduceat(ranked, begins), counts)
-        found.append(_first_of_each(series, np.flatnonzero((ranked == lowest) & (ranked < np.inf))))
-    return np.concatenate(found)
+        places.append(_first_of_each(series, np.flatnonzero((ranked == lowest) & (ranked < np.inf))))
+    return np.concatenate(places)
 
 
 def _first_of_each(series: npt.NDArray[np.int32], rows: Places) -> Places:

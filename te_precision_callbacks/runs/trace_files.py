@@ -35,6 +35,6 @@ def own_traces(given: Path, run_id: str) -> list[Path]:
     if (given / FOLDER / run_id).is_dir():
         return traces_of(given / FOLDER / run_id)
     for folder in (given / run_id, given):
-        if found := traces_of(folder):
-            return found
+        if traces := traces_of(folder):
+            return traces
     return sorted(path for path in (given / _WITHOUT_RECORDS).glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.name))

@@ -90,7 +90,9 @@ class _SeriesNames:
             self._arrays = np.array(self._codes, np.int32), texts, arrow_array(self._ranks, pa.int32())
         codes, texts, ranks = self._arrays
         columns = (arrow_array(column, pa.int32()) for column in codes[series].T)
-        names = [pa.DictionaryArray.from_arrays(*each) for each in zip(columns, texts, strict=True)]
+        names = [
+            pa.DictionaryArray.from_arrays(*column_and_texts) for column_and_texts in zip(columns, texts, strict=True)
+        ]
         return [*names, ranks.take(arrow_array(series, pa.int32()))]
 
 
@@ -392,12 +394,12 @@ class RunWriter:
         iterations, series, bins, counts = zip(*rows, strict=True)
         offsets = arrow_array([0, *itertools.accumulate(map(len, bins))], pa.int32())
         lists = [
-            pa.ListArray.from_arrays(offsets, arrow_array(np.concatenate(each), VECTORS.field(name).type.value_type))
-            for name, each in (("bin", bins), ("count", counts))
+            pa.ListArray.from_arrays(offsets, arrow_array(np.concatenate(column), VECTORS.field(name).type.value_type))
+            for name, column in (("bin", bins), ("count", counts))
         ]
         whose = np.array(series, np.int32)
         columns = np.full(len(rows), self.segment), np.array(iterations), whose
-        arrays = [arrow_array(each, field.type) for each, field in zip(columns, VECTORS, strict=False)]
+        arrays = [arrow_array(column, field.type) for column, field in zip(columns, VECTORS, strict=False)]
         return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)
 
     def add_scalars(self, iteration: int, scalars: Mapping[str, float], *, logging_step: int | None = None) -> None:

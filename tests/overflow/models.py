@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import T5Config, T5ForConditionalGeneration
 
 WO = "encoder.block.2.layer.1.DenseReluDense.wo"
@@ -123,3 +124,13 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float 
     model(torch.full((2, 4), value)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators with which the host waits for elements of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return function(*args, **(kwargs or {}))

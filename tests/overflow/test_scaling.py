@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.session import InspectSession
-from tests.overflow.models import hooks_on
+from tests.overflow.models import HostReads, hooks_on
 
 Train = Callable[[torch.nn.Module, torch.optim.Optimizer, GradScaler, int], None]
 """A loop of some steps; a batch is ones."""
@@ -201,20 +201,11 @@ def test_in_a_session(tmp_path: Path) -> None:
 
 
 def test_a_scaler_costs_one_read_more_only_where_a_gradient_is_not_finite() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        count = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += function is torch.ops.aten._local_scalar_dense.default
-            return function(*args, **(kwargs or {}))
-
     def reads(scale: float, *, watched: bool) -> int:
         model = Half()
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         watching = DebugActivationOverflow(model) if watched else None
-        with Reads() as counting:
+        with HostReads() as counting:
             plain(model, optimizer, scaler_of(scale=scale), 1)
         if watching is not None:
             watching.close()

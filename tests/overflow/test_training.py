@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from te_precision_callbacks.overflow import (
@@ -19,22 +18,9 @@ from te_precision_callbacks.overflow import (
     extreme_slots,
     looking,
 )
-from tests.overflow.models import hooks_on, lines_of, step
+from tests.overflow.models import HostReads, hooks_on, lines_of, step
 
 INF = float("inf")
-
-
-class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the reads of single elements, and refuses the copies to the host that no look makes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            self.count += 1
-        return function(*args, **(kwargs or {}))
 
 
 def tiny_llama() -> torch.nn.Module:

@@ -99,16 +99,6 @@ def test_histograms_are_sparse_and_scopes_and_ranks_are_kept(tmp_path: Path) -> 
     assert read.select(rank=None) == []
 
 
-def test_values_that_are_not_finite(tmp_path: Path) -> None:
-    with RunWriter.begin(tmp_path) as run:
-        series = np.array([run.series("fc", "weight", "amax")], np.int32)
-        for iteration, value in enumerate([float("nan"), float("inf"), 2.0, -float("inf")]):
-            run.add_step(iteration)
-            run.add_values(iteration, series, np.array([value]))
-    read = open_run(tmp_path)
-    assert str(read.values()["value"].to_pylist()) == "[nan, inf, 2.0, -inf]"
-
-
 # ---------------------------------------------------------------------- segments
 
 

@@ -123,19 +123,6 @@ def test_the_end_is_that_of_the_run(tmp_path: Path) -> None:
     assert ended["iteration"] == 5
 
 
-def test_histograms(tmp_path: Path, keeper: Keeper) -> None:
-    model = te.Linear(32, 32)
-    config = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["exponent_histogram"], freq=1)}
-    with InspectSession(config, model=model, log_dir=tmp_path, sinks=[keeper]) as session:
-        train(session, model, 2)
-    run = open_run(tmp_path)
-    for row, records in zip(run.vectors().to_pylist(), keeper.steps, strict=True):
-        (counts,) = records.vectors.values()
-        assert {place: count for place, count in enumerate(counts) if count} == dict(
-            zip(row["bin"], row["count"], strict=True)
-        )
-
-
 def test_precision_that_changes_has_spans_and_an_event(tmp_path: Path) -> None:
     model = te.Linear(32, 32)
     with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:

@@ -384,6 +384,3 @@ def test_a_run_is_listed_while_it_is_thinned(tmp_path: Path) -> None:
     assert run.notes == open_run(tmp_path).notes
     check(run, truth)
     recording.leave()
-
-
-# ---------------------------------------------------------------------- those who read
