@@ -299,7 +299,7 @@ class ObservedModel:
         for module in modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused)
+        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused, self.roots)
         self.warn_of_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
             logger.info('observe="auto": %s', format_paths(len(planned.fused), planned.not_fused))
@@ -342,6 +342,7 @@ class ObservedModel:
 
     def end_step(self) -> None:
         """Record refused layers, the order of layers, and the matrix products of a step."""
+        self._hooks.end_step()
         self.warn_of_refused()
         self._warn_of_unwatched()
         self.note_order()
