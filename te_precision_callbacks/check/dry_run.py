@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
 from te_precision_callbacks.check.stand_ins import stand_ins
-from te_precision_callbacks.coverage.masks import causal_share
+from te_precision_callbacks.coverage.matrix_products import causal_share
 from te_precision_callbacks.coverage.micro_batches import leaves
 from te_precision_callbacks.coverage.planned_products import Ran
 from te_precision_callbacks.coverage.seen_products import ModelProducts

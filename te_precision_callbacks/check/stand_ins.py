@@ -25,7 +25,7 @@ import torch
 
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.gemm_precision import FROZEN
-from te_precision_callbacks.coverage.masks import share_left
+from te_precision_callbacks.coverage.matrix_products import share_left
 from te_precision_callbacks.coverage.planned_products import Ran, gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
 from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED

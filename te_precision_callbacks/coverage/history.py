@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
-from te_precision_callbacks.coverage.counted_kinds import CountedKinds, CountedStep
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, StateRow, is_low
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
 from te_precision_callbacks.coverage.micro_batches import Kind, Parts
 from te_precision_callbacks.coverage.other_steps import ProductSpan
+from te_precision_callbacks.coverage.seen_product import CountedKinds, CountedStep
 from te_precision_callbacks.statistics.schedule import Schedule
 
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"

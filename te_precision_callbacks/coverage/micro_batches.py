@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD
-from te_precision_callbacks.coverage.nodes import found_in_graph, made_in_thread, mark_call
+from te_precision_callbacks.coverage.marks import found_in_graph, made_in_thread, mark_call
 
 _DEEPEST = 8
 

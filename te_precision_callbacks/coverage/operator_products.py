@@ -18,7 +18,14 @@ import torch.nn.modules.conv
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
-from te_precision_callbacks.coverage.marks import Marks, Weight, WeightMarks, tensors_in
+from te_precision_callbacks.coverage.marks import (
+    Marks,
+    NodesOfProducts,
+    Weight,
+    WeightMarks,
+    products_of_node,
+    tensors_in,
+)
 from te_precision_callbacks.coverage.matrix_products import (
     MatrixProduct,
     Role,
@@ -27,7 +34,6 @@ from te_precision_callbacks.coverage.matrix_products import (
     why_not_counted,
 )
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
-from te_precision_callbacks.coverage.nodes import NodesOfProducts, products_of_node
 from te_precision_callbacks.coverage.precision_audit import dtype_name
 from te_precision_callbacks.coverage.seen_product import UNFUSED, SeenProduct, kind_of
 from te_precision_callbacks.layers.forwards import in_backward, in_evaluation, is_computing_again

@@ -26,7 +26,7 @@ import torch
 from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName, class_names
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import Coverage, Family, Product, Reason
-from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_BACKWARD, GemmPrecision
+from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_BACKWARD, Format, GemmPrecision
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION as NO_RECIPE
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, in_precision, kept_by_sections
 from te_precision_callbacks.coverage.precision_audit import (
@@ -39,7 +39,6 @@ from te_precision_callbacks.coverage.precision_audit import (
     quantizers_of_layers,
     recipe_text,
 )
-from te_precision_callbacks.coverage.precision_history import Format
 from te_precision_callbacks.coverage.seen_product import kind_of
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation, module_names, named_roots

@@ -39,9 +39,11 @@ from te_precision_callbacks.coverage.gemm_precision import (
     NO_BACKWARD,
     NO_GRADIENT,
     NO_INPUT_GRADIENT,
+    Format,
+    GemmFact,
     GemmPrecision,
+    PrecisionHistory,
 )
-from te_precision_callbacks.coverage.precision_history import Format, GemmFact, PrecisionHistory
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 

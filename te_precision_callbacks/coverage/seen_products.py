@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.coverage.counted_kinds import CountedKinds, CountedStep
 from te_precision_callbacks.coverage.coverage import Family
-from te_precision_callbacks.coverage.masks import share_left
-from te_precision_callbacks.coverage.matrix_products import Role
+from te_precision_callbacks.coverage.matrix_products import Role, share_left
 from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
 from te_precision_callbacks.coverage.seeing import is_seen_by
-from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct
+from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, CountedKinds, CountedStep, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots

@@ -14,7 +14,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.coverage.recorded import other_steps_of_run
+from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
