@@ -178,11 +178,11 @@ def check_model(
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
-    found, checkable = unsized_shares(contract, checked.coverage, checked.not_counted, checked.attention)
+    findings, checkable = unsized_shares(contract, checked.coverage, checked.not_counted, checked.attention)
     for steps, coverage in {"": checked.coverage, **checked.spans}.items():
         texts = broken_clauses(checkable, coverage)
-        found += [PlanFinding("contract", f"In {steps}: {text}" if steps else text) for text in texts]
-    return replace(checked, findings=(*checked.findings, *found))
+        findings += [PlanFinding("contract", f"In {steps}: {text}" if steps else text) for text in texts]
+    return replace(checked, findings=(*checked.findings, *findings))
 
 
 class _Check:
@@ -244,7 +244,8 @@ class _Check:
             tokens=self._tokens,
             tokens_of=None if ran is None else ran.tokens,
         )
-        self._judge(products.coverage)
+        if self._is_wanted:
+            self._apply_rules(products.coverage)
         if products.attention and products.coverage.macs():
             self._notes.append(
                 "The shares leave out the two products of attention, which depend on the lengths of sequences:"
@@ -269,12 +270,14 @@ class _Check:
             products.not_reached,
             self._planned_memory(products.coverage, ran),
             products.attention,
-            {steps: found.coverage for steps, found in zip(list(spans)[1:], of_spans, strict=True)},
+            {steps: planned.coverage for steps, planned in zip(list(spans)[1:], of_spans, strict=True)},
         )
 
     def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
         sections = {
-            name: replace(section, effects={feature: one.at(iteration) for feature, one in section.effects.items()})
+            name: replace(
+                section, effects={feature: effect.at(iteration) for feature, effect in section.effects.items()}
+            )
             for name, section in self._sections.items()
         }
         return plan_products(
@@ -318,18 +321,14 @@ class _Check:
         note = f"Planned as without the features that keep some of their GEMMs in high precision: {listed(mixed)}."
         return replace(planned, notes=(*planned.notes, note))
 
-    def _judge(self, coverage: Coverage) -> None:
-        if self._is_wanted:
-            for found in Diagnosis().know(self._facts(coverage), 0):
-                text = f"{found.subject}: {found.seen}. {found.remedy} ({found.rule})."
-                if found.severity == "note":
-                    self._notes.append(text)
-                else:
-                    self._findings.append(PlanFinding("rule", text, found.layers))
-
-    def _facts(self, coverage: Coverage) -> Facts:
-        ignored = [] if self._recipe is None else ignored_arguments([self._recipe])
-        return Facts.of_plan(coverage, recipe_text(self._recipe), ignored)
+    def _apply_rules(self, coverage: Coverage) -> None:
+        facts = Facts.of_plan(coverage, recipe_text(self._recipe), ignored_arguments([self._recipe]))
+        for finding in Diagnosis().know(facts, 0):
+            text = f"{finding.subject}: {finding.seen}. {finding.remedy} ({finding.rule})."
+            if finding.severity == "note":
+                self._notes.append(text)
+            else:
+                self._findings.append(PlanFinding("rule", text, finding.layers))
 
     def _plan(self) -> Plan:
         """The plan without the layers that Transformer Engine's debug path refuses."""

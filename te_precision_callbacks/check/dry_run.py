@@ -59,7 +59,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     in_backward = False
     try:
         with _left_as_it_is(model), meta_device() if on_meta else contextlib.nullcontext():
-            products.watch(model, module_names(model), operations)
+            products.watch_model(model, module_names(model), operations)
             with stand_ins(model, modules, products) as ran, _Masks(products):
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
                     result = model(*arguments, **keywords)
@@ -69,7 +69,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
                     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
             if failures:
                 raise failures[0]
-            counted = products.end_step()
+            counted = products.take_step()
     except PrecisionDebugError:
         raise
     except Exception as error:

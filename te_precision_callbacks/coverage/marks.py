@@ -11,7 +11,7 @@ Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_precision_callbacks.layers.forwards import running_functions
+
+made_in_thread: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number of autograd nodes of this thread. Not a Python function, since it is called around each layer."""
 
 _PRODUCTS = "te_precision_products"
 _CALL = "te_precision_call"
@@ -117,10 +120,6 @@ def found_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[A
             if following is not None and following not in known:
                 known.add(following)
                 nodes.append(following)
-
-
-def made_in_thread() -> int:
-    return torch._C._autograd._get_sequence_nr()
 
 
 def _has_node(arguments: Iterable[Any]) -> bool:

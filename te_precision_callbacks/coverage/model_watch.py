@@ -18,6 +18,7 @@ import torch
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
+from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
@@ -25,9 +26,6 @@ from te_precision_callbacks.layers.forwards import in_backward, outside_of_dynam
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
-
-made_in_thread: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number of autograd nodes of this thread. Not a Python function, since it is called around each layer."""
 
 
 class ModelWatch:
@@ -69,7 +67,6 @@ class ModelWatch:
         self._in_gemm_layer = in_gemm_layer
         self._count = count
         self._is_muted = False
-        self._parts: list[tuple[torch.nn.Module, Any, Any]] = []
         self._replaced = Replaced(yields=True)
 
     def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
@@ -107,7 +104,6 @@ class ModelWatch:
         self.active = self.counting = False
         self.state.close()
         self._replaced.put_back()
-        self._leave_parts()
         self.failure = ""
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
@@ -154,19 +150,7 @@ class ModelWatch:
             return result
 
         setattr(part, SURROUNDS, own)
-        self._parts.append((module, own, part))
-        module.__dict__["_compiled_call_impl"] = part
-
-    def _leave_parts(self) -> None:
-        for module, own, part in self._parts:
-            attributes = module.__dict__
-            if attributes.get("_compiled_call_impl") is not part:
-                continue  # somebody has put another call around it
-            if own is None:
-                del attributes["_compiled_call_impl"]
-            else:
-                attributes["_compiled_call_impl"] = own
-        self._parts.clear()
+        self._replaced.replace(module, "_compiled_call_impl", part)
 
     def _surround_calls(self, root: Any) -> None:
         """Surround the calls of a model; of a LightningModule also its training steps."""

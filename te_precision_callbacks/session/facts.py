@@ -92,7 +92,7 @@ class RunFacts:
         begun = time.perf_counter()
         self._taken = self._state
         infos = self._results.layers
-        precision = list(self._results.audit.spans())
+        precision = list(self._results.audit.history.spans())
         gemms, operands = self._products(precision)
         layer_rows = list(self._layers(infos, gemms))
         ids = {row["layer"]: row["layer_id"] for row in layer_rows}
@@ -116,7 +116,7 @@ class RunFacts:
         formats: dict[int, list[str]] = defaultdict(list)
         recipes: dict[int, list[str]] = defaultdict(list)
         last = self._told_until
-        for entry in self._results.audit.spans():
+        for entry in self._results.audit.history.spans():
             earlier = before.get((entry.layer, entry.gemm))
             before[entry.layer, entry.gemm] = entry
             self._told_until = max(entry.since, -1 if self._told_until is None else self._told_until)

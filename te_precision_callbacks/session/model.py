@@ -380,7 +380,7 @@ class ObservedModel:
 
     def note_products(self) -> None:
         outside = self._hooks.products.recomputed_outside
-        step = self._hooks.products.end_step()
+        step = self._hooks.products.take_step()
         if step is None:
             return
         self._warn_of_recomputed(outside)

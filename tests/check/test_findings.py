@@ -15,7 +15,7 @@ from transformer_engine.common import recipe as recipes
 from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.check import CheckedModel, RecipeError, check_model
-from te_precision_callbacks.check.rows import rows
+from te_precision_callbacks.check.printing import rows
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.session import InspectSession
