@@ -367,7 +367,8 @@ class _Check:
         if layers:
             return ""
         text = without_layers("without precision debugging")
-        if self._unconverted is None and _is_of_transformers(self._model):
+        modules = (module for _, root in named_roots(self._model) or () for module in root.modules())
+        if self._unconverted is None and any("PreTrainedModel" in class_names(module) for module in modules):
             text += (
                 " Accelerate makes Linear layers into Transformer Engine's when it trains in FP8: te-precision check"
                 " --convert accelerate plans the model so."
@@ -386,12 +387,6 @@ class _Check:
         return [key for key, changed in fused.items() if not changed]
 
 
-def _is_of_transformers(model: Model) -> bool:
-    """Return whether a model contains a model of transformers, also inside of a wrapper such as PEFT's."""
-    modules = (module for _, root in named_roots(model) or () for module in root.modules())
-    return any("PreTrainedModel" in class_names(module) for module in modules)
-
-
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
     for section in sections:
         for name, options in section.features.get(NAMESPACE, {}).items():
@@ -399,12 +394,15 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                 continue
             schema = options.schema if isinstance(options, ReadOptions) else None
             if isinstance(schema, ObservingFeatureSchema):
-                due = [(str(_schedule(target.options)), str(target.tensor)) for target in schema.targets]
-                for steps, tensors in by_key(due).items():
+                due = (
+                    (target.options.schedule if isinstance(target.options, Scheduled) else "every step", target.tensor)
+                    for target in schema.targets
+                )
+                for steps, tensors in by_key((str(schedule), str(tensor)) for schedule, tensor in due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)
             elif isinstance(schema, LogGemmError):
-                due = [(str(target.options.schedule), str(target.gemm)) for target in schema.targets]
-                for steps, gemms in by_key(due).items():
+                of_targets = ((str(target.options.schedule), str(target.gemm)) for target in schema.targets)
+                for steps, gemms in by_key(of_targets).items():
                     yield ActingFeature(name, section.name, ", ".join(gemms), steps)
             elif schema is not None:
                 effect = section.effects[name]
@@ -413,10 +411,6 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                     yield ActingFeature(name, section.name, _on(effect, gemms), steps)
             else:
                 yield ActingFeature(name, section.name, "", "a feature of your own, of which the plan knows nothing")
-
-
-def _schedule(options: Any) -> object:
-    return options.schedule if isinstance(options, Scheduled) else "every step"
 
 
 def _on(effect: Effect, gemms: Iterable[str]) -> str:

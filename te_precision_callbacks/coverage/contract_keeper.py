@@ -59,9 +59,19 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: 
     """
     macs: dict[_Entry, int] = {}
     for product in own:
-        entry = _entry(product)
+        entry = _Entry(
+            product.layer,
+            product.gemm,
+            product.family,
+            product.backward,
+            tuple(product.operands.items()),
+            product.runs,
+            product.not_run,
+            product.reason,
+            product,
+        )
         macs[entry] = macs.get(entry, 0) + product.macs
-    added = _added({entry: (each, 1) for entry, each in macs.items()}, ranks, kind, _Entry)
+    added = _added({entry: (count, 1) for entry, count in macs.items()}, ranks, kind, _Entry)
     return [
         replace(entry.product, macs=round(of_all / max(count, 1)) if of_one else of_all)
         for entry, (of_all, count) in added.items()
@@ -85,20 +95,6 @@ def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: A
     added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53
     sums = [round(number) for number in added]
     return {entry: (first, second) for entry, first, second in zip(entries, sums[::2], sums[1::2], strict=True)}
-
-
-def _entry(product: Product) -> _Entry:
-    return _Entry(
-        product.layer,
-        product.gemm,
-        product.family,
-        product.backward,
-        tuple(product.operands.items()),
-        product.runs,
-        product.not_run,
-        product.reason,
-        product,
-    )
 
 
 logger = logging.getLogger(__name__)
@@ -331,9 +327,9 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
     for share in contract.shares:
         backward = _HALVES.get(share.part)
         gemm = share.part if share.part and backward is None else None
-        found = coverage.share(share.precision, gemm=gemm, backward=backward)
-        if not share.holds(found):
-            has = "there are no such products" if math.isnan(found) else f"it is {percent(found)} %"
+        measured = coverage.share(share.precision, gemm=gemm, backward=backward)
+        if not share.holds(measured):
+            has = "there are no such products" if math.isnan(measured) else f"it is {percent(measured)} %"
             yield f"{share}: {has}."
 
 
@@ -357,8 +353,8 @@ def _broken_state(contract: Contract, state: Iterable[StateRow], *, of_all: bool
     for subject, dtype in contract.state.items():
         others = [other for other in kept.get(subject, ()) if other != dtype]
         if others or (of_all and subject not in kept):
-            found = f"some are {', '.join(others)}" if others else "none was seen"
-            yield f"{subject} must be {dtype}: {found}."
+            what = f"some are {', '.join(others)}" if others else "none was seen"
+            yield f"{subject} must be {dtype}: {what}."
 
 
 def require_layers(contract: Contract, names: Iterable[str]) -> None:

@@ -165,12 +165,12 @@ class PrecisionHistory:
 
     def _met(self, entries: _Entries, column: int) -> dict[GemmFact, bool]:
         """Fact about a GEMM -> whether its operands were seen."""
-        found: dict[GemmFact, bool] = {}
+        seen: dict[GemmFact, bool] = {}
         for number, flags in entries.met.items():
             fact = self._facts[number][column]
             if fact is not None:
-                found[fact] = found.get(fact, False) or bool(flags >> column & 1)
-        return found
+                seen[fact] = seen.get(fact, False) or bool(flags >> column & 1)
+        return seen
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs in an iteration, in the order of their layers.
@@ -208,8 +208,8 @@ class PrecisionHistory:
             key = entries.key
             if key not in known:
                 known[key] = list(fields(entries))
-            for one in known[key]:
-                yield GemmPrecision(layer, *one)
+            for values in known[key]:
+                yield GemmPrecision(layer, *values)
 
     def _spans(self, entries: _Entries, first: int = 0) -> Iterator[_Fields]:
         since: list[int | None] = [*entries.since, None]
@@ -247,10 +247,10 @@ class PrecisionHistory:
 def _joined(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:
     """The formats of each operand, and the recipes, each joined by arrows in the order of their first iteration."""
     formats: dict[str, dict[Format, None]] = {}
-    for tensor, found in (operand for fact in facts for operand in fact.operands):
-        formats.setdefault(tensor, {}).update(dict.fromkeys(found))
-    texts = {tensor: _arrow(made.text for made in found) for tensor, found in formats.items()}
-    return texts, _arrow(made.recipe or HIGH_PRECISION for found in formats.values() for made in found)
+    for tensor, made_formats in (operand for fact in facts for operand in fact.operands):
+        formats.setdefault(tensor, {}).update(dict.fromkeys(made_formats))
+    texts = {tensor: _arrow(made.text for made in made_formats) for tensor, made_formats in formats.items()}
+    return texts, _arrow(made.recipe or HIGH_PRECISION for made_formats in formats.values() for made in made_formats)
 
 
 def _arrow(texts: Iterable[str]) -> str:

@@ -126,7 +126,7 @@ class CoverageHistory:
         A step without a backward, such as a skipped batch, counts as the step before it; before the first backward, as
         the step after it. ``facts`` returns the facts about layers.
         """
-        self._cut(iteration)
+        self._counted = [counted for counted in self._counted if counted.since < iteration]
         last = self._counted[-1] if self._counted else None
         now = Counted(iteration, step.kinds, step.parts, {}, step.state or (), 1)
         if step.kinds.changes != self._kinds_changes and last is not None and last.kinds is step.kinds:
@@ -155,9 +155,6 @@ class CoverageHistory:
         self.changes += met not in self._met
         self._met.add(met)
         self._kinds_changes = step.kinds.changes
-
-    def _cut(self, iteration: int) -> None:
-        self._counted = [counted for counted in self._counted if counted.since < iteration]
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
         """Keep the products of layers that only other ranks have, given the products of all ranks."""

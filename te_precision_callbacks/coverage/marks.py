@@ -86,8 +86,8 @@ class NodesOfProducts:
 
 def products_of_node(node: Any) -> list[Any]:
     """The products of a node in the order of the forward; empty without products."""
-    found: list[Any] = [] if node is None else node.metadata.get(_PRODUCTS, [])
-    return found
+    products: list[Any] = [] if node is None else node.metadata.get(_PRODUCTS, [])
+    return products
 
 
 def mark_call(results: Iterable[Any], mark: object) -> bool:
@@ -147,8 +147,8 @@ class Marks(Generic[MarkT]):
 
     def get(self, tensor: torch.Tensor) -> MarkT | None:
         storage = _storage(tensor)
-        found = None if storage is None else self._marks.get(storage._cdata)
-        return None if found is None else found[1]
+        marked = None if storage is None else self._marks.get(storage._cdata)
+        return None if marked is None else marked[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class MatrixProduct(NamedTuple):
 
     @property
     def macs(self) -> int:
-        sizes = [self[2:6]] if self.sequences is None else [each.sizes for each in self.sequences]
+        sizes = [self[2:6]] if self.sequences is None else [sequence.sizes for sequence in self.sequences]
         return sum(map(math.prod, sizes))
 
 

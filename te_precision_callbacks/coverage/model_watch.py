@@ -215,7 +215,7 @@ class ModelWatch:
         if call is not None and call.is_counted:
             return nullcontext() if is_seen_by(self) else self._looking(call)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self.calls.is_first and distributed and not self.state.saw_reduction:
+        if self.calls.is_first and distributed and not self.state.reduced:
             return SeeingMode(self, lambda: not self._looks(), only=REDUCING)
         return self.operators.in_backward_of(call) if self.counting else nullcontext()
 
@@ -244,6 +244,13 @@ class ModelWatch:
             self._report("counting the matrix products of", "a step", error)
 
     def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
+        """Note that an operator starts.
+
+        Args:
+            arguments: its positional arguments.
+            of_shards: whether it is an operator of a DTensor, which runs others on its shards.
+            by_values: whether the sizes of its result depend on the values of its operands.
+        """
         if by_values:
             self.operators.note_sizes_by_values()
         self.operators.nodes.bind(arguments)
@@ -251,6 +258,7 @@ class ModelWatch:
             self.operators.nodes.enter_outer(arguments)
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """Note that an operator has run, given its name and namespace, positional arguments and result."""
         if not self._is_muted and not self._in_gemm_layer():
             self.operators.look(operator, arguments, result)
 

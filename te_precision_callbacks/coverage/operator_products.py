@@ -158,9 +158,9 @@ class OperatorProducts:
         """
         call = self.call_of_forward()
         if call is None if again else call is not None and not call.is_counted:
-            return  # of a call that is not counted, whose backward runs with that of one that is
+            return  # of a call that is not counted, whose backward may run with that of a counted one
         inside = self._innermost_module()
-        found = [(product, self._seen_in(operator, product, inside)) for product in products]
+        placed = [(product, self._seen_in(operator, product, inside)) for product in products]
         if left and inside is not None:
             family: Family = "functional"
             seen = SeenProduct(
@@ -168,19 +168,19 @@ class OperatorProducts:
             )
             self.nodes.note(seen, arguments, result)
             self.seen += [] if again else [seen]
-        for product, one in found:
-            if one is None:
+        for product, seen_product in placed:
+            if seen_product is None:
                 continue
-            one.call = call
-            self.with_product.add(one.layer)
+            seen_product.call = call
+            self.with_product.add(seen_product.layer)
             if not again:
-                self.seen.append(one)
-            self.nodes.note(one, arguments, result)
-            if one.weight is not None:
+                self.seen.append(seen_product)
+            self.nodes.note(seen_product, arguments, result)
+            if seen_product.weight is not None:
                 known = self._activations.get(product.a) or []
-                self._activations.put(product.a, [*known, one])
-            elif not one.role:
-                self._scores.put(result, one)
+                self._activations.put(product.a, [*known, seen_product])
+            elif not seen_product.role:
+                self._scores.put(result, seen_product)
 
     def _seen_in(
         self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
@@ -304,9 +304,9 @@ class OperatorProducts:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name not in _OF_CONSTANTS:
             if frame.f_code.co_varnames[:1] == ("self",):
-                found = self._modules.get(id(frame.f_locals.get("self")))
-                if found is not None:
-                    return found
+                named = self._modules.get(id(frame.f_locals.get("self")))
+                if named is not None:
+                    return named
             frame = frame.f_back
         return None
 

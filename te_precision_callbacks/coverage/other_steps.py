@@ -117,7 +117,7 @@ class OtherSteps:
 
     @functools.cached_property
     def coverage(self) -> Coverage:
-        return Coverage(one.product for one in self.held if one.alike in self.holding)
+        return Coverage(counted.product for counted in self.held if counted.alike in self.holding)
 
     @property
     def steps(self) -> str:
@@ -137,18 +137,22 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     error ended them halfway.
     """
     spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
-    for one in products:
-        product = one.product
+    for span in products:
+        product = span.product
         if product.macs or product.runs == "uncounted":  # what a line names
             key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
-            spans.setdefault(key, (product, []))[1].append((one.since, one.until))
+            spans.setdefault(key, (product, []))[1].append((span.since, span.until))
     alike: dict[tuple[_Span, ...], int] = {}  # of the products of thousands of layers they are few
-    held = [_CountedProduct(product, alike.setdefault(tuple(found), len(alike))) for product, found in spans.values()]
-    unknown = {one.alike for one in held if one.product.macs and not one.product.precision}
-    firsts = sorted({first for found in alike for span in found for first in _firsts(*span)})[-_MOST_CHANGES:]
+    held = [
+        _CountedProduct(product, alike.setdefault(tuple(held_in), len(alike))) for product, held_in in spans.values()
+    ]
+    unknown = {span.alike for span in held if span.product.macs and not span.product.precision}
+    changed = {since for intervals in alike for since, _ in intervals}
+    changed |= {until + 1 for intervals in alike for _, until in intervals if until is not None}
+    firsts = sorted(changed)[-_MOST_CHANGES:]
     holding: list[list[int]] = [[] for _ in firsts]
-    for found, number in alike.items():
-        for since, until in found:
+    for held_in, number in alike.items():
+        for since, until in held_in:
             end = len(firsts) if until is None else bisect_right(firsts, until)
             for numbers in holding[bisect_left(firsts, since) : end]:
                 numbers.append(number)
@@ -168,11 +172,7 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     return [steps for steps in others if str(steps.coverage) != in_last]
 
 
-def in_lines(found: Sequence[OtherSteps]) -> list[str]:
+def in_lines(others: Sequence[OtherSteps]) -> list[str]:
     """One line for each entry, up to a maximum, and the number of entries left."""
-    more = len(found) - _MOST_LINES
-    return [*map(str, found[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]
-
-
-def _firsts(since: int, until: int | None) -> tuple[int, ...]:
-    return (since,) if until is None else (since, until + 1)
+    more = len(others) - _MOST_LINES
+    return [*map(str, others[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]

@@ -1,6 +1,6 @@
 """A dispatch mode that reports torch's operators without affecting training.
 
-An operator runs exactly once, whatever happens in the listener. Exceptions of operators pass through. Read from torch
+An operator runs exactly once, whatever happens in the watch. Exceptions of operators pass through. Read from torch
 2.13: ``TorchDispatchMode.ignore_compile_internals``, which lets ``torch.compile`` compile under the mode;
 ``supports_higher_order_operators``, without which an operator such as ``flex_attention`` raises; and
 ``_get_current_dispatch_mode_stack``, ``_get_current_dispatch_mode``, ``_pop_mode_temporarily`` and
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import (
@@ -23,40 +23,22 @@ from torch.utils._python_dispatch import (
 
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 
-
-class ModeListener(Protocol):
-    """Receives the reports of a mode."""
-
-    def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
-        """Called before an operator.
-
-        Args:
-            arguments: its positional arguments.
-            of_shards: whether it is an operator of a DTensor, which runs others on its shards.
-            by_values: whether the sizes of its result depend on the values of its operands.
-        """
-
-    def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """Called after an operator, with its name and namespace, its positional arguments and its result."""
-
-    def fail(self, error: Exception) -> None:
-        """Called after an exception in the listener, which receives no more calls."""
+if TYPE_CHECKING:
+    from te_precision_callbacks.coverage.model_watch import ModelWatch
 
 
 class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports each operator to a listener.
+    """Reports each operator to the watch of a model.
 
     Args:
-        watcher: the listener.
-        is_over: whether the listener wants no more calls.
+        watcher: the watch.
+        is_over: whether the watch wants no more calls.
         only: the operators to report; None for all.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, watcher: ModeListener, is_over: Callable[[], bool], *, only: Iterable[str] | None = None
-    ) -> None:
+    def __init__(self, watcher: ModelWatch, is_over: Callable[[], bool], *, only: Iterable[str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watcher = watcher
         self._is_over = is_over
@@ -104,8 +86,8 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return name
 
 
-def is_seen_by(watcher: ModeListener) -> bool:
-    """Return whether a listener receives all operators of this thread."""
+def is_seen_by(watcher: ModelWatch) -> bool:
+    """Return whether a watch receives all operators of this thread."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
 

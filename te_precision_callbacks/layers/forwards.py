@@ -69,7 +69,7 @@ class ForwardClassifier:
 
     def end(self) -> None:
         """Treat every forward from now on as without a session."""
-        self.abandoned = _always
+        self.abandoned = lambda: True
 
     @property
     def paused(self) -> bool:
@@ -99,10 +99,6 @@ class ForwardClassifier:
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != NO_BACKWARD
-
-
-def _always() -> bool:
-    return True
 
 
 def in_evaluation() -> bool:
@@ -142,9 +138,9 @@ def is_computing_again() -> bool:
         if code is _ENGINE:
             return False  # a backward inside of the backward of a checkpoint
         in_module = in_module or code is _MODULE_CALL
-        found = _autograd_frame(frame)
-        if found is not None and found[0] != "forward":
-            name, context = found
+        autograd = _autograd_frame(frame)
+        if autograd is not None and autograd[0] != "forward":
+            name, context = autograd
             checkpoints = "Checkpoint" in type(context).__name__
             return name == "unpack_hook" or in_module or checkpoints or torch.is_grad_enabled()
         frame = frame.f_back
@@ -154,9 +150,9 @@ def is_computing_again() -> bool:
 def _autograd_frames() -> Iterator[tuple[str, FunctionCtx | None]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = _autograd_frame(frame)
-        if found is not None:
-            yield found
+        autograd = _autograd_frame(frame)
+        if autograd is not None:
+            yield autograd
         frame = frame.f_back
 
 

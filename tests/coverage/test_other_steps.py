@@ -219,12 +219,6 @@ def test_a_run_in_one_precision_has_no_such_line(
     assert lines(trained(tmp_path / "recipes", {}, [CURRENT, DelayedScaling(), CURRENT])) == []
 
 
-def test_what_ends_a_run_is_its_own_line(tmp_path: Path) -> None:
-    session = trained(tmp_path, high([2, -1]), [CURRENT] * 4, records="off")
-    assert str(session.coverage()).startswith(ONE_LAYER)
-    assert lines(session) == [f"In steps 0 to 1: {ALL_GEMMS}"]
-
-
 def test_many_spans_are_short(tmp_path: Path) -> None:
     session = trained(tmp_path, high(*([step, step] for step in range(1, 12, 2))), [CURRENT] * 13)
     [line] = lines(session)

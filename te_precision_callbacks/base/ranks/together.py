@@ -179,7 +179,7 @@ class Ranks:
         def added(messages: Messages) -> list[float]:
             sums = np.array(numbers, np.float64)
             messages.merge(kind, f"to add them up: {kind}", sums, len(numbers))
-            return sums.tolist()
+            return [float(number) for number in sums]
 
         return self._exchange(f"exchanging {kind}", added, list(numbers))
 
