@@ -140,8 +140,7 @@ def check_model(
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
         batch: the arguments of the model's forward, instead of ``tokens``: a tensor, a mapping of keywords, or a tuple
             of positional arguments. Tensors are copied to the model's device.
-        require: a contract, as for an integration. A clause that the plan breaks, or that cannot be checked, is a
-            finding.
+        require: a contract, as for an integration. A clause that is broken, or cannot be checked, is a finding.
         observe: the path of observed layers, as for an integration.
         unconverted: for a model converted by Accelerate, the skipped layers with reasons, from
             ``te_precision_callbacks.accelerate.unconverted_layers(model)``.

@@ -162,8 +162,7 @@ def _cells(row: PlannedLayers, whole: int) -> list[str]:
 
 
 def _formats(row: PlannedLayers, gemm: GemmName) -> str:
-    """The formats of a GEMM. The column of ``fprop`` also has products without a weight, and that of ``dgrad`` their
-    backward."""
+    """The formats of a GEMM. The column ``fprop`` also has products without a weight; ``dgrad``, their backward."""
     if gemm in row.gemms or gemm == "wgrad":
         return _text(row.gemms[gemm]) if gemm in row.gemms else ""
     behind = " backward" if gemm == "dgrad" else ""

@@ -68,6 +68,8 @@ def require_alike(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
     hashes = {number for number, _ in of_rank.values()}
     if len(hashes) > 1:
         configs = ranks.pool([tuple(config.items())], "texts of configs", tuple[tuple[str, Any], ...])
+        if len(configs) < 2:  # a rank was lost meanwhile
+            return
         names = {number: f"config {nth}" for nth, number in enumerate(dict.fromkeys(n for n, _ in of_rank.values()), 1)}
         raise ConfigError(
             f"The ranks were given different configs: {in_words({r: names[n] for r, (n, _) in of_rank.items()})}."

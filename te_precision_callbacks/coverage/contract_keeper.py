@@ -1,5 +1,4 @@
-"""Checks a run against its contract: after the first steps, at each change of precision, and at the end of a short
-run."""
+"""Checks a run against its contract: after the first steps, at each change of precision, and at its end."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ class Product:
     Attributes:
         layer: the path of the module, as in ``session.layers``; with the name of the weight if that is not ``weight``.
         family: ``te`` and ``te_ops`` for layers of Transformer Engine, ``torch`` for torch's linear and convolution
-            layers, ``attention`` for the two products of attention, ``lookup`` for embeddings, ``functional`` for all
-            others.
+            layers, ``attention`` for the two products of attention, ``lookup`` for embeddings; else ``functional``.
         gemm: ``fprop``, ``dgrad`` and ``wgrad`` of a product with a weight; ``qk`` and ``pv`` of attention; ``lookup``;
             ``other`` for a product without a weight.
         backward: whether it belongs to the backward, in which ``qk``, ``pv`` and ``other`` are two products each.
@@ -229,8 +228,7 @@ class Coverage(tuple[Product, ...]):
         return sums
 
     def share(self, precision: str, *, gemm: str | None = None, backward: bool | None = None) -> float:
-        """The share of the multiply-adds in a precision, from 0 to 1; nan without products. The arguments are as in
-        :meth:`macs`."""
+        """The share of multiply-adds in a precision, 0 to 1; nan without products. Arguments as in :meth:`macs`."""
         whole = self.macs(gemm=gemm, backward=backward)
         return self.macs(precision, gemm=gemm, backward=backward) / whole if whole else float("nan")
 

@@ -305,8 +305,7 @@ class GemmPrecision:
 
 
 def in_short(operands: Mapping[str, str]) -> str:
-    """``FP8 E5M2 * E4M3``; a single format if both operands have it; brackets around the formats of an operand that
-    changed."""
+    """``FP8 E5M2 * E4M3``; one format if both operands have it; in brackets the formats of a changed operand."""
     return _formats_in_short(tuple(operands.values()))
 
 

@@ -41,8 +41,7 @@ def causal_share(rows: int, columns: int, *, at_the_end: bool = False) -> float:
 def share_left(given: Mapping[str, Any], rows: int, columns: int) -> float | None:
     """The share that the mask of Transformer Engine's attention keeps.
 
-    None if unknown: a custom mask, padding, a sliding window, or packed sequences. ``padding_causal`` counts as without
-    padding.
+    None if unknown: a custom mask, padding, a sliding window, or packed sequences. ``padding_causal`` is causal.
 
     Read from Transformer Engine 2.20.2, ``pytorch/attention/dot_product_attention``: ``AttnMaskTypes`` and
     ``utils.check_set_window_size``.

@@ -153,8 +153,7 @@ class OperatorProducts:
 
         Args:
             left: the reason if the operator is not counted.
-            again: whether an activation checkpoint recomputes it. It is then not counted, but the backward may have its
-                nodes.
+            again: whether an activation checkpoint recomputes it: not counted, but the backward may have its nodes.
         """
         call = self.call_of_forward()
         if call is None if again else call is not None and not call.is_counted:

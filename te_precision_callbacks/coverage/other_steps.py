@@ -22,8 +22,7 @@ from te_precision_callbacks.statistics.schedule import Schedule
 
 
 def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Mapping[str, Any], Product]]:
-    """The products of rows of ``run.gemms`` and ``run.operands``. With several scopes, the names of layers include the
-    scope."""
+    """The products of ``run.gemms`` and ``run.operands``. With several scopes, layer names include the scope."""
     formats: dict[int, dict[str, str]] = defaultdict(dict)
     for row in operands.to_pylist():
         formats[row["gemm_id"]][row["tensor"]] = row["format"] or ""

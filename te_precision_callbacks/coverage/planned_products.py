@@ -305,8 +305,7 @@ class MadeQuantizers:
         self._made: dict[tuple[object, ...], list[list[Any]]] = {}
 
     def of(self, module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
-        """The quantizers of a module for a recipe, in Transformer Engine's order, forward and backward; empty without a
-        recipe.
+        """The quantizers of a module for a recipe, in Transformer Engine's order; empty without a recipe.
 
         The modules of a class share the quantizers of a recipe, unless it is custom.
 

@@ -277,8 +277,7 @@ class PrecisionAudit:
 
 
 def _in_a_region() -> bool:
-    """Return whether the script is inside of ``te.autocast``, enabled or not (TE 2.20.2,
-    ``pytorch/quantization.py``)."""
+    """Return whether the script is in ``te.autocast``, enabled or not (TE 2.20.2, ``pytorch/quantization.py``)."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return bool(FP8GlobalStateManager.quantization_state.autocast_depth)

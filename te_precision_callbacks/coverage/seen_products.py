@@ -13,9 +13,8 @@ from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.matrix_products import Role, share_left
 from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
-from te_precision_callbacks.coverage.model_watch import ModelWatch
+from te_precision_callbacks.coverage.model_watch import ModelWatch, is_seen_by
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
-from te_precision_callbacks.coverage.seeing import is_seen_by
 from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, CountedKinds, CountedStep, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
@@ -176,8 +175,7 @@ class ModelProducts(ModelWatch):
         formats: tuple[str, str] = ("", ""),
         call: ModelCall | None = None,
     ) -> None:
-        """Count a GEMM of a layer of Transformer Engine, given n, m and k, the formats of its operands, and its
-        call."""
+        """Count a GEMM of a layer of Transformer Engine, given n, m and k, its operands' formats, and its call."""
         family: Family = "te_ops" if layer in self._operations else "te"
         self._seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1), call=call))
 
@@ -275,8 +273,7 @@ class ModelProducts(ModelWatch):
                 self._seen.append(seen)
 
     def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
-        """Note layers of Transformer Engine that ran without an event of a GEMM; ``what`` names the kernel and the
-        reason."""
+        """Note layers of Transformer Engine that ran without a GEMM event; ``what`` names the kernel and the reason."""
         call = self.operators.call_now()
         if self.counting and (call is None or call.is_counted):
             for layer in layers:
@@ -287,6 +284,5 @@ class ModelProducts(ModelWatch):
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:
-    """The format of an inner tensor of attention by its quantizer; without one, as in MXFP8, the format of an
-    operand."""
+    """The format of an inner tensor of attention by its quantizer; without one, as in MXFP8, an operand's format."""
     return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)

@@ -1,5 +1,4 @@
-"""Adds the layer's name to an exception of Transformer Engine; for an unsupported shape also the GEMM and the
-dimension.
+"""Adds the layer to an exception of Transformer Engine; for an unsupported shape also the GEMM and the dimension.
 
 Transformer Engine raises deep inside, and names at most the operand. The frames of the traceback show the layer, so
 nothing is recorded in a healthy run. Read from Transformer Engine 2.20.2: the forwards (``self``, ``inp``,

@@ -129,8 +129,7 @@ def running_functions() -> Iterator[FunctionCtx | None]:
 
 
 def is_computing_again() -> bool:
-    """Return whether a backward runs a forward that an activation checkpoint recomputes, and not the backward of a
-    node."""
+    """Return whether a backward runs a forward that an activation checkpoint recomputes, not a node's backward."""
     in_module = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -53,8 +53,7 @@ class GemmOperand(NamedTuple):
 
     @property
     def data(self) -> Any:
-        """The plain or quantized tensor or storage that the extension reads; None if there is no data of that
-        direction."""
+        """The plain or quantized tensor or storage that the extension reads; None without data of that direction."""
         given = self.given
         if self.on_debug_path:
             given = given.columnwise_gemm_tensor if self.columnwise else given.rowwise_gemm_tensor

@@ -455,8 +455,7 @@ def _places(
     Args:
         root, prefix, opaque: as in :func:`module_paths`.
         others: receives, for each further path of a module, its first path and that further path.
-        through_adapters: whether a layer with PEFT's adapters, or with trained copies, has the path of PEFT's
-            replacement.
+        through_adapters: whether layers with PEFT's adapters or trained copies have the path of the replacement.
     """
     seen: dict[int, str] = {}
     root, full_prefix = _unwrapped(root, opaque, prefix)
@@ -504,8 +503,7 @@ def _layer_number(module: torch.nn.Module, child: torch.nn.Module) -> str:
 
 
 def _expert_numbers(module: torch.nn.Module, child_name: str) -> str:
-    """``experts`` with the first and the last of their numbers; empty for another child. Read from Megatron Core
-    0.16."""
+    """``experts`` with the first and the last of their numbers; else empty. Read from Megatron Core 0.16."""
     experts = getattr(module, "local_expert_indices", None) if child_name == "experts" else None
     return f"{child_name}_{experts[0]}_{experts[-1]}" if experts else ""
 

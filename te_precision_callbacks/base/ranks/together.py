@@ -225,8 +225,7 @@ class Ranks:
             self.messages.take_noted()
 
     def noted(self, *, asks: bool) -> bool:
-        """Return whether any rank wants a check. Without values in the step, a message is sent only if ``asks`` is
-        set."""
+        """Return whether any rank wants a check. In a step without values, a message is sent only with ``asks``."""
         if not self.several:
             return self._note
         if self.messages is None or not self.messages.is_open:
@@ -237,8 +236,7 @@ class Ranks:
         return bool(noted) and self.are_together
 
     def stop_together(self, *, own: bool) -> bool:
-        """Return whether all ranks stop now. The request of a rank is sent with the next values; all receive it in one
-        step."""
+        """Return whether all ranks stop now. Requests are sent with the next values; all receive them in one step."""
         if not self.several:
             return own
         if self.messages is None or not self.messages.is_open:
