@@ -1,4 +1,4 @@
-"""Times ways to do the same thing on a machine that changes its speed, until their difference is resolved.
+"""Time ways to do the same thing on a machine of varying speed, until their difference is resolved.
 
 Usage::
 
@@ -48,7 +48,7 @@ _BY_CHANCE = 0.001
 
 @dataclass(frozen=True)
 class Interval:
-    """A median, and the interval in which it lies with 95 %."""
+    """A median with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -62,11 +62,11 @@ class Interval:
         return Interval(*(factor * (one + shift) for one in (self.value, self.low, self.high)))
 
     def at_most(self, claim: float) -> Verdict:
-        """Whether it is at most what is claimed."""
+        """Check the claim that the value is at most this."""
         return "holds" if self.high <= claim else "does not hold" if self.low > claim else "not resolved"
 
     def beside(self, claim: float | None, unit: str = "") -> str:
-        """What is claimed, with the verdict: ``3 %: holds``; empty if nothing is."""
+        """Format a claim with its verdict: ``3 %: holds``; empty without a claim."""
         return "" if claim is None else f"{claim:g}{unit}: {self.at_most(claim)}"
 
 
@@ -89,7 +89,7 @@ def interval(samples: Sequence[float], seed: int = 0) -> Interval:
 
 
 def _by_chance(samples: Sequence[float], median: float) -> float:
-    """How probable it is that so many samples, or more, are on one side of their median, if this is it."""
+    """Return the p-value of the two-sided sign test for this median."""
     above = sum(sample > median for sample in samples)
     count, fewer = len(samples), min(above, len(samples) - above)
     return min(1.0, sum(math.comb(count, number) for number in range(fewer + 1)) / 2.0 ** (count - 1))
@@ -170,7 +170,7 @@ def to_within(share: float) -> Enough:
 
 
 def claimed(claims: Mapping[str, float], share: float) -> Enough:
-    """Enough once it is known whether the ratio of a way is at most what is claimed; of others as :func:`to_within`.
+    """Stop once the claim on the ratio of a way is decided; without a claim, as :func:`to_within`.
 
     It is known by the exact sign test, two-sided, at :data:`_BY_CHANCE`. So it takes 11 pairs at least.
     """

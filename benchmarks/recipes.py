@@ -1,4 +1,4 @@
-"""How far each recipe takes the loss of a TransformerLayer from its loss in BF16, and how far its format explains.
+"""Distance of each recipe's loss from BF16 for a TransformerLayer, and the distance that its format explains.
 
     python benchmarks/recipes.py [--steps 50] [--draws 3] [--json]
 
@@ -45,7 +45,7 @@ TOLERATED = 3.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe of Transformer Engine, and what it rounds to.
+    """A recipe of Transformer Engine, and its formats.
 
     Attributes:
         name: the class in ``transformer_engine.common.recipe``; what comes after a space is only for readers.
@@ -88,7 +88,7 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Trained:
-    """What a recipe gave.
+    """Result of a recipe.
 
     Attributes:
         recipe: its name.
@@ -108,7 +108,7 @@ class Trained:
 
     @property
     def holds(self) -> bool:
-        """Whether the format explains the distance."""
+        """Return whether the format explains the distance."""
         return self.distance <= TOLERATED * max(self.explained)
 
 
@@ -150,7 +150,7 @@ def _blocks(matrix: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _rounded(blocks: torch.Tensor, largest: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """The nearest numbers of a format whose largest number stands for ``largest``."""
+    """Round to a format whose largest number represents ``largest``."""
     unit = largest.clamp(min=torch.finfo(torch.float32).tiny) / number_format.max
     scaled = (blocks / unit).clamp(-number_format.max, number_format.max)
     binade = torch.exp2(torch.floor(torch.log2(scaled.abs().clamp(min=number_format.min_normal))))
@@ -223,7 +223,7 @@ def _rounding_config(recipe: Recipe, seed: int) -> dict[str, Any]:
 
 
 def compare(recipe: Recipe, steps: int, in_bf16: Sequence[float], draws: int) -> Trained:
-    """A recipe, and BF16 with operands rounded to its format, beside BF16."""
+    """Compare a recipe, and BF16 with operands rounded to its format, with BF16."""
 
     def distance(found: Sequence[float]) -> float:
         return sum(abs(one - other) for one, other in zip(found, in_bf16, strict=True)) / steps

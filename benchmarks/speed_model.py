@@ -1,4 +1,4 @@
-"""The constants of the speed model, fitted to published times, and how well the model then agrees with others of them.
+"""Fit the constants of the speed model to published times, and compare the model with other published times.
 
     python benchmarks/speed_model.py            # prints the tables of docs/speed.md
     python benchmarks/speed_model.py --write    # writes constants.yaml and the tables in docs/speed.md
@@ -111,7 +111,7 @@ def _operations(shapes: Iterable[Shape]) -> float:
 
 
 def _concentration() -> float:
-    """How much less the sum of four shapes spreads than each of them."""
+    """Ratio of the relative spread of the sum of four shapes to a single shape's."""
     weights = [shape.operations / _operations(SHAPES["fprop"]) for shape in SHAPES["fprop"]]
     return math.sqrt(sum(weight**2 for weight in weights))
 
@@ -160,7 +160,7 @@ def _relative(sums: Mapping[str, float]) -> list[float]:
 
 
 def _with(device: Device, **changed: object) -> Device:
-    """The device with some constants, whose scatter does not matter."""
+    """Return the device with some constants, without scatter."""
     given = {
         "measured_on": device.title,
         "bandwidth": 1.0,
@@ -273,7 +273,7 @@ class Cell:
 
 
 def cells(constants: Constants) -> list[Cell]:
-    """The 20 cells, with what the model expects."""
+    """Return the 20 cells with the model's times."""
     device = device_named("b300").model_copy(update={"constants": constants})
     found = []
     for recipe, measured in CELLS.items():

@@ -1,4 +1,4 @@
-"""What debugging adds to a training step: this project's session beside Transformer Engine's own features.
+"""Cost of debugging in a training step: this project's session beside Transformer Engine's own features.
 
     python benchmarks/step.py [--json] [--layers 4 --hidden 256 --sequence 256 --batch 8] [--seconds 900]
     python benchmarks/step.py --default [--hidden 128 --sequence 128 --batch 4]
@@ -180,7 +180,7 @@ class Training:
 
 
 class LlamaTraining(Training):
-    """A Llama of transformers whose Linear layers Accelerate has replaced by Transformer Engine's."""
+    """A Llama of transformers, converted to Transformer Engine by Accelerate."""
 
     def _model(self, layers: int, hidden: int, sequence: int) -> torch.nn.Module:
         from accelerate import Accelerator
@@ -286,7 +286,7 @@ def watched_elements(training: Training, counting: Config, folder: Path) -> int:
 
 
 def measure(training: Training, runs: Mapping[str, Run], seconds: float, least: int) -> dict[str, Pairs]:
-    """Time steps of all ways to run, each beside a step without debugging."""
+    """Time steps of all configurations, each beside a step without debugging."""
     ways: dict[str, Way] = {name: functools.partial(training.within, run) for name, run in runs.items()}
     enough = claimed({name: 1 + percent / 100 for name, percent in CLAIMS.items()}, _SHARE)
     base = functools.partial(training.within, without)
@@ -313,7 +313,7 @@ def _compared(key: str, times: dict[str, Pairs], elements: int) -> dict[str, Any
 
 
 def _alone(name: str, ours: Pairs, elements: int = 0) -> dict[str, Any]:
-    """A case of ours beside none."""
+    """Return a case without Transformer Engine's side."""
     added, percent = ours.added(), ours.ratio().scaled(100, -1)
     return {
         "case": name,
@@ -362,7 +362,7 @@ def run_all(training: Training, options: argparse.Namespace, folder: Path) -> li
 
 
 def run_default(training: Training, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The parts of a training with the default config, and what they add to whole trainings."""
+    """Measure the parts of a training with the default config, and sum them to whole trainings."""
     session = functools.partial(with_ours, training.model, None)
 
     @contextlib.contextmanager

@@ -159,7 +159,6 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert rows_of(found, "overflow")["host waits added to a step"]["value"] == 1
     assert rows_of(found, "overhead")["default config, a collection step: a step"]["value"] > 0
     assert rows_of(found, "speed")["fp8_current_scaling, 64x64x128, fprop: speed-up"]["value"] > 0
-    assert rows_of(found, "speed")["64x64x64, fprop: delayed instead of current scaling saves"]["unit"] == "ms a call"
     assert rows_of(found, "bandwidth")["8 of the tensor, bfloat16, 160 x 160: ratio"]["value"] > 0
     header, _, *table = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert "verdict" in header

@@ -43,7 +43,7 @@ def _in_blocks(
     shape: tuple[int, int],
     device: torch.device,
 ) -> InBlocks:
-    """Random codes, and random scales of which square blocks have the same for each row."""
+    """Return random codes and scales; the rows of a square block share a scale."""
     _, codes_format, scale_format, stored_block, block, transposed = form
     generator = torch.Generator().manual_seed(3)
     rows, columns = shape[::-1] if transposed else shape
@@ -69,7 +69,7 @@ def _in_blocks(
 
 
 def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[str]:
-    """The columns of a tensor in blocks that are not those of plain torch, which takes sums in float64."""
+    """Return the columns that differ from those of plain torch with sums in float64."""
     shape = (80, 160) if settings.small else (2048 + 16, 4096 + 32)
     values = (drawn(*shape, seed=4) * 10).to(dtype)
     places = kernels.ColumnPlaces(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)

@@ -1,4 +1,4 @@
-"""Healthy trainings in FP8 on the GPU's own kernels: their verdict must be that no problems were found.
+"""Healthy trainings in FP8 on the GPU's own kernels: the verdict must be "no problems found".
 
 The models are those of the proof (``benchmarks/proof``).
 """

@@ -58,7 +58,7 @@ _FSUM_UP_TO = 2**21
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A measured case.
 
     Attributes:
         name: what it is.
@@ -145,7 +145,7 @@ def _with_gaps(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(values: torch.Tensor, *, e5m2: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 codes of a tensor on the CPU, and their scale: under half of what the largest element needs."""
+    """Quantize a tensor on the CPU, with less than half of the scale that its largest element needs."""
     dtype, largest = FORMATS[e5m2]
     wide = values.float().nan_to_num(0.0, 0.0, 0.0)
     scale_inv = (wide.abs().max() / largest * 0.4).reshape(1)
@@ -158,7 +158,7 @@ def quantized(values: torch.Tensor, *, e5m2: bool) -> tuple[torch.Tensor, torch.
 def exact(
     values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None, e5m2: bool
 ) -> dict[str, Any]:
-    """All columns in float64, those of the histogram as a list; and the variance."""
+    """Return all columns in float64, the histogram as a list, and the variance."""
     x = _array(values)
     finite = np.isfinite(x)
     kept = x[finite]
@@ -245,7 +245,7 @@ def compared(found: dict[str, Any], expected: dict[str, Any], bounds: dict[str, 
 
 
 def _run(case: Case, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the pass gives, and what it must give."""
+    """Return the values of the pass, and the expected ones."""
     base_codes, scale_inv = quantized(case.base, e5m2=case.codes) if case.codes is not None else (None, None)
     arguments = []
     for place in (device, torch.device("cpu")):
@@ -260,7 +260,7 @@ def _run(case: Case, device: torch.device) -> tuple[dict[str, Any], dict[str, An
 
 
 def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: bool) -> int:
-    """Of tensors that are measured together, the columns whose bits are not those of a tensor alone."""
+    """Count the columns of tensors measured together whose bits differ from a tensor measured alone."""
     sides = (16, 48, 96, 128) if settings.small else (16, 512, 2048, 4096)
     places, width, extremes = kernels.layout(codes=with_codes, histogram=False)
     pending, alone = [], []

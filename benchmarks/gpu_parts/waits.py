@@ -1,4 +1,4 @@
-"""How often, and for what code, the host waits for the device.
+"""Count the waits of the host for the device, by the code that waits.
 
     with HostWaits(device) as waits:
         loss.backward()
@@ -49,7 +49,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class HostWaits:
-    """Counts waits while it is entered.
+    """Count waits inside a ``with`` block.
 
     Args:
         device: of which kind they are.

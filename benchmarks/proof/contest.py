@@ -1,4 +1,4 @@
-"""Defects drawn at random, which the diagnosis must name.
+"""Plant defects at random, which the diagnosis must name.
 
     python benchmarks/proof/contest.py [--kinds spike nan] [--blocks 2 24] [--draws 20]
         [--only-record FOLDER | --replay FOLDER]
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _about() -> str:
-    """What is planted, in Markdown."""
+    """Return a Markdown table of the planted defects."""
     lines = [f"| {kind} | {TABLE[kind].about} | {', '.join(sorted(TABLE[kind].rules))} |" for kind in KINDS]
     return "\n".join(["| defect | what is planted | right rules |", "|---|---|---|", *lines])
 

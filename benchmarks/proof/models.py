@@ -1,4 +1,4 @@
-"""Six small real models that learn: what the defects are planted in, and what healthy runs train.
+"""Six small models that learn, for planted defects and for healthy trainings.
 
     built = build("llama", "delayed", "autocast", seed=3)
     for _ in range(30):
@@ -53,7 +53,7 @@ def recipe_of(name: RecipeName, *, history: int | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Block:
-    """One of the alike blocks.
+    """One of the model's equal blocks.
 
     Attributes:
         path: of its module in the model; names of its layers begin with it.
@@ -72,7 +72,7 @@ class Block:
 
 @dataclass
 class Built:
-    """A model with all that its training needs.
+    """A model with its data, optimizer and recipe.
 
     Attributes:
         blocks: its alike blocks, in the order in which they run.
@@ -192,7 +192,7 @@ def _vit_block(dtype: torch.dtype) -> torch.nn.Module:
 
 
 class _ParallelBlock(torch.nn.Module):
-    """Attention with grouped queries and an MLP beside it, both behind one norm, as in GPT-J and PaLM."""
+    """Grouped-query attention and an MLP in parallel behind one norm, as in GPT-J and PaLM."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class _Vision(torch.nn.Module):
 
 
 def _llama(count: int, dtype: torch.dtype) -> torch.nn.Module:
-    """A Llama of transformers, whose Linear layers Accelerate has replaced by Transformer Engine's."""
+    """A Llama of transformers, converted to Transformer Engine by Accelerate."""
     from accelerate import Accelerator
     from accelerate.utils.transformer_engine import convert_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -331,7 +331,7 @@ def _llama(count: int, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _sequences(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens, each of which follows from the one before by a fixed permutation, but for one in ten."""
+    """Tokens that follow a fixed permutation, except for 10 % of them."""
     draw = torch.Generator().manual_seed(seed)
     following = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(seed % 7))
     while True:
@@ -414,7 +414,7 @@ def build(
     history: int | None = None,
     device: str = "cpu",
 ) -> Built:
-    """A model, its data and its optimizer, all of the seed.
+    """Build a model, its data and its optimizer from the seed.
 
     Args:
         precision: of the weights and of what is not in FP8: ``autocast`` has weights in float32, and the rest in
