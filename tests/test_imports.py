@@ -145,7 +145,7 @@ MUTABLE = {"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "deque", "set"
 
 
 @pytest.mark.slow
-def test_a_run_keeps_nothing_at_the_level_of_a_module() -> None:
+def test_module_variables_that_change_are_listed() -> None:
     found = {}
     for module, path in files().items():
         short = module.removeprefix(f"{PACKAGE}.")

@@ -230,7 +230,7 @@ def test_a_session_that_starts_later_replaces_the_watch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_optimizer", [False, True])
-def test_one_warning_where_nothing_is_found(
+def test_one_warning_without_a_model_or_an_optimizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, has_optimizer: bool
 ) -> None:
     model = Model()

@@ -98,8 +98,8 @@ def of_schema_tests(test: Any) -> list[dict[str, Any]]:
 
 
 def test_the_cases_of_the_features_schemas() -> None:
-    allowed = of_schema_tests(schema_cases.test_what_is_allowed_loads)
-    refused = of_schema_tests(schema_cases.test_what_a_schema_does_not_take_is_refused_with_its_place)
+    allowed = of_schema_tests(schema_cases.test_valid_keys_load)
+    refused = of_schema_tests(schema_cases.test_invalid_keys_are_refused_with_their_place)
     assert [config for config in allowed if not is_valid(config, SCHEMA)] == []
     assert [config for config in refused if not agree(config)] == []
     assert sum(not is_valid(config, SCHEMA) for config in refused) > 60

@@ -1,4 +1,4 @@
-"""A config with an unknown feature is refused by every front door where it is made, in the same words."""
+"""A config with an unknown feature is refused by every integration where it is made, in the same words."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def by_trainer_arguments(path: Path, **keywords: Any) -> Any:
     return Trainer(torch.nn.Linear(2, 2), arguments)
 
 
-FRONT_DOORS: dict[str, Callable[..., Any]] = {
+INTEGRATIONS: dict[str, Callable[..., Any]] = {
     "load_config": load_config,
     "InspectSession": InspectSession,
     "Lightning": PrecisionDebugCallback,
@@ -75,12 +75,12 @@ FRONT_DOORS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("front_door", [*FRONT_DOORS.values(), by_trainer_arguments], ids=[*FRONT_DOORS, "Trainer"])
-def test_all_that_is_wrong_is_told_where_the_front_door_is_made(tmp_path: Path, front_door: Any) -> None:
+@pytest.mark.parametrize("integration", [*INTEGRATIONS.values(), by_trainer_arguments], ids=[*INTEGRATIONS, "Trainer"])
+def test_each_integration_reports_all_problems_of_a_config(tmp_path: Path, integration: Any) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"{CONFIG}layer_names: upstreams\n")
     with pytest.raises(ConfigError) as caught:
-        front_door(path)
+        integration(path)
     assert [problem.removeprefix(f"{path}, ").split(" (")[0] for problem in caught.value.problems] == [
         "line 10",
         "line 12",
