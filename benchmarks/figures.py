@@ -2,9 +2,9 @@
 
     python benchmarks/figures.py                  # measures all, about an hour on an idle machine, and writes the pages
     python benchmarks/figures.py step overflow    # these alone
-    python benchmarks/figures.py --write          # measures nothing: the pages from what is kept
+    python benchmarks/figures.py --write          # only write the pages from the stored results
 
-Each benchmark runs in a process of its own with its defaults, and its file is written when it is done, with the machine
+Each benchmark runs in its own process with its defaults, and its file is written when it is done, with the machine
 and the commit. A page has a table between ``<!-- figures: NAME -->`` and ``<!-- figures: end -->``, where NAME is a
 function of ``TABLES``.
 """

@@ -8,9 +8,9 @@ Parts:
            products in float64, in standard deviations of the estimate.
            tests/instrumentation/test_gemm_errors.py checks the same through modules in a session.
   faults   faults of a kernel in a result of the reference backend: how many are missed, and of how many the rows and
-           columns are those of the fault.
-  healthy  GEMMs of operands of many kinds, summed by the models of the accumulators, whose error is within rounding.
-  cost     what a session with LogGemmError adds to a training step of examples/byte_lm.py, as step.py trains it: in a
+           columns are located.
+  healthy  GEMMs of operands of many kinds, summed by the models of the accumulators, with errors within rounding.
+  cost     cost of a session with LogGemmError in a training step of examples/byte_lm.py, as step.py trains it: in a
            step in which all GEMMs are measured, in another one, and at the default freq; with default options. Its
            processor time, and the most memory that torch holds in a step. OMP_NUM_THREADS=1 where other work runs:
            threads that wait for a core use processor time.

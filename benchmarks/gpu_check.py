@@ -10,8 +10,8 @@ parts are stopped. Parts use the compiled Transformer Engine if it can be import
 
 The table is printed, and written with the machine and the versions to ``<out>/<name of the GPU>.json``. There,
 ``parts`` has the verdict of each part (``passed``, ``failed`` or ``cannot run here``), its reason and its seconds, and
-``rows`` has all values. A row without a verdict is a measurement, or a check that could not run; its note says why.
-The exit status is 1 if a value is wrong or a part has failed, and 2 without a GPU.
+``rows`` has all values. A row without a verdict is a measurement, or a check that could not run, with the reason in
+its note. The exit status is 1 if a value is wrong or a part has failed, and 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Part:
         seconds: time limit on a GPU.
         module: module of ``gpu_parts``; None for the one with the part's name.
         needs_transformer_engine: whether the part needs at least Transformer Engine's Python.
-        capability: compute capability whose recipes run: on the reference backend if the GPU has another one.
+        capability: compute capability of the recipes, run on the reference backend if the GPU has another one.
         gpus: number of visible GPUs.
-        measures_time: whether the part runs alone, after those that check correctness.
+        measures_time: whether the part runs alone, after all checks of correctness.
     """
 
     name: str

@@ -6,13 +6,13 @@ Usage::
     found = in_turn(ways, plainly(step), device, enough=to_within(0.02), seconds=300)
     found["ours"].ratio()  # 1.034 (1.027 to 1.041)
 
-A way is timed once, and the base once beside it, in an order that is drawn anew. Such pairs of all ways take turns, in
+A way is timed once, and the base once, in random order. Such pairs of all ways take turns, in
 an order that is drawn too. A machine that becomes slower for a second changes one pair, or both parts of one. The ratio
-of a way to the base is the median of the ratios of its pairs. Its interval is found by drawing the pairs anew, with
+of a way to the base is the median of the ratios of its pairs. Its interval is found by resampling the pairs with
 replacement (Efron 1979, the percentile bootstrap, 95 %).
 
-After each pair somebody may ask whether a claim is decided. An interval of 95 % would say so by chance in two of five
-runs, if the truth is the claim itself; so that question takes the sign test, at 0.1 %.
+After each pair somebody may ask whether a claim is decided. An interval of 95 % would decide it by chance in two of
+five runs, if the truth is the claim itself; so that question takes the sign test, at 0.1 %.
 
 Two clocks run: wall time, and the processor time of all threads of the process. Other work on the machine changes the
 second one less.
@@ -116,7 +116,7 @@ class Pairs:
     """The pairs of a way.
 
     Attributes:
-        ways, bases: what the way has taken, and the base beside it.
+        ways, bases: times of the way, and of the base in the same pair.
     """
 
     ways: list[Spent] = field(default_factory=list)
@@ -193,14 +193,14 @@ def in_turn(
     least: int = LEAST_PAIRS,
     seed: int = 0,
 ) -> dict[str, Pairs]:
-    """Time ways beside a base until each is resolved, or the time is over.
+    """Time ways and a base in pairs until each way is resolved, or the time is over.
 
     Args:
         ways: name -> way.
-        base: beside which each is timed.
-        device: on which they run.
-        enough: whether the pairs of a way, of which there are at least ``least``, are enough.
-        seconds: after which no further round begins, once each way has its least pairs.
+        base: baseline of all ways.
+        device: device to wait for.
+        enough: whether the pairs of a way (at least ``least``) are enough.
+        seconds: time limit of rounds, once each way has its least pairs.
         least: pairs of each way.
         seed: of the order.
     """

@@ -1,17 +1,17 @@
-"""Cost of activation overflow detection in a training step, beside transformers' DebugUnderflowOverflow.
+"""Cost of activation overflow detection in a training step, compared with transformers' DebugUnderflowOverflow.
 
     python benchmarks/overflow.py [--json] [--layers 4 --hidden 256 --sequence 512 --batch 4] [--seconds 240]
 
 A Llama of transformers, built from a config, trains with AdamW on random tokens, in float32 and in bfloat16. A step is
-forward, backward and optimizer step. What is counted:
+forward, backward and optimizer step. Columns:
   none       the step without detection.
   ours       with DebugActivationOverflow, which watches gradients too.
   upstream   with transformers.debug_utils.DebugUnderflowOverflow, which watches forwards, and the parameters.
-  *_added_percent  a step above a step of none beside it: the median of such pairs with its interval, see in_turn.py.
+  *_added_percent  added to a paired step of none: the median of the pairs with its interval, see in_turn.py.
              One process, one model. *_processor_percent is the same by processor time.
   claim      whether the default adds at most 3 % of wall time.
   *_host_waits     how often a step waits for the device: reads of one element (``_local_scalar_dense``, which is what
-             ``.item()`` and ``bool()`` do) and looks of this project, each of which is one copy.
+             ``.item()`` and ``bool()`` do) and checks of this project, one copy each.
 """
 
 from __future__ import annotations

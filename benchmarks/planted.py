@@ -4,7 +4,7 @@
 
 A training is one of a small network of ``te.Linear`` in FP8, with ReLU between them: both keep powers of two, so that a
 planted drift does not change the loss. Behind a planted drift training goes on as it would have: where a parameter is
-scaled by s, its learning rate is by s^2. Each drawn drift is planted in a training with a seed of its own, and that is
+scaled by s, its learning rate is by s^2. Each drawn drift is planted in a training with its own seed, and that is
 compared with a healthy one. A second healthy one, with another seed, is the noise floor. A drift is found if its layer
 and tensor come first, made there, and every other layer is called inherited or not named.
 
@@ -99,12 +99,12 @@ class Drift:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Tensors of the layer in which the drift begins."""
+        """Tensors of the drift's first layer."""
         return {"weights": ("weight",), "channel": ("activation", "weight"), "gradient": ("gradient",)}[self.kind]
 
 
 def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return a view whose gradient is scaled."""
+    """Return a view with a scaled gradient."""
     same = x.view_as(x)
     if same.requires_grad:
         same.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
@@ -198,7 +198,7 @@ def train(seed: int, folder: Path, drift: Drift | None = None, *, rows: int = RO
     Args:
         seed: of the data, and of the network's weights.
         folder: the log folder.
-        drift: what is planted.
+        drift: the drift to plant.
         rows: of a batch.
     """
     torch.manual_seed(seed)
@@ -226,7 +226,7 @@ class Outcome:
 
     Attributes:
         seed: of the training.
-        kind, layer, tensors: what was planted, and where it begins.
+        kind, layer, tensors: the drift, and the place where it begins.
         first: what comes first, with its step and origin.
         inherited: the tensors that are called inherited.
         found: whether it is first, made there, and no other layer is blamed.

@@ -5,12 +5,12 @@
 A language model of one TransformerLayer learns bytes, from the same start and on the same data, in BF16 and in each
 recipe. Beside each recipe it learns in BF16 with every GEMM's operands rounded to the recipe's format in a few lines of
 plain torch: to nearest, with a scale for each of the recipe's blocks, lowered by a random factor, up to 2 where the
-recipe has powers of two and a little elsewhere, so that several draws round to several grids. That knows nothing of
+recipe has powers of two and a little elsewhere, so that several draws round to several grids. It does not use
 Transformer Engine's quantizers, of Hadamard transforms, of stochastic rounding. A recipe that is much further away has
 something wrong in it.
 
 The distance is the mean over the steps of the absolute difference to the loss in BF16. Two passes without a step come
-first, from which delayed scaling gets its scales. Each compute capability has a process of its own, since the reference
+first, for the scales of delayed scaling. Each compute capability has its own process, since the reference
 backend stands for one GPU at a time.
 """
 
@@ -150,7 +150,7 @@ def _blocks(matrix: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _rounded(blocks: torch.Tensor, largest: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """Round to a format whose largest number represents ``largest``."""
+    """Round to a format, scaled so that its largest number represents ``largest``."""
     unit = largest.clamp(min=torch.finfo(torch.float32).tiny) / number_format.max
     scaled = (blocks / unit).clamp(-number_format.max, number_format.max)
     binade = torch.exp2(torch.floor(torch.log2(scaled.abs().clamp(min=number_format.min_normal))))

@@ -3,7 +3,7 @@
 python benchmarks/sigterm.py                    # the table of docs/session.md; --states step, --json
 python benchmarks/sigterm.py --without-session  # the same scripts without a session
 
-Each state is a process that trains one layer for a few steps, one of which is gathered and not stepped, and then stays
+Each state is a process that trains one layer for a few steps (the last one is gathered and not stepped), and then stays
 in the state until SIGTERM ends it. After ``--patience`` seconds it gets SIGKILL instead.
 """
 
@@ -185,7 +185,7 @@ def measure(state: str, folder: Path, *, observed: bool, patience: float, before
         state: of :data:`STATES`.
         folder: for the session's files.
         observed: whether there is a session.
-        patience: the seconds after which SIGKILL comes.
+        patience: seconds until SIGKILL.
         before: the seconds from the start of the state to the signal: fewer than pass before the log is written by
             itself.
     """

@@ -3,21 +3,21 @@
     python benchmarks/speed_model.py            # prints the tables of docs/speed.md
     python benchmarks/speed_model.py --write    # writes constants.yaml and the tables in docs/speed.md
 
-The times are those of Transformer Engine's GEMM profiling tutorial (docs/examples/gemm_profiling, commit d0067d0): its
+The times come from Transformer Engine's GEMM profiling tutorial (docs/examples/gemm_profiling, commit d0067d0): its
 benchmark_gemm.py on a B300 and on an H200 NVL, in milliseconds, at hidden 4096, intermediate 16384 and 31 x 512 tokens.
 BF16 is torch.matmul. Low precision is the forward of te.Linear, which casts both operands in each call, or a GEMM of
 operands that were quantized before. The benchmark's "dgrad" and "wgrad" are such forwards on swapped shapes.
 
-What is fitted, in this order, and to what:
+Fitted constants, in this order, and their data:
 
 - the share of the peak that kernels reach: the sums of fprop, dgrad and wgrad with operands quantized before;
 - the share of the bandwidth that each recipe's casts reach, and one time of a launch for all recipes: the sums of dgrad
   and wgrad with casts, by least squares of relative errors, with shares of at most 1;
 - how far single shapes are from the model: the spread of the three sums quantized before, of the residuals of the
   casts, and of BF16's two measurements. A sum of four shapes spreads less than each of them; the spread of a shape is
-  that of the sum divided by the root of the sum of the squared weights.
+  the sum's deviation divided by the root of the sum of the squared weights.
 
-FP8 block scaling has no times quantized before: the bandwidth's share is that of current scaling, and the kernels'
+FP8 block scaling has no times quantized before: the bandwidth's share is taken from current scaling, and the kernels'
 share is fitted to dgrad and wgrad. The 20 times of single shapes of the fprop on the B300 are used in no fit.
 """
 

@@ -1,17 +1,17 @@
-"""Statistics of one tensor: the engine of this project beside Transformer Engine 2.20's functions, in one process.
+"""Statistics of one tensor: this project's engine and Transformer Engine 2.20's functions, in one process.
 
     python benchmarks/stats.py [--json] [--size 4096] [--seconds 20] [--device cpu|cuda]
 
-What is counted:
-  ours_ms       what a step spends on the tensor: a note for each feature and the measuring, not only the kernel;
-                flush_ms, once a step for all tensors, is told beside it.
-  te_ms         the functions that Transformer Engine's buffer calls for these statistics (those of their
+Columns:
+  ours_ms       time of a step for the tensor: a note for each feature and the measuring, not only the kernel;
+                flush_ms, once a step for all tensors, is separate.
+  te_ms         the functions that Transformer Engine's buffer calls for these statistics (in their
                 DEPENDENCIES), each once. Its buffer calls each of them twice in the first micro-batch of a step, and
                 copies, waits and logs around them: none of that is counted here (step.py counts all of it).
                 Its torch.compile is on or off, whichever is faster (te_mode); both are warmed up.
                 The quantized tensor of the FP8 cases is made before, by Transformer Engine's own quantizer.
   read_once_ms  x.sum(): the time to read the high-precision tensor once.
-  ours_reads    ours_ms over that of a reading beside it: the median of such pairs with its interval, see in_turn.py.
+  ours_reads    ours_ms over a paired read: the median of the pairs with its interval, see in_turn.py.
   claim         how many readings it takes at most.
 """
 
@@ -103,7 +103,7 @@ class Measured:
     """A case with its tensors.
 
     Args:
-        case: what is measured.
+        case: the measured case.
         size: of the square tensor.
         device: where it lies.
     """

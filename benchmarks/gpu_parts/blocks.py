@@ -69,7 +69,7 @@ def _in_blocks(
 
 
 def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[str]:
-    """Return the columns that differ from those of plain torch with sums in float64."""
+    """Return the columns that differ from plain torch with sums in float64."""
     shape = (80, 160) if settings.small else (2048 + 16, 4096 + 32)
     values = (drawn(*shape, seed=4) * 10).to(dtype)
     places = kernels.ColumnPlaces(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)

@@ -1,6 +1,6 @@
 """One pass over a tensor, against sums in float64 on the CPU.
 
-On a GPU it is the Triton kernel, whose sums must lie within the bounds of the docstring of
+On a GPU this is the Triton kernel. Its sums must lie within the bounds of the docstring of
 ``te_precision_callbacks/engine/kernels/triton_parts.py``; on a CPU the pass in C++ (``one_pass.cpp``). Counts,
 extremes and histograms must be equal. The value of a row is the largest error of a sum as a share of its bound.
 """
@@ -61,9 +61,9 @@ class Case:
     """A measured case.
 
     Attributes:
-        name: what it is.
+        name: printed name.
         base: a contiguous tensor on the CPU.
-        view: makes of it what is measured, and of its codes what it is compared with.
+        view: function from the base to the measured tensor, also applied to its codes.
         codes: whether it is compared with codes, and then whether they are E5M2.
         codes_view: how the codes lie, if other than the tensor.
         histogram: whether exponents are counted.
@@ -260,7 +260,7 @@ def _run(case: Case, device: torch.device) -> tuple[dict[str, Any], dict[str, An
 
 
 def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: bool) -> int:
-    """Count the columns of tensors measured together whose bits differ from a tensor measured alone."""
+    """Count the columns that differ between tensors measured together and each measured alone."""
     sides = (16, 48, 96, 128) if settings.small else (16, 512, 2048, 4096)
     places, width, extremes = kernels.layout(codes=with_codes, histogram=False)
     pending, alone = [], []

@@ -1,6 +1,6 @@
 """Waits of the host that statistics add to a training step, on the fused path and on the debug path.
 
-A step without a session comes first. Forward and backward must not wait for what a session computes: a wait is this
+A step without a session comes first. Forward and backward must not wait for computations of a session: a wait is this
 project's if its own code is on the stack, see ``waits.py``. The end of the step, ``session.step()``, waits once, for
 the copy of all values.
 """

@@ -2,7 +2,7 @@
 
     python -m gpu_parts.machine --device cuda
 
-In a process of its own, as the GPU may be one that only one process can use at a time.
+It runs in its own process, since some GPUs allow a single process at a time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compare the quantizers of all recipes on the GPU and on the CPU, bit for bit, and their GEMMs.
 
 The reference backend quantizes the same tensors on both devices, once for each compute capability that it emulates.
-Where there is a compiled Transformer Engine, its quantizers come too, with the recipes that the GPU has. On a CPU the
+A compiled Transformer Engine's quantizers are compared too, in the recipes of the GPU. On a CPU the
 backend is compared with itself, in two processes.
 
-A GEMM is compared with the product in float64 of the dequantized operands. Its error is told as a share of the sum of
+A GEMM is compared with the product in float64 of the dequantized operands. Its error is given as a share of the sum of
 the magnitudes of the products: float32 rounds each of them and each addition by at most 2^-24; the tensor cores of a
 GPU keep some 13 bits of the larger addend in FP8.
 """
@@ -51,7 +51,7 @@ def dumped(sides: Sequence[Side], capability: str, folder: Path) -> list[dict[st
     """Quantize on all sides, in parallel processes.
 
     Raises:
-        RuntimeError: a process failed; with the end of what it said.
+        RuntimeError: a process failed; the message has the end of its output.
     """
     environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
     started = []

@@ -2,7 +2,7 @@
 
     python -m gpu_parts.parity_dump FILE --device cuda --backend reference --capability 9.0
 
-A process can have one backend and one compute capability, so each of these is a process of its own.
+A process has one backend and one compute capability, so each combination needs its own process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two ranks with DistributedDataParallel: over gloo on one GPU or on the CPU, and over NCCL where there are two GPUs.
 
-The statistics that a session reduces are those of both ranks' tensors together, in float64, on both ranks; and training
-is the same to the last bit as without a session.
+The reduced statistics must equal float64 statistics of both ranks' tensors together, on both ranks, and training
+must be bit-identical to training without a session.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare statistics of the fused path with Transformer Engine's own ``dequantize()``, in each recipe of a GPU.
 
-The recipes are those of one compute capability. Where the GPU has it and Transformer Engine is compiled, the tensors
-are those of its kernels; otherwise the reference backend makes them, on the same device. A spy in the place of
+The recipes belong to one compute capability. Where the GPU has it and Transformer Engine is compiled, its kernels
+make the tensors; otherwise the reference backend makes them, on the same device. A spy in the place of
 ``general_gemm`` sees the operands of each GEMM, and takes from them the error and the underflows in float64. Training
 must be the same to the last bit with and without the session.
 """

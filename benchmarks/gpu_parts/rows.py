@@ -8,7 +8,7 @@
         run_part("dumps", check)
 
 A part is started as ``python -m gpu_parts.parity --rows FILE --device cuda``. Each row is written as soon as it is
-found, so that a part which breaks later has told what it had found before.
+found, so a part that fails later keeps its earlier rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Settings:
 
     Attributes:
         device: where tensors are.
-        small: whether the sizes are those of a test.
+        small: whether to use the sizes of a test.
         backend: which Transformer Engine the part runs on.
         capability: the compute capability that the reference backend stands for; None for its own choice.
     """
@@ -82,7 +82,7 @@ class Settings:
 
     @property
     def backend_note(self) -> str:
-        """Note beside a time: empty for the compiled backend."""
+        """Note for a time: empty for the compiled backend."""
         if self.backend == "compiled":
             return ""
         return f"on the reference backend on the {'GPU' if self.on_gpu else 'CPU'}, no compiled Transformer Engine"
@@ -120,7 +120,7 @@ class Rows:
 
     Args:
         part: the name of the part.
-        path: the file, to which each row is appended as a line of JSON.
+        path: the file; each row is appended as a line of JSON.
     """
 
     def __init__(self, part: str, path: Path) -> None:

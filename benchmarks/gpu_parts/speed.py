@@ -1,8 +1,8 @@
-"""Expected times of matrix products beside measured ones.
+"""Expected and measured times of matrix products.
 
-The expected times are those of ``te-precision speed`` for this GPU, the measured ones those of ``--calibrate``: BF16 by
+``te-precision speed`` expects the times for this GPU, and ``--calibrate`` measures them: BF16 by
 torch, low precision by Transformer Engine's GEMM and its casts, for the three GEMMs of a linear layer. On a CPU the
-same code runs on the reference backend, and the expected times beside it are those of an H200.
+same code runs on the reference backend, with the expected times of an H200.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Second:
 
     @contextlib.contextmanager
     def entered(self, *, asleep: bool) -> Iterator[None]:
-        """Queue operations after those of the current stream, optionally behind a sleeping kernel."""
+        """Queue operations after the current stream's operations, optionally behind a sleeping kernel."""
         if self.stream is None:
             yield
             return

@@ -5,7 +5,7 @@
     waits.total, waits.ours
 
 On a GPU these are the operations that ``torch.cuda.set_sync_debug_mode`` warns of: copies to the host, reads of an
-element, and operations whose result has a size that only the device knows. On a CPU, where nothing waits, reads of one
+element, and operations with a result of data-dependent size. On a CPU, where nothing waits, reads of one
 element are counted (``_local_scalar_dense``, which is what ``.item()`` and ``bool()`` do).
 """
 
@@ -52,11 +52,11 @@ class HostWaits:
     """Count waits inside a ``with`` block.
 
     Args:
-        device: of which kind they are.
+        device: kind of device.
 
     Attributes:
         total: all of them.
-        ours: those of this project's own code, without the reference backend.
+        ours: waits of this project's own code, without the reference backend.
         places: file and line of ours -> how often.
         operations: on a CPU, the operations of torch.
     """

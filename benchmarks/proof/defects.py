@@ -61,13 +61,13 @@ class Table:
     """Properties of all draws of a kind.
 
     Attributes:
-        about: what is planted.
-        rules: those of which one is right as the first finding.
+        about: description.
+        rules: right rules of the first finding.
         steps: how long the training is.
         steps_of_default: how long it is with the default config, which has statistics in steps 10, 20, 50, 100, 200.
-        starts: the first and the last step at which the defect may begin.
-        recipes: in which it can be.
-        models: in which it can be.
+        starts: range of the defect's first step.
+        recipes: possible recipes.
+        models: possible models.
         whole_model: whether there is no right layer.
         inner: whether it is in no block at either end, where alike layers may be kept in high precision on purpose.
     """
@@ -176,7 +176,7 @@ class Defect:
         seed: of the draw, and of the training.
         count: of blocks in the model.
         block: the number of the block; None for the whole model.
-        start: the first step in which it acts.
+        start: the defect's first step.
         variant: which of the ways of its kind.
         freq: every how many steps there are statistics; None: as the default config has it.
     """
@@ -269,7 +269,7 @@ def _target(defect: Defect, built: Built) -> str:
 
 
 def _exact_layers(defect: Defect, built: Built) -> list[str] | None:
-    """Return the layers in which the defect begins; a finding may name any layer of the block."""
+    """Return the defect's first layers; a finding may name any layer of the block."""
     if defect.block is None:
         return None
     block = built.blocks[defect.block]
@@ -290,7 +290,7 @@ def _exact_layers(defect: Defect, built: Built) -> list[str] | None:
 
 
 def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return a view whose gradient is scaled."""
+    """Return a view with a scaled gradient."""
     same = x.view_as(x)
     if same.requires_grad:
         same.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]

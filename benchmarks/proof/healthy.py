@@ -26,7 +26,7 @@ class Healthy:
     """A healthy training.
 
     Attributes:
-        shape: what is particular about it.
+        shape: kind of training.
         freq: every how many steps there are statistics; None: as the default config has it.
         count: of blocks in the model.
     """

@@ -52,7 +52,7 @@ class Row:
         name: of its folder.
         right: whether the first finding is an error or a warning of a right rule, and its first layer is right.
         layer: whether its first layer is.
-        exact: whether its first layer is one in which the defect begins.
+        exact: whether its first layer is one of the defect's first layers.
         anywhere: whether any finding that is an error or a warning is right.
         as_note: whether a note is right.
         delay: steps from the first one of the defect to the finding; None where the first finding is not right.

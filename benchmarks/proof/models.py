@@ -4,8 +4,8 @@
     for _ in range(30):
         loss = built.train_step()
 
-Each has alike blocks, a task whose loss falls within some tens of steps, and AdamW. A step takes about a tenth of a
-second on one core.
+Each has alike blocks, a task with a loss that falls within some tens of steps, and AdamW. A step takes about a tenth of
+a second on one core.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Block:
 
     Attributes:
         path: of its module in the model; names of its layers begin with it.
-        linears: the paths of its ``te.Linear``, whose input is the layer's activation.
-        mlp: the path of the module whose output is that of the MLP.
-        grows: names of the weights of which the input of the MLP's second product is made.
+        linears: the paths of its ``te.Linear`` that take the layer's activation as input.
+        mlp: the path of the module that returns the MLP's output.
+        grows: names of the weights that make the input of the MLP's second product.
         down: the name of the layer that has this product.
     """
 
@@ -75,7 +75,7 @@ class Built:
     """A model with its data, optimizer and recipe.
 
     Attributes:
-        blocks: its alike blocks, in the order in which they run.
+        blocks: its equal blocks, in execution order.
         loss_of: the loss of the model's output of a batch.
         after_backward: called between the backward and the optimizer's step.
         after_step: called after the optimizer's step.
@@ -417,8 +417,8 @@ def build(
     """Build a model, its data and its optimizer from the seed.
 
     Args:
-        precision: of the weights and of what is not in FP8: ``autocast`` has weights in float32, and the rest in
-            bfloat16.
+        precision: of the weights and of all operations outside FP8: ``autocast`` has weights in float32, and the rest
+            in bfloat16.
         count: of blocks.
         history: see :func:`recipe_of`.
         device: where it trains.

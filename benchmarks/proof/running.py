@@ -2,8 +2,8 @@
 
     record([Job("defect", "spike-3", {...}), ...], folder, processes=2)
 
-A job is a training, given as plain data. Each records itself into a folder of its name, and writes there what is true
-of it as ``truth.json``. What is recorded already is not trained again.
+A job is a training, given as plain data. Each records itself into a folder of its name, and writes the truth
+about itself there as ``truth.json``. Recorded trainings are not repeated.
 """
 
 from __future__ import annotations

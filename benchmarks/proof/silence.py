@@ -1,4 +1,4 @@
-"""Train healthy models of all shapes, in which the diagnosis must find no problem.
+"""Train healthy models of all shapes: the diagnosis must find no problem.
 
     python benchmarks/proof/silence.py [--only-record FOLDER | --replay FOLDER] [--names PART ...] [--blocks 2 24]
 
