@@ -84,6 +84,7 @@ class ScriptWatch:
         self._backwards = 0
         self._iterations, self._search_until = 0, SEARCHED_ITERATIONS
         self._has_stepped = False
+        self._schedules: set[Any] = set()
         self._search = Replaced()
         self._replaced = Replaced(yields=True)
         self._handles: list[Any] = []
@@ -212,9 +213,6 @@ class ScriptWatch:
             self._others.discard(optimizer)
             self._waiting.setdefault(optimizer, True)
         if self.session is None:
-            schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
-            if hasattr(schedules, "deallocate_output_tensor"):
-                self._replace(schedules, "deallocate_output_tensor", self._before_freeing)
             self.session = InspectSession.from_options(_checked(self._options))
             self.session.start(front_door="watch", trainer_steps=True)
             self.session.follow(self)
@@ -237,6 +235,39 @@ class ScriptWatch:
         """Search for the model of an optimizer that is new, in the next iterations."""
         self._search_until = self._iterations + SEARCHED_ITERATIONS
         self._begin_search()
+        self._watch_schedules()
+
+    def _watch_schedules(self) -> None:
+        """Attach the stages of a pipeline before its schedule: within it, a stage waits for the forward of the one
+        before, so ranks that attach in their first forward would wait for each other."""
+        megatron: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
+        if megatron is not None and megatron not in self._schedules:
+            self._schedules.add(megatron)
+            for name in [name for name in vars(megatron) if name.startswith("forward_backward_")]:
+                self._replace(megatron, name, self._before_megatron)
+            if hasattr(megatron, "deallocate_output_tensor"):
+                self._replace(megatron, "deallocate_output_tensor", self._before_freeing)
+        pipelining: Any = sys.modules.get("torch.distributed.pipelining.schedules")
+        if pipelining is not None and pipelining not in self._schedules:
+            self._schedules.add(pipelining)
+            for schedule in (pipelining.PipelineScheduleSingle, pipelining.PipelineScheduleMulti):
+                self._replace(schedule, "step", self._before_pipeline)
+
+    def _before_megatron(self, *_: Any, model: Any = None, forward_only: bool = False, **__: Any) -> None:
+        if not forward_only:
+            self._consider_stages(model if isinstance(model, list) else [model])
+
+    def _before_pipeline(self, schedule: Any, *_: Any, **__: Any) -> None:
+        stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+        self._consider_stages([stage.submod for stage in stages])
+
+    def _consider_stages(self, stages: Sequence[torch.nn.Module]) -> None:
+        if self._search and torch.is_grad_enabled():
+            for stage in stages:
+                if stage.training:
+                    self._consider(stage)
+            if not self._has_ended and self._iterations < self._search_until:
+                self._begin_search()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._has_stepped = True

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,6 +208,44 @@ def run_engine(output: torch.Tensor, gradient: torch.Tensor) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+@pytest.mark.parametrize("kind", ["megatron", "torch"])
+def test_the_stages_of_a_pipeline_attach_before_its_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model = Model()
+    attached = []
+
+    def run(step: int) -> None:
+        attached.append(watch.session is not None)  # a rank would wait here for the stage before
+        loss_of(model, step).backward()
+
+    schedules: Any
+    if kind == "megatron":
+        schedules = types.ModuleType("schedules")
+        schedules.forward_backward_pipelining = lambda *, model, step, forward_only=False: run(step)
+        monkeypatch.setitem(sys.modules, "megatron.core.pipeline_parallel.schedules", schedules)
+    else:
+        from torch.distributed.pipelining import schedules
+
+        single = schedules.PipelineScheduleSingle
+        monkeypatch.setattr(single, "step", lambda self, step: run(step))
+        schedule: Any = object.__new__(type("Schedule", (single,), {"_step_microbatches": None}))
+        schedule._stage = types.SimpleNamespace(submod=model)
+    with watched(tmp_path) as watch:
+        optimizer = sgd(model)
+        if kind == "megatron":
+            schedules.forward_backward_pipelining(model=[model], step=0, forward_only=True)
+        for step in range(STEPS):
+            if kind == "megatron":
+                schedules.forward_backward_pipelining(model=[model], step=step)
+            else:
+                schedule.step(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert watch.session is not None
+    assert attached[-STEPS:] == [True] * STEPS
 
 
 def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -> None:

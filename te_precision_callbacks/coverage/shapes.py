@@ -80,12 +80,17 @@ def _layer_of(error: Exception, modules: Sequence[NamedModule], others: Mapping[
     if place is not None:
         where, name, kind = "backward" if place.in_backward else "forward", place.named.name, place.named.module
     else:
-        owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+        calls = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name in _FORWARDS)
+        owners = (frame.f_locals.get("self") for frame in calls)
         found = next((owner for owner in owners if id(owner) in others), None)
         if found is None:
             return ""
         where, name, kind = "forward", others[id(found)], found
     return f"te-precision-callbacks: raised in the {where} of the layer {name!r} ({type(kind).__name__})."
+
+
+_FORWARDS = ("forward", "_call_impl")
+"""Functions of a module that run its forward; load_state_dict(), for example, does not."""
 
 
 @dataclass
@@ -159,8 +164,9 @@ def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Fail
         if not frame.f_globals.get("__name__", "").startswith("transformer_engine.pytorch."):
             continue
         found = frame.f_locals
-        if id(found.get("self")) in of_module:
-            place = _Failed(of_module[id(found["self"])], in_backward=False)
+        layer = of_module.get(id(found.get("self")))
+        if layer is not None and (place is not None or frame.f_code.co_name == "forward"):
+            place = _Failed(layer, in_backward=False)
         elif "ctx" in found or "bwd_args" in found:
             named = next((of_part[key] for key in map(id, _held(found)) if key in of_part), None)
             if frame.f_code.co_name in ("backward", "_linear_backward_impl") and named is not None:
