@@ -65,6 +65,18 @@ class ModelProducts:
         expected."""
         return self._watch.counting
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether layers of the model run in CUDA graphs: a call then has the same products as others with its input.
+
+        Its other evidence depends on whether the graph runs, or the layers' own forwards.
+        """
+        return self._watch.calls.has_graphs
+
+    @has_graphs.setter
+    def has_graphs(self, value: bool) -> None:
+        self._watch.calls.has_graphs = value
+
     # ------------------------------------------------------------------ its life
 
     def watch(self, model: Model, names: Mapping[int, str], operations: Iterable[str]) -> None:
