@@ -92,13 +92,12 @@ class RunFacts:
         begun = time.perf_counter()
         self._taken = self._state
         infos = self._results.layers
-        precision = list(self._results.audit.spans())
+        precision = list(self._results.audit.history.spans())
         gemms, operands = self._products(precision)
         layer_rows = list(self._layers(infos, gemms))
-        ids = {row["layer"]: row["layer_id"] for row in layer_rows}
         scopes = {row["layer"]: row["scope"] for row in layer_rows}
         for row in gemms:
-            row["layer_id"], row["scope"] = ids[row["layer"]], scopes[row["layer"]]
+            row["scope"] = scopes[row["layer"]]
         tables = {
             "layers": layer_rows,
             "gemms": gemms,
@@ -116,7 +115,7 @@ class RunFacts:
         formats: dict[int, list[str]] = defaultdict(list)
         recipes: dict[int, list[str]] = defaultdict(list)
         last = self._changes_until
-        for entry in self._results.audit.spans():
+        for entry in self._results.audit.history.spans():
             earlier = before.get((entry.layer, entry.gemm))
             before[entry.layer, entry.gemm] = entry
             self._changes_until = max(entry.since, -1 if self._changes_until is None else self._changes_until)
@@ -220,7 +219,6 @@ class RunFacts:
 
     def _layers(self, infos: Sequence[LayerInfo], gemms: Sequence[Row]) -> Iterator[Row]:
         """Layers that can be observed, layers of other ranks, and layers that only have products."""
-        ids: dict[str, int] = {}
         begin = self._results.iterations.first or 0
         weights = self._weights()
         families: dict[str, str] = {}
@@ -230,7 +228,6 @@ class RunFacts:
             since[row["layer"]] = min(row["since"], since.get(row["layer"], row["since"]))
         for info in infos:
             yield {
-                "layer_id": ids.setdefault(info.name, len(ids)),
                 "scope": info.scope,
                 "layer": info.name,
                 "given": info.given,
@@ -243,22 +240,15 @@ class RunFacts:
                 "sections": list(info.sections),
                 "since": begin,
             }
+        names = {info.name for info in infos}
         for layer in self._model.layers.of_other_ranks:
-            if layer.name not in ids:
-                number = ids.setdefault(layer.name, len(ids))
-                kind, scope = layer.types[0], layer.scope
-                yield {
-                    "layer_id": number,
-                    "scope": scope,
-                    "layer": layer.name,
-                    "class": kind,
-                    "family": "te",
-                    "since": begin,
-                }
+            if layer.name not in names:
+                names.add(layer.name)
+                row = {"scope": layer.scope, "layer": layer.name, "class": layer.types[0]}
+                yield {**row, "family": "te", "since": begin}
         for name, family in families.items():
-            if name not in ids:
-                number = ids.setdefault(name, len(ids))
-                yield {"layer_id": number, "scope": "", "layer": name, "family": family, "since": since[name]}
+            if name not in names:
+                yield {"scope": "", "layer": name, "family": family, "since": since[name]}
 
     def _weights(self) -> dict[str, Row]:
         """Layer -> the columns about its weights on this rank."""
