@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Union
 
 from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from te_precision_callbacks.layers.naming import Model
     from te_precision_callbacks.options import SessionKeywords, SessionOptions
     from te_precision_callbacks.overflow import DebugActivationOverflow
+    from te_precision_callbacks.session import InspectSession
 
 __all__ = [
     "ACTIVATION_OVERFLOW",
@@ -50,24 +51,13 @@ __all__ = [
 ]
 
 
-class DebugRun(Protocol):
-    """The result of :func:`debugging`: a context manager around a training loop, with a method for its steps."""
+DebugRun = Union["InspectSession", "WithoutSession"]  # made at run time
+"""The result of :func:`debugging`: a context manager around a training loop.
 
-    @property
-    def overflow(self) -> DebugActivationOverflow | None:
-        """The detector of inf and nan, inside the block and with ``activation_overflow``. A loop that scales its loss
-        without torch's GradScaler sets ``overflow.loss_scaled``."""
-
-    def __enter__(self) -> Any:
-        """Begin."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """End, and undo all changes."""
-
-    def step(self, logging_step: int | None = None) -> Any:
-        """End a step: call it after each step of the optimizer."""
+Its ``step()`` ends a step: call it after each step of the optimizer. Its ``overflow`` is the detector of inf and nan,
+inside the block and with ``activation_overflow``. A loop that scales its loss without torch's GradScaler sets
+``overflow.loss_scaled``.
+"""
 
 
 def add_debug_options(parser: argparse.ArgumentParser) -> None:
@@ -148,10 +138,10 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
         from te_precision_callbacks.session import InspectSession
 
         return InspectSession.from_options(options, model)
-    return _WithoutSession(model, options)
+    return WithoutSession(model, options)
 
 
-class _WithoutSession:
+class WithoutSession:
     """The watch for inf and nan alone, or nothing."""
 
     def __init__(self, model: Model, options: SessionOptions) -> None:

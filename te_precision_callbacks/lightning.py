@@ -399,7 +399,8 @@ class LightningLoggerSink(LoggerSink):
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
         """Log all of a step's numbers."""
         if metrics:
-            self._receiver.log_metrics(_named_for(self._receiver, metrics), step=step)
+            named = names_for_mlflow(metrics) if isinstance(self._receiver, MLFlowLogger) else metrics
+            self._receiver.log_metrics(named, step=step)
         for name, counts in histograms.items():
             _log_histogram(self._receiver, name, counts, step)
 
@@ -418,7 +419,3 @@ def _log_histogram(receiver: Logger, name: str, counts: Sequence[float], step: i
         add_to_tensorboard(receiver.experiment, name, counts, step)
     elif isinstance(receiver, WandbLogger):
         receiver.experiment.log({name: wandb_histogram(counts), "trainer/global_step": step})
-
-
-def _named_for(receiver: Logger, metrics: dict[str, float]) -> dict[str, float]:
-    return names_for_mlflow(metrics) if isinstance(receiver, MLFlowLogger) else metrics

@@ -1,4 +1,4 @@
-"""The keywords that every front door takes, in one frozen object."""
+"""The keywords of all integrations, in one frozen object."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["SessionKeywords", "SessionOptions", "StatisticsLogRanks", "StepOn"]
 StrPath = str | os.PathLike[str]
 
 StepOn = Literal["optimizer_step", "batch"]
-"""The length of a debug iteration, for the front doors of loops in which a step may have several batches."""
+"""The length of a debug iteration, for integrations of loops in which a step may have several batches."""
 
 
 StatisticsLogRanks = Literal["rank0", "all", "off"]
@@ -136,7 +136,7 @@ def step_number(what: str, step: object) -> int:
 
 
 class SessionKeywords(TypedDict, total=False):
-    """The keywords of :class:`SessionOptions`, for the signatures of the front doors."""
+    """The keywords of :class:`SessionOptions`, for the signatures of the integrations."""
 
     log_dir: StrPath | None
     feature_dirs: StrPath | Sequence[StrPath]
@@ -279,7 +279,7 @@ class SessionOptions:
 
     @classmethod
     def from_keywords(cls, config: ConfigSource, **keywords: Any) -> SessionOptions:
-        """Check the keywords of a front door, and load the config.
+        """Check the keywords of an integration, and load the config.
 
         Raises:
             OptionError: a keyword is unknown, or its value is invalid.
@@ -338,16 +338,16 @@ class SessionOptions:
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-def spelled_out(front_door: FunctionT) -> FunctionT:
-    """Gives the ``__init__`` of a front door a signature that names every option instead of ``**keywords``.
+def spelled_out(constructor: FunctionT) -> FunctionT:
+    """Give the ``__init__`` of an integration a signature that names every option instead of ``**keywords``.
 
     A program that makes objects from text, such as LightningCLI with jsonargparse, reads the signature. Each annotation
     there holds the types that a YAML file can spell: text for a path, a list for a sequence. If an annotation also
     holds ``os.PathLike``, jsonargparse 4.52 and later turns every mapping and list into text, and a file's path into
     the file's content.
     """
-    own = inspect.signature(front_door)
-    hints = get_type_hints(front_door)
+    own = inspect.signature(constructor)
+    hints = get_type_hints(constructor)
     defaults = {entry.name: entry.default for entry in fields(SessionOptions)}
     parameters = [
         entry.replace(annotation=_in_yaml(hints[name])) if name in hints else entry
@@ -358,8 +358,8 @@ def spelled_out(front_door: FunctionT) -> FunctionT:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_in_yaml(hint))
         for name, hint in _hints().items()
     ]
-    front_door.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return front_door
+    constructor.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return constructor
 
 
 _ONLY_IN_PYTHON = (os.PathLike, Config, Contract, Callable)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate.state import is_initialized
@@ -31,7 +31,7 @@ def convert_to_te(model: Model) -> Model:
     # It asks an Accelerator's state whether DeepSpeed has split the weights, and making that state would meet the other
     # ranks. Read from Accelerate 1.10 to 1.15, utils/transformer_engine.py.
     if not is_initialized():
-        transformer_engine.GatheredParameters = _as_they_are
+        transformer_engine.GatheredParameters = lambda *_, **__: contextlib.nullcontext()
     try:
         with torch.no_grad():
             transformer_engine.convert_model(model)
@@ -40,7 +40,3 @@ def convert_to_te(model: Model) -> Model:
     finally:
         transformer_engine.GatheredParameters = gathered
     return model
-
-
-def _as_they_are(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()

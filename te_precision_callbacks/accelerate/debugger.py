@@ -301,18 +301,17 @@ class PrecisionDebugger:
     def _take_up_iteration(self) -> None:
         if self._next_iteration is not None:
             self._session.iteration = self._next_iteration
-        elif self._options.start_step is None and any(map(_has_stepped, self._own_optimizers())):
+            return
+        own = {id(parameter) for _, root in roots_of(self._model) for parameter in root.parameters()}
+        # The accelerator also keeps optimizers of earlier models.
+        optimizers = [other for other in self._accelerator._optimizers if not own.isdisjoint(held_ids(other))]
+        if self._options.start_step is None and any(map(_has_stepped, optimizers)):
             logger.warning(
                 "The optimizer has stepped before, but the debug iteration and the step at which statistics are logged"
                 " begin at 0. To continue the counts of a checkpoint, make the PrecisionDebugger before"
                 " accelerator.load_state(); to continue those of an earlier block, use one PrecisionDebugger for both;"
                 " or give the PrecisionDebugger start_step=."
             )
-
-    def _own_optimizers(self) -> list[Any]:
-        """The accelerator's optimizers with a parameter of the model: it also keeps optimizers of earlier models."""
-        own = {id(parameter) for _, root in roots_of(self._model) for parameter in root.parameters()}
-        return [optimizer for optimizer in self._accelerator._optimizers if not own.isdisjoint(held_ids(optimizer))]
 
     def _refuse_step(self) -> None:
         if not self._stopped or self._options.strict:

@@ -107,9 +107,10 @@ class Plan:
             name = " + ".join(sections)
             while name in config:
                 name += " "
+            names = "|".join(re.escape(entry.layer.name) for entry in entries)
             config[name] = {
                 "enabled": True,
-                "layers": {"layer_name_regex_pattern": exact_pattern(entry.layer.name for entry in entries)},
+                "layers": {"layer_name_regex_pattern": rf"\A(?:{names})\Z"},
                 **entries[0].features,
             }
         return config
@@ -130,11 +131,6 @@ class Draft:
     wrong: Problems
     missing: Problems
     idle: Problems
-
-
-def exact_pattern(names: Iterable[str]) -> str:
-    """Return a regular expression that ``search`` finds in exactly these names."""
-    return rf"\A(?:{'|'.join(re.escape(name) for name in names) or '(?!)'})\Z"
 
 
 def plan(

@@ -21,6 +21,7 @@ from te_precision_callbacks.config.problems import (
     Problems,
     Where,
     nearest,
+    raise_problems,
     sharing,
     shown,
     suggestion,
@@ -305,11 +306,11 @@ def _strings(key: str, value: Any, place: Where) -> tuple[str, ...]:
     example = f"Write for example {key}: [fc1, fc2]."
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(f"{place(key)}: {key!r} must be a list of names, not {shown(value)}. {example}")
-    problems = Problems()
-    for number, entry in enumerate(entries):
-        if not isinstance(entry, str) or not entry:
-            problems.add(f"{place(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}")
-    problems.raise_any()
+    raise_problems(
+        f"{place(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}"
+        for number, entry in enumerate(entries)
+        if not isinstance(entry, str) or not entry
+    )
     return tuple(entries)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import signal
@@ -71,9 +72,12 @@ class ProcessEnds:
     ) -> None:
         self._stop = stop
         # Runs also at the end of a spawned process, which calls no atexit function.
-        self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
+        ended = ProcessEnded("The process ended before the session was stopped.")
+        self._at_exit = Finalize(None, stop, args=(ended,), exitpriority=100)
         is_free = _is_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        self.termination = Termination(self._stop_at_sigterm, flush) if at_sigterm and is_free else None
+        by_signal = Terminated("The process was ended by SIGTERM while the session was running.")
+        at_signal = functools.partial(self._stop_before_the_end, by_signal)
+        self.termination = Termination(at_signal, flush) if at_sigterm and is_free else None
         self._uncaught = Uncaught(self._stop_before_the_end)
 
     @property
@@ -84,12 +88,6 @@ class ProcessEnds:
         """Ignore the exit and exceptions from now on: the session has stopped."""
         self._uncaught.remove()
         self._at_exit.cancel()
-
-    def _stop_at_exit(self) -> None:
-        self._stop(ProcessEnded("The process ended before the session was stopped."))
-
-    def _stop_at_sigterm(self) -> None:
-        self._stop_before_the_end(Terminated("The process was ended by SIGTERM while the session was running."))
 
     def _stop_before_the_end(self, error: BaseException) -> None:
         """Stop because an error ends the process. A failure here must not hide that error."""

@@ -24,10 +24,8 @@ from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_
 from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
-from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
-from te_precision_callbacks.instrumentation.refusals import RefusedLayers
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
@@ -290,8 +288,21 @@ class ObservedModel:
     def _observe(self, planned: _Planned) -> None:
         """Name and watch this rank's modules, without a collective."""
         inspector, plan, modules = self._inspector, planned.plan, self.layers.modules
-        infos = _layer_infos(self.layers, plan, self._refused, self._hooks.order)
-        self._results.layers = infos
+        by_layer = {entry.layer.name: entry for entry in plan.layers}
+        self._results.layers = tuple(
+            LayerInfo(
+                name=layer.name,
+                module_class=layer.types[0],
+                sections=by_layer[layer.name].sections if layer.name in by_layer else (),
+                features=by_layer[layer.name].features if layer.name in by_layer else {},
+                scope=layer.scope,
+                given=self.layers.given.get(layer.name, ""),
+                refused=self._refused.why(layer.name),
+                exec_fwd=self._hooks.order.forward.get(layer.name),
+                exec_bwd=self._hooks.order.backward.get(layer.name),
+            )
+            for layer in self.layers.own
+        )
         inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
         changes = [entry for entry in plan.layers if inspector.that_change_precision(entry.features)]
         self._results.changes_precision |= bool(changes)
@@ -421,23 +432,3 @@ class ObservedModel:
         if self._refused.warn(self._inspector.log):
             layers = self._results.layers
             self._results.layers = tuple(replace(info, refused=self._refused.why(info.name)) for info in layers)
-
-
-def _layer_infos(
-    layers: NamedLayers, plan: Plan, refused: RefusedLayers, order: ExecutionOrder
-) -> tuple[LayerInfo, ...]:
-    planned = {entry.layer.name: entry for entry in plan.layers}
-    return tuple(
-        LayerInfo(
-            name=layer.name,
-            module_class=layer.types[0],
-            sections=planned[layer.name].sections if layer.name in planned else (),
-            features=planned[layer.name].features if layer.name in planned else {},
-            scope=layer.scope,
-            given=layers.given.get(layer.name, ""),
-            refused=refused.why(layer.name),
-            exec_fwd=order.forward.get(layer.name),
-            exec_bwd=order.backward.get(layer.name),
-        )
-        for layer in layers.own
-    )

@@ -222,7 +222,9 @@ class Run:
             raise
         except Exception as error:  # of ours, which must not end the training; nor must the other ranks wait
             self.context.ranks.leave(error)
-            self.context.failures.report("ending", f"iteration {self._iteration_at_its_end}", error)
+            ending = self._collector.ending
+            iteration = self.context.iteration if ending is None else ending.iteration
+            self.context.failures.report("ending", f"iteration {iteration}", error)
             return None
         finally:
             self.context.failures.iteration = self.context.iteration
@@ -392,11 +394,6 @@ class Run:
             self.context.inspector.iteration = ending.iteration + 1
             self.hooks.arm()
             self._collector.read_local(ending)
-
-    @property
-    def _iteration_at_its_end(self) -> int:
-        ending = self._collector.ending
-        return self.context.iteration if ending is None else ending.iteration
 
     # ------------------------------------------------------------------ events
 

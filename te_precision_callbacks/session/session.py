@@ -154,7 +154,7 @@ class InspectSession(Results):
 
     @property
     def unconverted(self) -> Mapping[str, str]:
-        """Layers that a trainer left without Transformer Engine, name -> why. A front door sets it after the start."""
+        """Layers that a trainer left without Transformer Engine, name -> why. Integrations set it after the start."""
         return self._results.unconverted
 
     @unconverted.setter

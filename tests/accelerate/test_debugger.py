@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from te_precision_callbacks import ConfigError, PrecisionDebugger
+from te_precision_callbacks import PrecisionDebugger
 from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.session import SessionError
 from tests.accelerate.loops import Plain, batch_of, largest, prepared, run, train
@@ -133,10 +133,6 @@ def test_bad_arguments_are_refused_at_once() -> None:
             PrecisionDebugger(accelerator, wrong)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="step_on= must be one of 'optimizer_step', 'batch', not 'epoch'"):
         PrecisionDebugger(accelerator, model, step_on="epoch")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"no option 'prefx'. Did you mean 'prefix' or 'profile'\?"):
-        PrecisionDebugger(accelerator, model, prefx="te")  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"missing\.yaml"):
-        PrecisionDebugger(accelerator, model, "missing.yaml")
 
 
 def test_steps_out_of_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,9 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import TransformerEnginePrecision
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-from te_precision_callbacks import ConfigError, PrecisionDebugCallback
-from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.session import SessionError
+from te_precision_callbacks import PrecisionDebugCallback
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 from tests.lightning.models import (
     Plain,
@@ -277,14 +275,3 @@ def test_a_checkpoint_of_another_callback_resumes_at_the_right_iteration(tmp_pat
     keywords = {"max_epochs": 2, "fit_keywords": {"ckpt_path": tmp_path / "saved.ckpt"}}
     lines, _ = fit(tmp_path, statistics(), batches=7, **keywords)
     assert sorted({step for _, step in lines}) == list(range(7, 14))
-
-
-def test_bad_arguments_are_refused_at_construction(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        PrecisionDebugCallback(tmp_path / "missing.yaml")
-    with pytest.raises(OptionError, match="step_on"):
-        PrecisionDebugCallback(step_on="epoch")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="Did you mean 'log_dir'"):
-        PrecisionDebugCallback(logdir=tmp_path)  # type: ignore[call-arg]
-    with pytest.raises(SessionError, match="no session yet"):
-        _ = PrecisionDebugCallback().session

@@ -16,7 +16,7 @@ import transformers
 from transformers import HfArgumentParser
 from transformers.debug_utils import DebugOption
 
-from te_precision_callbacks import ConfigError, PrecisionDebugTrainerCallback
+from te_precision_callbacks import PrecisionDebugTrainerCallback
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.debug_options import UnknownDebugOptionError
 from te_precision_callbacks.diagnosis import diagnose
@@ -269,21 +269,6 @@ def test_another_trainer_and_its_arguments_in_any_order(tmp_path: Path, ours: st
     with pytest.raises(ActivationOverflowError):
         trainer(args, model=Overflows(at=1), kind=trainer_class).train()
     assert not made.debug_session.running
-
-
-def test_a_bad_config_is_an_error_of_the_constructor(tmp_path: Path) -> None:
-    args = arguments(tmp_path, TrainingArguments, debug="te_precision", te_precision_config="no_such.yaml")
-    with pytest.raises(ConfigError, match=r"no_such\.yaml"):
-        trainer(args, kind=Trainer)
-    args.te_precision_config = statistics(stats=["maximum"])  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="maximum"):
-        trainer(args, kind=Trainer)
-    args.debug = [OVERFLOW]  # type: ignore[list-item]
-    with pytest.raises(OptionError, match="--debug te_precision"):
-        trainer(args, kind=Trainer)
-    args.debug = True  # type: ignore[assignment]
-    with pytest.raises(UnknownDebugOptionError, match="takes names, not True"):
-        trainer(args, kind=Trainer)
 
 
 def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
