@@ -51,6 +51,7 @@ class LayerFacts:
         rows: n of its forward product, the rows of its input in a call; 0 if unknown.
         calls: the calls of its forward product in a step.
         is_of_te: whether it is a Transformer Engine layer.
+        refused: why it, or some of its forwards, are not observed; empty if they are.
     """
 
     name: str
@@ -67,6 +68,7 @@ class LayerFacts:
     rows: int = 0
     calls: int = 1
     is_of_te: bool = False
+    refused: str = ""
 
     @property
     def is_explicit(self) -> bool:
@@ -164,6 +166,7 @@ class Facts:
             known = of(row["layer"])
             known |= {"forward": row.get("exec_fwd"), "backward": row.get("exec_bwd")}
             known |= {"module_class": row.get("class") or "", "weight_dtype": row.get("weight_dtype") or ""}
+            known["refused"] = row.get("refused") or ""
         for row in gemms:
             known, gemm = of(row["layer"]), row["gemm"]
             if gemm == "fprop":
