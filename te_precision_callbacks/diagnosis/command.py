@@ -15,7 +15,7 @@ for wrong use; 3 if not enough was checked for an all-clear. ``--json`` prints o
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -95,23 +95,21 @@ def rules_command(
     from te_precision_callbacks.config.problems import suggestion
     from te_precision_callbacks.diagnosis.rules import RULES
 
-    found = [each for each in RULES if rule in (None, each.id)]
-    if not found:
-        raise OptionError(f"There is no rule {rule!r}.{suggestion(str(rule), [each.id for each in RULES])}")
+    chosen = [row for row in RULES if rule in (None, row.id)]
+    if not chosen:
+        raise OptionError(f"There is no rule {rule!r}.{suggestion(str(rule), [row.id for row in RULES])}")
     if as_json:
-        terminal.show_json({"rules": [_facts(each) for each in found]})
+        terminal.show_json(
+            {"rules": [{name: value for name, value in vars(row).items() if name != "judge"} for row in chosen]}
+        )
     elif rule is None:
         table = terminal.table("rule", "severity", "what is wrong")
-        for each in found:
-            table.add_row(each.id, each.severity, each.title)
+        for row in chosen:
+            table.add_row(row.id, row.severity, row.title)
         terminal.show(table)
         terminal.show_text("te-precision rules ID explains one.")
     else:
-        _explain(found[0])
-
-
-def _facts(rule: Rule) -> dict[str, Any]:
-    return {name: value for name, value in vars(rule).items() if name != "judge"}
+        _explain(chosen[0])
 
 
 def _explain(rule: Rule) -> None:
@@ -149,13 +147,13 @@ def _show(verdict: Verdict) -> None:
     for finding in verdict:
         terminal.show_text("")
         _show_finding(finding)
-    reasons = {each.why for each in verdict.not_judged}
+    reasons = {rule.why for rule in verdict.not_judged}
     if len(reasons) > 1 or (reasons and verdict.judged):  # else the summary has the only reason
         terminal.show_text("")
         terminal.show_text("Not checked:")
-        for each in verdict.not_judged:
-            collect = f"; collect {each.collect}" if each.collect else ""
-            terminal.show_text(f"{each.rule}: {each.why}{collect}", indent=_INDENT, hanging=_INDENT)
+        for rule in verdict.not_judged:
+            collect = f"; collect {rule.collect}" if rule.collect else ""
+            terminal.show_text(f"{rule.rule}: {rule.why}{collect}", indent=_INDENT, hanging=_INDENT)
 
 
 def _span(finding: Finding) -> str:

@@ -200,7 +200,7 @@ class Diagnosis:
             own,
             findings=tuple(findings),
             judged=tuple(rule.id for rule, _ in self._judges if rule.id in judged or rule.id in own.judged),
-            not_judged=tuple(each for each in own.not_judged if each.rule not in judged),
+            not_judged=tuple(rule for rule in own.not_judged if rule.rule not in judged),
             rank=None,
         )
 
@@ -307,15 +307,15 @@ def _is_deleted(file: str) -> bool:
     return path.is_absolute() and path.parent.is_dir() and not path.exists()
 
 
-def _together(one: Finding, other: Finding) -> Finding:
+def _together(known: Finding, other: Finding) -> Finding:
     """Merge the findings of two ranks: since the earlier first step, with the text of the more severe one."""
-    first, second = sorted((one, other), key=lambda each: -1 if each.since is None else each.since)
-    lead, more = sorted((first, second), key=lambda each: SEVERITIES.index(each.severity))
+    first, second = sorted((known, other), key=lambda finding: -1 if finding.since is None else finding.since)
+    lead, more = sorted((first, second), key=lambda finding: SEVERITIES.index(finding.severity))
     return dataclasses.replace(
         lead,
         layers=tuple(dict.fromkeys((*lead.layers, *more.layers))),
         ranks=tuple(dict.fromkeys((*lead.ranks, *more.ranks))),
         since=first.since,
-        until=max((each.until for each in (one, other) if each.until is not None), default=None),
+        until=max((finding.until for finding in (known, other) if finding.until is not None), default=None),
         last_good=first.last_good,
     )

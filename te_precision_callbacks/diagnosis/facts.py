@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -122,11 +122,11 @@ class Settings:
     @classmethod
     def from_run(cls, run: Mapping[str, Any]) -> Settings | None:
         """Read ``settings`` and ``gpu`` of a ``run.json``; None without settings."""
-        found = run.get("settings")
-        known = {each.name for each in fields(cls)} - {"gpu"}
-        if found is None:
+        settings = run.get("settings")
+        if settings is None:
             return None
-        return cls(**{name: found[name] for name in known & found.keys()}, gpu=run.get("gpu") or "")
+        known = cls.__dataclass_fields__.keys() - {"gpu"}
+        return cls(**{name: settings[name] for name in known & settings.keys()}, gpu=run.get("gpu") or "")
 
 
 @dataclass(frozen=True)
@@ -156,59 +156,43 @@ class Facts:
         settings: Settings | None = None,
     ) -> Facts:
         """Facts from rows of the tables of :mod:`te_precision_callbacks.runs.tables` that hold in one iteration."""
-        formats: dict[str, dict[str, str]] = defaultdict(dict)
-        for row in operands:
-            if row["format"]:
-                formats[row["layer"]].setdefault(row["tensor"], row["format"])
-        shapes: dict[str, tuple[int, ...]] = {}
-        rows_of: dict[str, tuple[int, int]] = {}
-        recipes: dict[str, str] = {}
-        reasons: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
-        low: dict[str, set[str]] = defaultdict(set)
-        never: dict[str, dict[str, str]] = defaultdict(dict)
-        classes: dict[str, str] = {}
-        families = {row["layer"]: row["family"] for row in gemms}
+        fields: dict[str, dict[str, Any]] = {}
+
+        def of(name: str) -> dict[str, Any]:
+            tables = ("formats", "reasons", "never")
+            return fields.setdefault(name, {"name": name, "low": set(), **{table: {} for table in tables}})
+
+        for row in layers:
+            known = of(row["layer"])
+            known |= {"forward": row.get("exec_fwd"), "backward": row.get("exec_bwd")}
+            known |= {"module_class": row.get("class") or "", "weight_dtype": row.get("weight_dtype") or ""}
+            known["refused"] = row.get("refused") or ""
         for row in gemms:
-            name, gemm = row["layer"], row["gemm"]
+            known, gemm = of(row["layer"]), row["gemm"]
             if gemm == "fprop":
-                shapes[name] = (row["m"], row["k"])
-                rows_of[name] = row.get("n") or 0, row["calls"] or 1
-            recipes[name] = row["recipe"] or recipes.get(name, "")
-            classes.setdefault(name, row["family"] or "")
+                known |= {"shape": (row["m"], row["k"]), "rows": row.get("n") or 0, "calls": row["calls"] or 1}
+            known["recipe"] = row["recipe"] or known.get("recipe", "")
+            known["module_class"] = known.get("module_class") or row["family"] or ""
+            known["is_of_te"] = row["family"] in ("te", "te_ops")
             if row["runs"] == "never":
-                never[name][gemm] = row["not_run"] or ""
-            if row["runs"] not in ("seen", "planned"):
-                continue
-            if row["reason"]:
-                reasons[name][gemm] = row["reason"], row["reason_ref"] or ""
-            elif row["macs"]:
-                low[name].add(gemm)
-        found = {}
-        rows = {row["layer"]: row for row in layers}
-        for name in dict.fromkeys([*rows, *classes]):
-            row = rows.get(name, {})
-            found[name] = LayerFacts(
-                name,
-                row.get("class") or classes.get(name, ""),
-                row.get("exec_fwd"),
-                row.get("exec_bwd"),
-                formats.get(name, {}),
-                recipes.get(name, ""),
-                row.get("weight_dtype") or "",
-                shapes.get(name, ()),
-                reasons.get(name, {}),
-                frozenset(low.get(name, ())),
-                never.get(name, {}),
-                *rows_of.get(name, (0, 1)),
-                families.get(name, "") in ("te", "te_ops"),
-                row.get("refused") or "",
-            )
+                known["never"][gemm] = row["not_run"] or ""
+            elif row["runs"] in ("seen", "planned") and row["reason"]:
+                known["reasons"][gemm] = row["reason"], row["reason_ref"] or ""
+            elif row["runs"] in ("seen", "planned") and row["macs"]:
+                known["low"].add(gemm)
+        for row in operands:
+            if row["format"] and row["layer"] in fields:
+                fields[row["layer"]]["formats"].setdefault(row["tensor"], row["format"])
         kept: dict[str, set[str]] = defaultdict(set)
         for row in states:
             kept[row["subject"]].add(row["dtype"])
         of_te = [row["calls"] for row in gemms if row["family"] in ("te", "te_ops") and row["gemm"] == "fprop"]
-        most = max(filter(None, of_te), default=1)
-        return cls(found, {subject: frozenset(types) for subject, types in kept.items()}, most, settings)
+        return cls(
+            {name: LayerFacts(**{**known, "low": frozenset(known["low"])}) for name, known in fields.items()},
+            {subject: frozenset(types) for subject, types in kept.items()},
+            max(filter(None, of_te), default=1),
+            settings,
+        )
 
     @classmethod
     def from_tables(
@@ -251,8 +235,8 @@ class Facts:
         key = (what, tensor, layers.tobytes())
         if key not in self._kept:
             self._kept[key] = make()
-        found: ResultT = self._kept[key]
-        return found
+        kept: ResultT = self._kept[key]
+        return kept
 
     def place(self, layer: str, tensor: str) -> tuple[int, int]:
         """A key that orders the tensors of a step by execution: the forward's first, then the backward's.

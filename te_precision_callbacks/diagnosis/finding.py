@@ -175,22 +175,24 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
         findings: the findings, in the order in which they were found.
         causes: rule -> the rules that can cause its findings.
     """
-    found = sorted(findings, key=_first_step)
-    cause_of = [next((at for at, other in enumerate(found) if _explains(other, each, causes)), None) for each in found]
+    ordered = sorted(findings, key=_first_step)
+    cause_of = [
+        next((at for at, other in enumerate(ordered) if _explains(other, finding, causes)), None) for finding in ordered
+    ]
     groups: dict[int, list[Finding]] = {}
-    for place, (finding, cause) in enumerate(zip(found, cause_of, strict=True)):
+    for place, (finding, cause) in enumerate(zip(ordered, cause_of, strict=True)):
         root, above = place, cause
         while above is not None:
             root, above = above, cause_of[above]
         if cause is not None:
-            finding = replace(finding, caused_by=f"{found[cause].rule} of {found[cause].subject}")
+            finding = replace(finding, caused_by=f"{ordered[cause].rule} of {ordered[cause].subject}")
         groups.setdefault(root, []).append(finding)
 
     def severity(finding: Finding) -> int:
         return SEVERITIES.index(finding.severity)
 
     worst = sorted((groups[root] for root in sorted(groups)), key=lambda group: min(map(severity, group)))
-    return [each for group in worst for each in sorted(group, key=lambda one: (bool(one.caused_by), severity(one)))]
+    return [finding for group in worst for finding in sorted(group, key=lambda f: (bool(f.caused_by), severity(f)))]
 
 
 def _first_step(finding: Finding) -> int:
@@ -242,7 +244,7 @@ class Verdict(Sequence[Finding]):
     @property
     def severity(self) -> str:
         """The worst severity of the findings; empty without findings."""
-        return min((each.severity for each in self.findings), key=SEVERITIES.index, default="")
+        return min((finding.severity for finding in self.findings), key=SEVERITIES.index, default="")
 
     @property
     def state(self) -> State:
@@ -250,7 +252,7 @@ class Verdict(Sequence[Finding]):
         were checked. Else ``not enough checked``."""
         if self.wrong:
             return "problems found"
-        lacking = self.is_partial or not self.judged or any(each.essential for each in self.not_judged)
+        lacking = self.is_partial or not self.judged or any(rule.essential for rule in self.not_judged)
         return "not enough checked" if lacking else "no problems found"
 
     @property
@@ -274,7 +276,7 @@ class Verdict(Sequence[Finding]):
         if self.wrong:
             return f"Problems found: {', '.join(counts)} {checked}"
         if not self.judged:
-            reasons = {each.why for each in self.not_judged}
+            reasons = {rule.why for rule in self.not_judged}
             why = f": {reasons.pop()}" if len(reasons) == 1 else ""
             return f"Not enough checked{why}{partial}."
         notes = f", {counts[0]}" if counts else ""
@@ -321,5 +323,5 @@ class Verdict(Sequence[Finding]):
             "judged": len(self.judged),
             "judged_rules": list(self.judged),
             "findings": [finding.as_json() for finding in self.findings],
-            "not_judged": [each._asdict() for each in self.not_judged],
+            "not_judged": [rule._asdict() for rule in self.not_judged],
         }

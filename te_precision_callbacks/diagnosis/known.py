@@ -71,7 +71,13 @@ def read_known(path: Path) -> Known:
     Raises:
         KnownFindingsError: the file cannot be read, or a line names no rule.
     """
-    text = _text_of(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise KnownFindingsError(
+            f"--known {path} cannot be read: {why}. Give a text file in UTF-8 with a line for each known finding."
+        ) from None
     rules = [rule.id for rule in RULES]
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -90,22 +96,8 @@ def read_known(path: Path) -> Known:
     return Known(tuple(lines))
 
 
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        why = "there is no such file. Give the file with the known findings"
-    except IsADirectoryError:
-        why = "it is a folder. Give the file with the known findings"
-    except UnicodeDecodeError as error:
-        why = f"it is no text in UTF-8: byte {error.start} cannot be read. Write a line with a rule for each finding"
-    except (OSError, ValueError) as error:
-        why = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
-    raise KnownFindingsError(f"--known {path}: {why}.")
-
-
 _SHORTENED = re.compile(r"\b\d+ more(?:\}|,|$| layer)")
-"""What an output says of layers that it does not name."""
+"""The text in an output in place of layers that it does not name."""
 
 _PLAIN = re.compile(r"[^*?\[]*")
 _COMMA = re.compile(r",\s*(?![^{}]*\})")
@@ -114,17 +106,17 @@ _BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
 
 def _matcher(layers: str) -> Callable[[str], bool]:
     """Return a function that matches names against patterns such as ``h.*.fc1, h.{0-2,5}.fc2, head``."""
-    patterns = {each for text in _COMMA.split(layers) for each in _expanded(text.strip())}
+    patterns = {pattern for text in _COMMA.split(layers) for pattern in _expanded(text.strip())}
     globs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
     return lambda name: name == layers or name in patterns or any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _expanded(text: str) -> list[str]:
     """A pattern without sets of numbers: ``h.{0-2,5}.fc1`` is four patterns."""
-    found = _BRACES.search(text)
-    if found is None:
+    braces = _BRACES.search(text)
+    if braces is None:
         return [text] if text else []
-    bounds = (part.partition("-") for part in found[1].split(","))
+    bounds = (part.partition("-") for part in braces[1].split(","))
     numbers = [number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)]
-    ends = _expanded(text[found.end() :]) or [""]
-    return [f"{text[: found.start()]}{number}{end}" for number in numbers for end in ends]
+    ends = _expanded(text[braces.end() :]) or [""]
+    return [f"{text[: braces.start()]}{number}{end}" for number in numbers for end in ends]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -12,33 +11,6 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Sighting
-
-
-class Lasting(NamedTuple):
-    """Something that was seen in several collection steps in a row.
-
-    Attributes:
-        steps: in how many.
-        since: the first one.
-    """
-
-    steps: int
-    since: int
-
-
-class Streaks:
-    """Counts in how many collection steps in a row something holds for each layer."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, Lasting] = {}
-
-    def hold(self, layers: Iterable[int], iteration: int) -> dict[int, Lasting]:
-        """Update the streaks, and return those of the layers with the condition."""
-        before, self._held = self._held, {}
-        for layer in layers:
-            last = before.get(layer)
-            self._held[layer] = Lasting(1, iteration) if last is None else Lasting(last.steps + 1, last.since)
-        return self._held
 
 
 class ColumnStreaks:
@@ -50,7 +22,7 @@ class ColumnStreaks:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self._streaks: dict[object, Streaks] = {}
+        self._held: dict[object, dict[int, tuple[int, int]]] = {}  # by column: layer -> its first step, and how many
 
     def sightings(
         self,
@@ -76,19 +48,21 @@ class ColumnStreaks:
             severity: see :class:`Sighting`.
             key: keeps several conditions on a column apart; see :class:`Sighting`.
         """
-        streaks = self._streaks.setdefault((column.family, key), Streaks())
-        held = streaks.hold(column.layers[holds].tolist(), numbers.iteration)
+        before = self._held.get((column.family, key), {})
+        held = {}
+        for layer in column.layers[holds].tolist():
+            first, steps = before.get(layer, (numbers.iteration, 0))
+            held[layer] = first, steps + 1
+        self._held[column.family, key] = held
         reported = held.keys() if tells is None else set(column.layers[tells].tolist())
-        found = {
-            numbers.names[layer]: last for layer, last in held.items() if last.steps >= self.steps and layer in reported
-        }
-        if not found:
+        lasting = [layer for layer, (_, steps) in held.items() if steps >= self.steps and layer in reported]
+        if not lasting:
             return
         tensor = column.family.tensor
-        layers = facts.in_order(found, tensor)
-        since = min(last.since for last in found.values())
+        layers = facts.in_order((numbers.names[layer] for layer in lasting), tensor)
+        since = min(held[layer][0] for layer in lasting)
         place = numbers.names_of(column).index(layers[0])
-        text = seen.format(*(each[place] for each in values))
+        text = seen.format(*(column_of_values[place] for column_of_values in values))
         yield Sighting(tuple(layers), tensor, column.family.statistic, text, since, severity, key=key)
 
     def graded(

@@ -182,14 +182,10 @@ def _check(
             place = record.place(iteration)
             diagnosis.know(record.facts(iteration), iteration)
 
-    subjects = run.subjects
     chosen = np.flatnonzero(np.isin(record.rank_of_series, ranks))
     series = [
-        Series(
-            subjects[each].layer,
-            family_of(subjects[each].tensor, subjects[each].statistic, subjects[each].gemm or None),
-        )
-        for each in chosen.tolist()
+        Series(subject.layer, family_of(subject.tensor, subject.statistic, subject.gemm or None))
+        for subject in (run.subjects[number] for number in chosen.tolist())
     ]
     splitter = Splitter(series.__getitem__)
     for iteration, numbers, values, unscaled in _steps(run, record, chosen):

@@ -142,13 +142,13 @@ def test_wrong_known_findings(planted: Path, tmp_path: Path) -> None:
     told = refusal("diagnose", planted, "--known", known)
     assert f"{known}:2: there is no rule 'siblings'. Did you mean 'sibling'?" in told
     for name, why in (
-        ("missing.txt", "there is no such file"),
-        (".", "it is a folder"),
-        ("binary", "no text in UTF-8"),
+        ("missing.txt", "No such file"),
+        (".", "Is a directory"),
+        ("binary", "can't decode byte 0xff"),
     ):
         (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
         told = refusal("diagnose", planted, "--known", tmp_path / name)
-        assert f"--known {tmp_path / name}: " in told
+        assert f"--known {tmp_path / name} cannot be read: " in told
         assert why in told
         assert "Errno" not in told
 

@@ -705,12 +705,6 @@ def test_a_gradient_that_one_of_two_products_quantizes_is_judged() -> None:
     assert not len(judged([step] * 2, Facts.from_rows((), rows, ())))
 
 
-def test_a_gradient_that_is_all_nan_is_not_dead() -> None:
-    """Statistics leave out what is not finite, so its amax is 0."""
-    lost = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_gradient_std=0.0, b4_fc2_gradient_nonfinite_num=64.0)
-    assert [finding.rule for finding in judged([lost] * 4, facts())] == ["nonfinite"]
-
-
 @pytest.mark.parametrize(
     ("rule", "recipe", "tensor", "numbers"),
     [

@@ -15,11 +15,6 @@ from te_precision_callbacks.reference.launch import Backend, script_command
 from tests.forked import executable
 from tests.reference.processes import python, te_precision
 
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass  # pytest brings it
-
 SCRIPT = """
 import json, logging, sys
 import torch

@@ -112,8 +112,9 @@ class Sibling(Judge):
             if np.ptp(bits[known]) < NEAR:
                 continue
             if len(known) == LEAST_ALIKE:  # that one deviates which is farther from all layers
-                one, other = sorted(known, key=lambda place: abs(bits[place] - np.median(bits[np.isfinite(bits)])))
-                jumps[other] = bits[other] - bits[one]
+                middle = np.median(bits[np.isfinite(bits)])
+                near, far_one = sorted(known, key=lambda place: abs(bits[place] - middle))
+                jumps[far_one] = bits[far_one] - bits[near]
             else:
                 compare = deviations if len(known) > FEW else few_deviations
                 jumps[known] = compare(bits[known], flows=tensor in _FLOWS)
@@ -179,7 +180,7 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
     flat = bits - trend * np.arange(len(bits))
     stretches = np.split(np.arange(len(bits)), cuts)
     levels = [float(np.median(flat[stretch])) for stretch in stretches]
-    near = [[abs(one - other) < NEAR for other in levels] for one in levels]
+    near = [[abs(level - other) < NEAR for other in levels] for level in levels]
     sizes = [sum(len(other) for other, is_near in zip(stretches, row, strict=True) if is_near) for row in near]
     ordinary = int(np.argmax(sizes))
     if flows and len(stretches) == 2 and levels[1] > levels[0] and len(stretches[0]) > 1:

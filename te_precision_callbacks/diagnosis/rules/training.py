@@ -129,8 +129,8 @@ class GradientNorm(Judge):
                 return  # the next windows have no new point either
             mean = _Point(
                 waiting[0].iteration,
-                sum(each.norm for each in waiting) / len(waiting),
-                sum(each.loss for each in waiting) / len(waiting),
+                sum(logged.norm for logged in waiting) / len(waiting),
+                sum(logged.loss for logged in waiting) / len(waiting),
             )
             waiting.clear()
             self._windows[count].append(mean)
@@ -141,8 +141,8 @@ class GradientNorm(Judge):
         window = self._windows[count]
         if len(window) < WINDOW:
             return
-        norms = np.array([each.norm for each in window])
-        losses = np.array([each.loss for each in window]).reshape(3, -1)
+        norms = np.array([point.norm for point in window])
+        losses = np.array([point.loss for point in window]).reshape(3, -1)
         first, middle, last = np.median(norms.reshape(3, -1), axis=1).tolist()
         rise = last - first
         jump = np.diff(np.median(norms.reshape(6, -1), axis=1)).max()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
@@ -20,64 +21,52 @@ SMALL, SMALL_STEPS = 90.0, 2
 """Percent of the weights, and collection steps in a row."""
 
 
-class _OfOneNumber(Judge):
-    """A number that is too large in several collection steps in a row."""
+class AboveThreshold(Judge):
+    """A statistic at or above a threshold in several collection steps in a row.
 
-    statistic: str
-    most: float
-    seen: str
+    Args:
+        statistic: the statistic.
+        threshold: the threshold.
+        needed: the number of collection steps.
+        seen: the description, with a place for the value.
+        applies_to: returns whether the rule applies to a run, None if unknown. By default it applies if values exist.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        statistic: str,
+        threshold: float,
+        needed: int,
+        seen: str,
+        applies_to: Callable[[Facts], bool | None] | None = None,
+    ) -> None:
         super().__init__()
-        self._streaks = ColumnStreaks(self.needed)
+        self.needed = needed
+        self._statistic, self._threshold, self._seen, self._applies_to = statistic, threshold, seen, applies_to
+        self._streaks = ColumnStreaks(needed)
+        self.applies = applies_to is not None
+
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
+        applies = None if self._applies_to is None else self._applies_to(facts)
+        self.applies = self.applies if applies is None else applies
+        return ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for column in numbers.all(self.statistic):
+        for column in numbers.all(self._statistic):
             self.saw(numbers.iteration)
-            for sighting in self._streaks.sightings(
-                numbers, facts, column, column.values >= self.most, self.seen, column.values
-            ):
+            self.applies = self.applies or self._applies_to is None
+            holds = column.values >= self._threshold
+            for sighting in self._streaks.sightings(numbers, facts, column, holds, self._seen, column.values):
                 yield sighting._replace(layers=tuple(filter(None, sighting.layers)))
 
 
-class StaleWeights(_OfOneNumber):
-    """Cached low-precision weights that were made from earlier weights."""
-
-    statistic, most, needed = STALE, STALE_SHARE, STALE_STEPS
-    seen = "{:.3g} % of the elements of the cached weight are not those of the present weight"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.applies = False
-
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        yield from super().step(numbers, facts)
-        self.applies = bool(self.steps)
+def _has_16_bit_weights(facts: Facts) -> bool | None:
+    types = [layer.weight_dtype for layer in facts.layers.values() if layer.weight_dtype]
+    return any("float16" in dtype for dtype in types) if types else None
 
 
-class LostUpdates(_OfOneNumber):
-    """Updates that are below the resolution of the weights."""
-
-    statistic, most, needed = UNCHANGED, LOST, LOST_STEPS
-    seen = "{:.3g} % of the weights in bfloat16 or float16 are the same after a step of the optimizer"
-
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        types = [row.weight_dtype for row in facts.layers.values() if row.weight_dtype]
-        if types:
-            self.applies = any("bfloat16" in text or "float16" in text for text in types)
-        yield from ()
-
-
-class BelowEps(_OfOneNumber):
-    """Gradients that are smaller than Adam's eps."""
-
-    statistic, most, needed = BELOW_EPS, SMALL, SMALL_STEPS
-    seen = "the gradients of {:.3g} % of the weights are smaller than the optimizer's eps"
-
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        if facts.settings is not None and facts.settings.adds_eps is not None:
-            self.applies = facts.settings.adds_eps
-        yield from ()
+def _adds_eps(facts: Facts) -> bool | None:
+    return None if facts.settings is None else facts.settings.adds_eps
 
 
 _COLLECT = "no config, or a section with the name default_statistics"
@@ -105,7 +94,13 @@ RULES = (
             " renews its cache"
             " in collection steps, so the run differs without the debugger"
         ),
-        judge=StaleWeights,
+        judge=functools.partial(
+            AboveThreshold,
+            STALE,
+            STALE_SHARE,
+            STALE_STEPS,
+            "{:.3g} % of the elements of the cached weight are not those of the present weight",
+        ),
     ),
     Rule(
         id="lost-updates",
@@ -124,7 +119,14 @@ RULES = (
         disproof="the same run with master weights in float32 has the same loss",
         remedy="Keep master weights in float32, or use stochastic rounding; or raise the learning rate",
         cost="four bytes for each weight",
-        judge=LostUpdates,
+        judge=functools.partial(
+            AboveThreshold,
+            UNCHANGED,
+            LOST,
+            LOST_STEPS,
+            "{:.3g} % of the weights in bfloat16 or float16 are the same after a step of the optimizer",
+            _has_16_bit_weights,
+        ),
         consequence_of=("below-eps",),
     ),
     Rule(
@@ -144,6 +146,13 @@ RULES = (
         why="the update is far smaller than the learning rate, and the model hardly learns",
         disproof="eps is large on purpose",
         remedy="Look for a loss that is scaled down or averaged twice; lower eps, for example to 1e-15",
-        judge=BelowEps,
+        judge=functools.partial(
+            AboveThreshold,
+            BELOW_EPS,
+            SMALL,
+            SMALL_STEPS,
+            "the gradients of {:.3g} % of the weights are smaller than the optimizer's eps",
+            _adds_eps,
+        ),
     ),
 )

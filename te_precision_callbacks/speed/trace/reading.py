@@ -150,27 +150,22 @@ class _TraceReader:
             return event
         try:
             what = _CATEGORIES.get(event.get("cat", ""))
+            lane = self._lanes.setdefault((event.get("pid"), event.get("tid")), len(self._lanes))
             if phase == "X" and what is not None:
+                arguments = event.get("args") or {}
+                begin, us = float(event["ts"]), float(event.get("dur", 0))
+                link = arguments.get("correlation") if what in ("call", "kernel") else None
+                has_node = "Sequence number" in arguments
                 events = self._trace.kernels if what == "kernel" else self._trace.host
-                events.append(self._event(event, what))
-            elif phase in ("s", "f") and event.get("cat") == "fwdbwd":
-                at = self._lane(event), float(event["ts"])
-                if phase == "s":
-                    self.forwards[event["id"]] = at
-                else:
-                    self.backwards.append((event["id"], at))
+                events.append(
+                    TraceEvent(sys.intern(event["name"]), what, begin, begin + us, lane, link, has_node, us=us)
+                )
+            elif phase == "s" and event.get("cat") == "fwdbwd":
+                self.forwards[event["id"]] = lane, float(event["ts"])
+            elif phase == "f" and event.get("cat") == "fwdbwd":
+                self.backwards.append((event["id"], (lane, float(event["ts"]))))
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise TraceError(
                 f"{self._trace.path} has an event that torch.profiler does not write: {str(event)[:120]} ({error})."
             ) from error
         return None
-
-    def _event(self, event: Mapping[str, Any], what: EventType) -> TraceEvent:
-        arguments = event.get("args") or {}
-        begin, us = float(event["ts"]), float(event.get("dur", 0))
-        link = arguments.get("correlation") if what in ("call", "kernel") else None
-        has_node = "Sequence number" in arguments
-        return TraceEvent(sys.intern(event["name"]), what, begin, begin + us, self._lane(event), link, has_node, us=us)
-
-    def _lane(self, event: Mapping[str, Any]) -> int:
-        return self._lanes.setdefault((event.get("pid"), event.get("tid")), len(self._lanes))
