@@ -6,7 +6,6 @@ for steps in other_steps(history.by_span(audit.spans(), {})):
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,30 +92,17 @@ class ProductSpan(NamedTuple):
     until: int | None
 
 
-class _CountedProduct(NamedTuple):
-    """A product, and the number of its set of iterations."""
-
-    product: Product
-    alike: int
-
-
 @dataclass(frozen=True)
 class OtherSteps:
     """Steps with another precision than the last one. ``str()`` is a line.
 
     Attributes:
         intervals: the first and the last iteration of each interval, increasing.
-        held: every product of the run, in its order.
-        holding: the numbers of the products of these steps.
+        coverage: the products of these steps.
     """
 
     intervals: Sequence[tuple[int, int]]
-    held: Sequence[_CountedProduct]
-    holding: frozenset[int]
-
-    @functools.cached_property
-    def coverage(self) -> Coverage:
-        return Coverage(counted.product for counted in self.held if counted.alike in self.holding)
+    coverage: Coverage
 
     @property
     def steps(self) -> str:
@@ -142,10 +128,8 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
             key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
             spans.setdefault(key, (product, []))[1].append((span.since, span.until))
     alike: dict[tuple[_Span, ...], int] = {}  # of the products of thousands of layers they are few
-    held = [
-        _CountedProduct(product, alike.setdefault(tuple(held_in), len(alike))) for product, held_in in spans.values()
-    ]
-    unknown = {span.alike for span in held if span.product.macs and not span.product.precision}
+    held = [(product, alike.setdefault(tuple(held_in), len(alike))) for product, held_in in spans.values()]
+    unknown = {number for product, number in held if product.macs and not product.precision}
     changed = {since for intervals in alike for since, _ in intervals}
     changed |= {until + 1 for intervals in alike for _, until in intervals if until is not None}
     firsts = sorted(changed)[-_MOST_CHANGES:]
@@ -164,10 +148,13 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
         return []
     last = frozenset(holding[-1])
     states.pop(last, None)
-    others = [
-        OtherSteps(intervals, held, state) for state, intervals in states.items() if state and state.isdisjoint(unknown)
-    ]
-    in_last = str(OtherSteps((), held, last).coverage) if others else ""
+
+    def coverage_of(state: frozenset[int]) -> Coverage:
+        return Coverage(product for product, number in held if number in state)
+
+    known = [(state, intervals) for state, intervals in states.items() if state and state.isdisjoint(unknown)]
+    others = [OtherSteps(intervals, coverage_of(state)) for state, intervals in known]
+    in_last = str(coverage_of(last)) if others else ""
     return [steps for steps in others if str(steps.coverage) != in_last]
 
 
