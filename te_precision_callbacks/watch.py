@@ -210,7 +210,7 @@ class ScriptWatch:
             self._waiting.setdefault(optimizer, True)
         if self.session is None:
             self.session = InspectSession.from_options(_checked(self._options))
-            self.session.start(front_door="watch", trainer_steps=True)
+            self.session.start(front_door="watch", trainer_steps=True, gives_way=True)
             self.session.follow(self)
         # The first model's layers keep their names when another one is found.
         self.session.attach({f"model{number}" if number else "": each for number, each in enumerate(self._models)})

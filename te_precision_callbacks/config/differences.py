@@ -41,11 +41,11 @@ def config_hash(config: FlatConfig) -> str:
     return hashlib.sha256(repr(sorted(config.items())).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def difference(one: FlatConfig, other: FlatConfig) -> str:
+def difference(first: FlatConfig, other: FlatConfig) -> str:
     """Describe the first difference between two configs: ``stats...freq is 1 in one and 2 in the other``."""
-    for key in [*one, *(key for key in other if key not in one)]:
-        if one.get(key) != other.get(key):
-            return f"{key} is {one.get(key, 'missing')} in one and {other.get(key, 'missing')} in the other"
+    for key in [*first, *(key for key in other if key not in first)]:
+        if first.get(key) != other.get(key):
+            return f"{key} is {first.get(key, 'missing')} in one and {other.get(key, 'missing')} in the other"
     return "none"
 
 

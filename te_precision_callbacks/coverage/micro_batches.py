@@ -160,10 +160,12 @@ class ModelCalls:
         is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit. Steps without a backward,
             such as skipped batches, count as first steps up to :data:`MOST_WITHOUT_BACKWARD`.
         outside: everything that the step runs outside of calls of the model.
+        has_graphs: whether layers run in CUDA graphs, so that the kind of a call is its form alone.
     """
 
     def __init__(self) -> None:
         self.is_first = True
+        self.has_graphs = False
         self.here_in_thread = _RunningCall()
         self.outside = ModelCall(OUTSIDE, True)
         self._forms: dict[int | str, _CallSearch] = {OUTSIDE: _CallSearch()}
@@ -220,6 +222,8 @@ class ModelCalls:
 
     def end(self, call: ModelCall, results: Any) -> None:
         call.nodes += made_in_thread()
+        if self.has_graphs:
+            call.path = call.nodes = 0
         call.has_ended = True
         mark = _Mark(call)
         call.is_known = mark_call(leaves(results), mark)
@@ -292,6 +296,8 @@ class ModelCalls:
         """The kind of everything that the step ran outside of calls; None if it ran nothing there."""
         if not has_products and not self.outside.path:
             return None
+        if self.has_graphs:
+            self.outside.path = self.outside.nodes = 0
         self._left -= self._look_up(self.outside)
         return self.outside.kind
 

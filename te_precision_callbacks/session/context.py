@@ -21,12 +21,14 @@ class LoopFacts:
         counts_from: the logging step of iteration 0, unless ``step`` gets another one.
         front_door: the integration, for records: ``lightning``, ``accelerate``, ``transformers``.
         counts_batches: whether ``step`` is called after each micro-batch on purpose.
+        gives_way: whether another session that starts stops this one.
     """
 
     trainer_steps: bool = False
     counts_from: int = 0
     front_door: str = "session"
     counts_batches: bool = False
+    gives_way: bool = False
 
 
 @dataclass(frozen=True)

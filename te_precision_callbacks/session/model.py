@@ -77,7 +77,7 @@ def placements(
         modules: the modules of this rank.
         reduced_over: the group over which statistics are reduced; None for all ranks.
     """
-    found: dict[str, Placement] = {}
+    placed: dict[str, Placement] = {}
     ranks_of = torch.distributed.get_process_group_ranks
     for named in modules:
         module: Any = named.module
@@ -94,8 +94,8 @@ def placements(
             mode = getattr(module, "parallel_mode", None)
             if hasattr(module, "set_parallel_mode"):
                 mode = _MLP_MODES.get(layer.name.rpartition(".")[2])
-            found[layer.name] = Placement(rank, first, mode, sequence_parallel)
-    return found
+            placed[layer.name] = Placement(rank, first, mode, sequence_parallel)
+    return placed
 
 
 class NamedLayers:
@@ -129,7 +129,7 @@ class NamedLayers:
     @property
     def other_names(self) -> dict[int, str]:
         """The names of attention and operations of ``te.ops`` of this rank, by the id of the module."""
-        operations = {id(found.module): found.layers[0] for found in self.operations if found.layers}
+        operations = {id(named.module): named.layers[0] for named in self.operations if named.layers}
         return {**self._attentions, **operations}
 
     @property
@@ -259,7 +259,7 @@ class ObservedModel:
             logger.warning("%s", without_layers(goes_on, self._context.loop.front_door))
         self.model = model
         self._observe(planned)
-        self._count_products()
+        self._hooks.count_products(model, self.layers.paths(model))
         self.attached = True
 
     def _plan(self, model: Model) -> _Planned:
@@ -299,7 +299,7 @@ class ObservedModel:
         for module in modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused)
+        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused, self.roots)
         self.warn_of_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
             logger.info('observe="auto": %s', format_paths(len(planned.fused), planned.not_fused))
@@ -342,6 +342,7 @@ class ObservedModel:
 
     def end_step(self) -> None:
         """Record refused layers, the order of layers, and the matrix products of a step."""
+        self._hooks.end_step()
         self.warn_of_refused()
         self._warn_of_unwatched()
         self.note_order()
@@ -369,9 +370,6 @@ class ObservedModel:
     @property
     def all_names(self) -> list[str]:
         return [*dict.fromkeys([*self.layers.paths(self.model).values(), *sorted(self.layers.names)])]
-
-    def _count_products(self) -> None:
-        self._hooks.count_products(self.model, self.layers.paths(self.model))
 
     @property
     def enters_autocast(self) -> bool:

@@ -79,7 +79,7 @@ def run(
         {"layers": {"fc$": "fp8", "head": "fp32"}, "state": {"optimizer": "float32", "gradient": "float32"}},
     ],
 )
-def test_one_that_holds(require: Any, tmp_path: Path) -> None:
+def test_a_satisfied_contract(require: Any, tmp_path: Path) -> None:
     assert run(tmp_path, require) == 5
 
 
