@@ -79,12 +79,17 @@ def _layer_of(error: Exception, place: _Failed | None, others: Mapping[int, str]
     if place is not None:
         where, name, kind = "backward" if place.in_backward else "forward", place.named.name, place.named.module
     else:
-        owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+        calls = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name in _FORWARDS)
+        owners = (frame.f_locals.get("self") for frame in calls)
         other = next((owner for owner in owners if id(owner) in others), None)
         if other is None:
             return ""
         where, name, kind = "forward", others[id(other)], other
     return f"te-precision-callbacks: raised in the {where} of the layer {name!r} ({type(kind).__name__})."
+
+
+_FORWARDS = ("forward", "_call_impl")
+"""Functions of a module that run its forward; load_state_dict(), for example, does not."""
 
 
 @dataclass
@@ -162,8 +167,9 @@ def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Fail
         if not frame.f_globals.get("__name__", "").startswith("transformer_engine.pytorch."):
             continue
         local = frame.f_locals
-        if id(local.get("self")) in of_module:
-            place = _Failed(of_module[id(local["self"])], in_backward=False)
+        layer = of_module.get(id(local.get("self")))
+        if layer is not None and (place is not None or frame.f_code.co_name == "forward"):
+            place = _Failed(layer, in_backward=False)
         elif "ctx" in local or "bwd_args" in local:
             owner = next((of_part[key] for key in map(id, _held(local)) if key in of_part), None)
             if frame.f_code.co_name in ("backward", "_linear_backward_impl") and owner is not None:
