@@ -29,73 +29,6 @@ from te_precision_callbacks.coverage.coverage import (
 )
 from te_precision_callbacks.layers.folding import in_sentence
 
-EntryT = TypeVar("EntryT", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A product as ranks send it. Entries with different sizes are equal."""
-
-    layer: str
-    gemm: str
-    family: str
-    backward: bool
-    operands: tuple[tuple[str, str], ...]
-    runs: str
-    not_run: str
-    reason: Reason | None
-    product: Product = field(compare=False)
-
-
-def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: bool = False) -> list[Product]:
-    """The products of all ranks, each with the sizes of its first rank. All ranks must call it alike.
-
-    Args:
-        own: the products of this rank.
-        ranks: the ranks that reduce together.
-        kind: a name, equal on all ranks.
-        of_one: whether a product gets the mean multiply-adds of a rank instead of their sum.
-    """
-    macs: dict[_Entry, int] = {}
-    for product in own:
-        entry = _Entry(
-            product.layer,
-            product.gemm,
-            product.family,
-            product.backward,
-            tuple(product.operands.items()),
-            product.runs,
-            product.not_run,
-            product.reason,
-            product,
-        )
-        macs[entry] = macs.get(entry, 0) + product.macs
-    added = _added({entry: (count, 1) for entry, count in macs.items()}, ranks, kind, _Entry)
-    return [
-        replace(entry.product, macs=round(of_all / max(count, 1)) if of_one else of_all)
-        for entry, (of_all, count) in added.items()
-    ]
-
-
-def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
-    """The state of all ranks, added up; see :func:`shared_products`."""
-    sizes: dict[tuple[str, str], tuple[int, int]] = {}
-    for row in own:
-        tensors, size = sizes.get((row.subject, row.dtype), (0, 0))
-        sizes[row.subject, row.dtype] = tensors + row.tensors, size + row.bytes
-    added = _added(sizes, ranks, kind, tuple[str, str])
-    return tuple(StateRow(*key, tensors=tensors, bytes=size) for key, (tensors, size) in added.items())
-
-
-def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: Any) -> dict[EntryT, tuple[int, int]]:
-    """The entries of all ranks, each with the sums of its two numbers."""
-    entries = ranks.pool(own, kind, of)
-    pairs = [own.get(entry, (0, 0)) for entry in entries]
-    added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53
-    sums = [round(number) for number in added]
-    return {entry: (first, second) for entry, first, second in zip(entries, sums[::2], sums[1::2], strict=True)}
-
-
 logger = logging.getLogger(__name__)
 
 _MOST_OFFENDERS = 5
@@ -390,3 +323,70 @@ def _offenders(coverage: Coverage) -> list[str]:
         texts.append(text)
     more = len(rows) - _MOST_OFFENDERS
     return [*texts, f"- and {more} more"] if more > 0 else texts
+
+
+EntryT = TypeVar("EntryT", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A product as ranks send it. Entries with different sizes are equal."""
+
+    layer: str
+    gemm: str
+    family: str
+    backward: bool
+    operands: tuple[tuple[str, str], ...]
+    runs: str
+    not_run: str
+    reason: Reason | None
+    product: Product = field(compare=False)
+
+
+def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: bool = False) -> list[Product]:
+    """The products of all ranks, each with the sizes of its first rank. All ranks must call it alike.
+
+    Args:
+        own: the products of this rank.
+        ranks: the ranks that reduce together.
+        kind: a name, equal on all ranks.
+        of_one: whether a product gets the mean multiply-adds of a rank instead of their sum.
+    """
+    macs: dict[_Entry, int] = {}
+    for product in own:
+        entry = _Entry(
+            product.layer,
+            product.gemm,
+            product.family,
+            product.backward,
+            tuple(product.operands.items()),
+            product.runs,
+            product.not_run,
+            product.reason,
+            product,
+        )
+        macs[entry] = macs.get(entry, 0) + product.macs
+    added = _added({entry: (count, 1) for entry, count in macs.items()}, ranks, kind, _Entry)
+    return [
+        replace(entry.product, macs=round(of_all / max(count, 1)) if of_one else of_all)
+        for entry, (of_all, count) in added.items()
+    ]
+
+
+def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
+    """The state of all ranks, added up; see :func:`shared_products`."""
+    sizes: dict[tuple[str, str], tuple[int, int]] = {}
+    for row in own:
+        tensors, size = sizes.get((row.subject, row.dtype), (0, 0))
+        sizes[row.subject, row.dtype] = tensors + row.tensors, size + row.bytes
+    added = _added(sizes, ranks, kind, tuple[str, str])
+    return tuple(StateRow(*key, tensors=tensors, bytes=size) for key, (tensors, size) in added.items())
+
+
+def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: Any) -> dict[EntryT, tuple[int, int]]:
+    """The entries of all ranks, each with the sums of its two numbers."""
+    entries = ranks.pool(own, kind, of)
+    pairs = [own.get(entry, (0, 0)) for entry in entries]
+    added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53
+    sums = [round(number) for number in added]
+    return {entry: (first, second) for entry, first, second in zip(entries, sums[::2], sums[1::2], strict=True)}

@@ -6,7 +6,6 @@ for steps in other_steps(history.by_span(audit.spans(), {})):
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,104 @@ from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.statistics.schedule import Schedule
+
+_MOST_LINES = 3
+_MOST_INTERVALS = 4
+
+_MOST_CHANGES = 256
+"""The most iterations with changes of products that are compared, counted from the last one."""
+
+_Span = tuple[int, int | None]
+"""The first and the last iteration; None while it is open."""
+
+
+class ProductSpan(NamedTuple):
+    """A product over the steps in which it is unchanged.
+
+    Attributes:
+        product: the product.
+        order: its place in its step.
+        precision: the precision of its GEMM; None if unknown by layer.
+        since, until: the first and the last iteration; None while it holds.
+    """
+
+    product: Product
+    order: int
+    precision: GemmPrecision | None
+    since: int
+    until: int | None
+
+
+@dataclass(frozen=True)
+class OtherSteps:
+    """Steps with another precision than the last one. ``str()`` is a line.
+
+    Attributes:
+        intervals: the first and the last iteration of each interval, increasing.
+        coverage: the products of these steps.
+    """
+
+    intervals: Sequence[tuple[int, int]]
+    coverage: Coverage
+
+    @property
+    def steps(self) -> str:
+        """The steps as text, with the first intervals if there are many: ``steps 1 to 2 and 4``."""
+        shown, left = tuple(self.intervals[:_MOST_INTERVALS]), len(self.intervals) - _MOST_INTERVALS
+        return f"{Schedule(intervals=shown)}{f' and {left} more spans' if left > 0 else ''}"
+
+    def __str__(self) -> str:
+        # A feature that acts in just these steps need not name them again.
+        return f"In {self.steps}: {str(self.coverage).replace(f', {self.steps})', ')')}"
+
+
+def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
+    """The steps with other products in low precision than the last step, with one entry for equal steps.
+
+    Steps with an unknown precision are left out, and steps with the summary of the last one, for example because an
+    error ended them halfway.
+    """
+    spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
+    for span in products:
+        product = span.product
+        if product.macs or product.runs == "uncounted":  # what a line names
+            key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
+            spans.setdefault(key, (product, []))[1].append((span.since, span.until))
+    alike: dict[tuple[_Span, ...], int] = {}  # of the products of thousands of layers they are few
+    held = [(product, alike.setdefault(tuple(held_in), len(alike))) for product, held_in in spans.values()]
+    unknown = {number for product, number in held if product.macs and not product.precision}
+    changed = {since for intervals in alike for since, _ in intervals}
+    changed |= {until + 1 for intervals in alike for _, until in intervals if until is not None}
+    firsts = sorted(changed)[-_MOST_CHANGES:]
+    holding: list[list[int]] = [[] for _ in firsts]
+    for held_in, number in alike.items():
+        for since, until in held_in:
+            end = len(firsts) if until is None else bisect_right(firsts, until)
+            for numbers in holding[bisect_left(firsts, since) : end]:
+                numbers.append(number)
+    states: dict[frozenset[int], list[tuple[int, int]]] = {}
+    for first, following, numbers in zip(firsts, firsts[1:], holding, strict=False):
+        intervals = states.setdefault(frozenset(numbers), [])
+        begin = intervals.pop()[0] if intervals and intervals[-1][1] == first - 1 else first
+        intervals.append((begin, following - 1))
+    if not states:
+        return []
+    last = frozenset(holding[-1])
+    states.pop(last, None)
+
+    def coverage_of(state: frozenset[int]) -> Coverage:
+        return Coverage(product for product, number in held if number in state)
+
+    known = [(state, intervals) for state, intervals in states.items() if state and state.isdisjoint(unknown)]
+    others = [OtherSteps(intervals, coverage_of(state)) for state, intervals in known]
+    in_last = str(coverage_of(last)) if others else ""
+    return [steps for steps in others if str(steps.coverage) != in_last]
+
+
+def in_lines(others: Sequence[OtherSteps]) -> list[str]:
+    """One line for each entry, up to a maximum, and the number of entries left."""
+    more = len(others) - _MOST_LINES
+    return [*map(str, others[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]
 
 
 def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Mapping[str, Any], Product]]:
@@ -64,114 +161,3 @@ def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> 
         row["reason_ref"] or "",
         row["mask_share"],
     )
-
-
-_MOST_LINES = 3
-_MOST_INTERVALS = 4
-
-_MOST_CHANGES = 256
-"""The most iterations with changes of products that are compared, counted from the last one."""
-
-_Span = tuple[int, int | None]
-"""The first and the last iteration; None while it is open."""
-
-
-class ProductSpan(NamedTuple):
-    """A product over the steps in which it is unchanged.
-
-    Attributes:
-        product: the product.
-        order: its place in its step.
-        precision: the precision of its GEMM; None if unknown by layer.
-        since, until: the first and the last iteration; None while it holds.
-    """
-
-    product: Product
-    order: int
-    precision: GemmPrecision | None
-    since: int
-    until: int | None
-
-
-class _CountedProduct(NamedTuple):
-    """A product, and the number of its set of iterations."""
-
-    product: Product
-    alike: int
-
-
-@dataclass(frozen=True)
-class OtherSteps:
-    """Steps with another precision than the last one. ``str()`` is a line.
-
-    Attributes:
-        intervals: the first and the last iteration of each interval, increasing.
-        held: every product of the run, in its order.
-        holding: the numbers of the products of these steps.
-    """
-
-    intervals: Sequence[tuple[int, int]]
-    held: Sequence[_CountedProduct]
-    holding: frozenset[int]
-
-    @functools.cached_property
-    def coverage(self) -> Coverage:
-        return Coverage(counted.product for counted in self.held if counted.alike in self.holding)
-
-    @property
-    def steps(self) -> str:
-        """The steps as text, with the first intervals if there are many: ``steps 1 to 2 and 4``."""
-        shown, left = tuple(self.intervals[:_MOST_INTERVALS]), len(self.intervals) - _MOST_INTERVALS
-        return f"{Schedule(intervals=shown)}{f' and {left} more spans' if left > 0 else ''}"
-
-    def __str__(self) -> str:
-        # A feature that acts in just these steps need not name them again.
-        return f"In {self.steps}: {str(self.coverage).replace(f', {self.steps})', ')')}"
-
-
-def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
-    """The steps with other products in low precision than the last step, with one entry for equal steps.
-
-    Steps with an unknown precision are left out, and steps with the summary of the last one, for example because an
-    error ended them halfway.
-    """
-    spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
-    for span in products:
-        product = span.product
-        if product.macs or product.runs == "uncounted":  # what a line names
-            key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
-            spans.setdefault(key, (product, []))[1].append((span.since, span.until))
-    alike: dict[tuple[_Span, ...], int] = {}  # of the products of thousands of layers they are few
-    held = [
-        _CountedProduct(product, alike.setdefault(tuple(held_in), len(alike))) for product, held_in in spans.values()
-    ]
-    unknown = {span.alike for span in held if span.product.macs and not span.product.precision}
-    changed = {since for intervals in alike for since, _ in intervals}
-    changed |= {until + 1 for intervals in alike for _, until in intervals if until is not None}
-    firsts = sorted(changed)[-_MOST_CHANGES:]
-    holding: list[list[int]] = [[] for _ in firsts]
-    for held_in, number in alike.items():
-        for since, until in held_in:
-            end = len(firsts) if until is None else bisect_right(firsts, until)
-            for numbers in holding[bisect_left(firsts, since) : end]:
-                numbers.append(number)
-    states: dict[frozenset[int], list[tuple[int, int]]] = {}
-    for first, following, numbers in zip(firsts, firsts[1:], holding, strict=False):
-        intervals = states.setdefault(frozenset(numbers), [])
-        begin = intervals.pop()[0] if intervals and intervals[-1][1] == first - 1 else first
-        intervals.append((begin, following - 1))
-    if not states:
-        return []
-    last = frozenset(holding[-1])
-    states.pop(last, None)
-    others = [
-        OtherSteps(intervals, held, state) for state, intervals in states.items() if state and state.isdisjoint(unknown)
-    ]
-    in_last = str(OtherSteps((), held, last).coverage) if others else ""
-    return [steps for steps in others if str(steps.coverage) != in_last]
-
-
-def in_lines(others: Sequence[OtherSteps]) -> list[str]:
-    """One line for each entry, up to a maximum, and the number of entries left."""
-    more = len(others) - _MOST_LINES
-    return [*map(str, others[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]

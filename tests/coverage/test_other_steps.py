@@ -18,12 +18,13 @@ from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
+from tests.coverage.test_contract import CONFIG as WATCHED
+from tests.coverage.test_contract import Net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Recipe type changed")
 
 CURRENT = Float8CurrentScaling()
 ALL_GEMMS = "FP8 in 100 % of the multiply-adds (fprop 100, dgrad 100, wgrad 100)"
-WATCHED = {"s": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}
 ONE_LAYER = "FP8 in 50.0 % of the multiply-adds (fprop 50.0, dgrad 50.0, wgrad 50.0)"
 
 
@@ -71,20 +72,6 @@ def test_a_step_that_an_error_ends_halfway_is_no_other_precision(tmp_path: Path)
             out.sum().backward()
             session.step()
     assert lines(session) == other_steps_of_run(open_run(tmp_path)) == []
-
-
-class Net(torch.nn.Module):
-    """A layer of Transformer Engine's and one of torch's, with as many multiply-adds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.head = te.Linear(32, 32), torch.nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with te.autocast(enabled=True, recipe=CURRENT):
-            x = self.fc(x)
-        found: torch.Tensor = self.head(x)
-        return found
 
 
 def of_steps(session: InspectSession, *, skipped: Collection[int] = (), raises: BaseException | None = None) -> None:
