@@ -221,9 +221,9 @@ def words(field: FieldInfo) -> str:
     """Describe the valid values of a field: "an integer >= 1"."""
     kind, metadata = _plain(field.annotation)
     metadata = [*field.metadata, *metadata]
-    found = _said(metadata)
-    if found is not None:
-        return found.text
+    description = _said(metadata)
+    if description is not None:
+        return description.text
     if get_origin(kind) is list:
         return f"a list of {_entries(field, get_args(kind)[0])}"
     if get_origin(kind) is Literal:
@@ -234,9 +234,10 @@ def words(field: FieldInfo) -> str:
 def _entries(field: FieldInfo, entry: Any) -> str:
     item = item_of(field)
     if item is not None:
-        return f"mappings with {next(key for key, found in item.model_fields.items() if found.is_required())!r}"
-    found = _said(_plain(entry)[1])
-    return found.text if found is not None else ", ".join(names(field))
+        required = next(key for key, of_item in item.model_fields.items() if of_item.is_required())
+        return f"mappings with {required!r}"
+    description = _said(_plain(entry)[1])
+    return description.text if description is not None else ", ".join(names(field))
 
 
 def _said(metadata: Sequence[Any]) -> Words | None:

@@ -396,5 +396,5 @@ FEATURES: Mapping[str, type[FeatureSchema]] = {
 
 
 def schema_of(feature: str) -> type[FeatureSchema] | None:
-    found = (model for name, model in FEATURES.items() if name.casefold() == feature.casefold())
-    return next(found, None)
+    models = (model for name, model in FEATURES.items() if name.casefold() == feature.casefold())
+    return next(models, None)

@@ -218,6 +218,7 @@ class Verdict(Sequence[Finding]):
         is_partial: whether a part of the run cannot be read.
         rank: the rank, one of several, that has checked only its local values, as with ``reduce=False`` in a running
             training; None for a verdict on all ranks.
+        not_observed: the number of layers that are not observed, with the reasons; empty if all are.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -225,6 +226,7 @@ class Verdict(Sequence[Finding]):
     not_judged: tuple[NotJudged, ...] = ()
     is_partial: bool = False
     rank: int | None = None
+    not_observed: str = ""
 
     def __getitem__(self, index: Any) -> Any:
         return self.findings[index]
@@ -262,6 +264,7 @@ class Verdict(Sequence[Finding]):
         total = len(self.judged) + len(self.not_judged)
         partial = "; a part of the run cannot be read" if self.is_partial else ""
         partial += f"; by the numbers of rank {self.rank} alone" if self.rank is not None else ""
+        partial += f"; not observed: {self.not_observed}" if self.not_observed else ""
         counts = [
             many(count, severity)
             for severity in SEVERITIES

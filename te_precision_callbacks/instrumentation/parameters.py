@@ -22,7 +22,7 @@ from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.updates import TrainedModel
-from te_precision_callbacks.instrumentation.weight_samples import WeightSample, local, means, pick, raw, sample
+from te_precision_callbacks.instrumentation.weight_samples import Batches, copies, local, raw, sample, view
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 
@@ -162,10 +162,6 @@ class _Held(NamedTuple):
     group: Mapping[str, Any]
 
 
-_Note = Callable[[float], None]
-"""Receives the mean of a sampled row."""
-
-
 class ParameterWatch:
     """Checks the parameters of a model from :meth:`begin` to :meth:`remove`.
 
@@ -182,8 +178,8 @@ class ParameterWatch:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[_Held]]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
-        self._sampled: list[tuple[torch.Tensor, _Note]] = []
-        self._reading: tuple[Callable[[], list[float]], list[_Note]] | None = None
+        self._batches = Batches()
+        self._reading: Callable[[], None] | None = None
         self._reported: set[tuple[str, str]] = set()
         self._stepped = 0
         self._first = self._ended = 0
@@ -222,10 +218,10 @@ class ParameterWatch:
             self._compare_masters(optimizer)
             if self._is_due:
                 self._has_sampled = True
-                for each in held:
-                    self._sample(optimizer, each)
+                self._sample(optimizer, held)
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
+            self._batches.launch()
         except Exception as error:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
 
@@ -267,9 +263,15 @@ class ParameterWatch:
         if not pairs or [tensor.shape for tensor, _ in pairs] != shapes:
             return []
         held = [_Held(each, *pair) for each, pair in zip(trained, pairs, strict=True)]
-        samples = [(sample(each.parameter.weight), pick(local(each.tensor))) for each in held]
-        apart = [_apart(weight, master) for weight, master in samples if weight is not None]
-        return held if apart and max(means(apart)()) < APART else []
+        shares: list[float] = []
+        batches = Batches()
+        for each in held:
+            _compare_with_master(batches, each, view(local(each.tensor)), shares.append)
+        batches.launch()
+        read = batches.copied()
+        if read is not None:
+            read()
+        return held if shares and max(shares) < APART else []
 
     def _check_gradients(self, held: list[tuple[_Parameter, torch.Tensor]]) -> None:
         """Check gradients, without a call for the many parameters that have one again."""
@@ -306,40 +308,49 @@ class ParameterWatch:
         gap.called += gap.ran
         gap.ran = False
 
-    def _sample(self, optimizer: Optimizer, held: _Held) -> None:
-        """Keep a sample of the master weight; compare the weight with its first sample until it has changed."""
-        parameter, weight, iteration = held.parameter, held.parameter.weight, self._iteration
-        if (master := _master(optimizer, held)) is not None:
-            self._masters.setdefault(optimizer, []).append((held, iteration, pick(master)))
-        if not weight.requires_grad:
-            return
-        gradient = _gradient(held)
-        picked = None if gradient is None else pick(local(gradient))
-        if picked is not None and weight.dim() > 1:
-            self._sampled.append((picked.ne(0), functools.partial(parameter.note_gradient, iteration)))
-        if parameter.has_moved and parameter.reference is None:
-            return
-        elements, reference = pick(raw(weight)), parameter.reference
-        if reference is None:
-            parameter.reference, parameter.still_since = elements, iteration
-        elif (reference.shape, reference.dtype) == (elements.shape, elements.dtype):
-            self._sampled.append((elements.ne(reference), functools.partial(parameter.note_changed, iteration)))
-        else:
-            parameter.note_changed(iteration, 1.0)
-            return
-        now = sample(weight)
-        if picked is not None and now is not None:
-            expected = _should_move(picked, now, held.group)
-            self._sampled.append((expected, functools.partial(parameter.note_expected, iteration)))
+    def _sample(self, optimizer: Optimizer, all_held: list[_Held]) -> None:
+        """Keep samples of master weights; compare weights with their first samples until they have changed."""
+        iteration, batches = self._iteration, self._batches
+        masters = [(held, view(master)) for held in all_held if (master := _master(optimizer, held)) is not None]
+        before = copies([master for _, master in masters])
+        self._masters[optimizer] = [(held, iteration, copy) for (held, _), copy in zip(masters, before, strict=True)]
+        first: list[tuple[_Parameter, torch.Tensor]] = []
+        for held in all_held:
+            parameter, weight = held.parameter, held.parameter.weight
+            if not weight.requires_grad:
+                continue
+            gradient = _gradient(held)
+            if gradient is not None:
+                gradient = view(local(gradient))
+                if weight.dim() > 1:
+                    batches.add("zero", _is_nonzero, (gradient,), functools.partial(parameter.note_gradient, iteration))
+            if parameter.has_moved and parameter.reference is None:
+                continue
+            elements, reference = view(raw(weight)), parameter.reference
+            if reference is None:
+                first.append((parameter, elements))
+            elif (reference.shape, reference.dtype) == (elements.shape, elements.dtype):
+                note = functools.partial(parameter.note_changed, iteration)
+                batches.add("changed", torch.ne, (elements, reference), note)
+            else:
+                parameter.note_changed(iteration, 1.0)
+                continue
+            now = sample(weight)
+            if gradient is not None and now is not None:
+                should_move = functools.partial(_should_move, held.group, now.relative)
+                note = functools.partial(parameter.note_expected, iteration)
+                batches.add((id(held.group), now.relative), should_move, now.beside(gradient), note)
+        for (parameter, _), copy in zip(first, copies([elements for _, elements in first]), strict=True):
+            parameter.reference, parameter.still_since = copy, iteration
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
         """Compare weights, as the last forward used them, with the master weights now and before the last step."""
         for held, iteration, before in self._masters.pop(optimizer, ()):
-            parameter, master, weight = held.parameter, _master(optimizer, held), sample(held.parameter.weight)
-            if master is not None and weight is not None:
-                self._sampled.append((_apart(weight, before), parameter.note_before))
-                now = _apart(weight, pick(master))
-                self._sampled.append((now, functools.partial(parameter.note_apart, iteration)))
+            master = _master(optimizer, held)
+            if master is not None:
+                _compare_with_master(self._batches, held, before, held.parameter.note_before)
+                note = functools.partial(held.parameter.note_apart, iteration)
+                _compare_with_master(self._batches, held, view(master), note)
 
     # ------------------------------------------------------------------ after a debug iteration
 
@@ -354,7 +365,7 @@ class ParameterWatch:
             is_complete = self._reading is not None or self._has_sampled or self.is_due
             self._read()
             if self._has_sampled:
-                self._begin_reading()
+                self._reading = self._batches.copied()
                 self._is_due = self._has_sampled = False
             if self.is_due:
                 self._refresh()
@@ -380,18 +391,12 @@ class ParameterWatch:
         trained = [each for each in self._parameters.values() if each.weight.requires_grad]
         self._check_gradients([(each, each.weight) for each in trained])
 
-    def _begin_reading(self) -> None:
-        sampled, self._sampled = self._sampled, []
-        if sampled:
-            self._reading = means([row for row, _ in sampled]), [note for _, note in sampled]
-
     def _read(self) -> None:
         """Note the results copied to the host."""
         if self._reading is None:
             return
-        (shares, notes), self._reading = self._reading, None
-        for note, share in zip(notes, shares(), strict=True):
-            note(share)
+        self._reading()
+        self._reading = None
         if any(each.has_moved or each.moves for each in self._parameters.values()):
             self.checked.add("frozen-weight")
 
@@ -486,7 +491,7 @@ class ParameterWatch:
     def end(self, iteration: int) -> list[Problem]:
         """Return the remaining problems at the end of a run, and the weights with inf or nan."""
         self._read()
-        self._begin_reading()
+        self._reading = self._batches.copied()
         self._read()
         problems = self._new_problems()
         broken = _nonfinite([(name, local(weight)) for name, weight, _ in self._model.named_parameters()])
@@ -545,23 +550,42 @@ def _gradient(held: _Held) -> torch.Tensor | None:
     return None
 
 
-def _should_move(gradient: torch.Tensor, weight: WeightSample, group: Mapping[str, Any]) -> torch.Tensor:
-    """[elements]: whether the update by a gradient is far above the resolution of the weight."""
+def _is_nonzero(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient != 0
+
+
+def _should_move(
+    group: Mapping[str, Any],
+    relative: float,
+    values: torch.Tensor,
+    gradient: torch.Tensor,
+    absolute: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return whether the update by a gradient is far above the resolution of the weight: bool, of the same shape."""
     size = gradient.float().abs()
     if "betas" in group:  # Adam and its variants: at most the learning rate
         size = size / (size + float(group.get("eps") or 0.0))
-    values = weight.values.float().abs()
-    plain = weight.values.dtype
-    unit = torch.finfo(plain).eps if isinstance(weight.absolute, float) else 2 * weight.relative
-    floor = LIKELY * unit * values + 4 * LIKELY * torch.as_tensor(weight.absolute)
+    unit = torch.finfo(values.dtype).eps if absolute is None else 2 * relative
+    floor = LIKELY * unit * values.float().abs()
+    floor = floor if absolute is None else floor + 4 * LIKELY * absolute
     moves: torch.Tensor = torch.isfinite(size) & (size * group.get("lr", 0.0) > floor)
     return moves
 
 
-def _apart(weight: WeightSample, master: torch.Tensor) -> torch.Tensor:
-    """[elements]: whether a weight is farther from its master weight than its format rounds."""
-    values = weight.values.float()
-    return (values - master).abs() > 1.001 * weight.relative * values.abs() + weight.absolute
+def _compare_with_master(batches: Batches, held: _Held, master: torch.Tensor, note: Callable[[float], None]) -> None:
+    """Have the share of elements counted that are farther from the master weight than the weight's format rounds."""
+    weight = sample(held.parameter.weight)
+    if weight is not None:
+        apart = functools.partial(_is_apart, weight.relative)
+        batches.add(("apart", weight.relative), apart, weight.beside(master), note)
+
+
+def _is_apart(
+    relative: float, values: torch.Tensor, master: torch.Tensor, absolute: torch.Tensor | None = None
+) -> torch.Tensor:
+    values = values.float()
+    allowed = 1.001 * relative * values.abs()
+    return (values - master).abs() > (allowed if absolute is None else allowed + absolute)
 
 
 def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.instrumentation.parameters import Problem
 from te_precision_callbacks.instrumentation.updates import TrainedModel
-from te_precision_callbacks.instrumentation.weight_samples import local, pick, raw, segments
+from te_precision_callbacks.instrumentation.weight_samples import alike, local, raw, view
 
 TOLERANCE = 1e-6
 """The allowed difference of checksums relative to the sum of absolute values, as between different GPU models."""
@@ -148,25 +148,22 @@ class Replicas:
         """Compute the checksums of parameters that are not marked as sharded."""
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
         kept = [(name, each) for name, each, _ in self._model.named_parameters() if id(each) not in sharded]
-        places: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-        for name, weight in kept:
-            whole = raw(weight)
-            if whole.numel():
-                places.setdefault(whole.device, []).append((name, pick(whole)))
-        found: Sums = {}
-        for samples in places.values():
-            values = [each for _, each in samples]
+        codes = [(name, raw(weight)) for name, weight in kept]
+        samples = [(name, view(tensor)) for name, tensor in codes if tensor.numel()]
+        on_devices: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
+        for places, stack in alike([sample for _, sample in samples]):
+            values = stack.flatten(1)
             # Elements have different weights, so differences do not cancel.
-            factors = 1 + torch.arange(max(map(len, values)), device=values[0].device, dtype=torch.float64) % 7
-            weighted = [each * factors[: len(each)] for each in values]
-            columns = [
-                segments(weighted, "sum", torch.float64),
-                segments([each.abs() for each in weighted], "sum", torch.float64),
-                segments([each != each[0] for each in values], "max", torch.float64),
-            ]
-            rows = torch.stack(columns, 1).tolist()
-            found.update({name: tuple(row) for (name, _), row in zip(samples, rows, strict=True)})
-        return found
+            weighted = values * (1 + torch.arange(values.shape[1], device=values.device, dtype=torch.float64) % 7)
+            varies = (values != values[:, :1]).any(1)
+            rows = torch.stack([weighted.sum(1), weighted.abs().sum(1), varies.double()], 1)
+            on_devices.setdefault(values.device, []).append((places, rows))
+        sums: Sums = {}
+        for parts in on_devices.values():  # one wait for each device
+            numbers = torch.cat([rows for _, rows in parts]).tolist()
+            names = [samples[place][0] for places, _ in parts for place in places]
+            sums.update({name: tuple(row) for name, row in zip(names, numbers, strict=True)})
+        return sums
 
 
 def _sharded(module: Any) -> Iterator[torch.nn.Parameter]:

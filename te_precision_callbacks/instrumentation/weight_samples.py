@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,18 +16,26 @@ PLAIN_ROUNDING = 2.0**-7
 """The relative error of a weight in bfloat16 or float16 truncated from its master weight."""
 
 
+Compare = Callable[..., torch.Tensor]
+Note = Callable[[float], None]
+
+
 class WeightSample(NamedTuple):
     """Sampled elements of a weight.
 
     Attributes:
-        values: float32 or the weight's own type, [elements].
+        values: float32 or the weight's own type, [rows, columns].
         relative: the largest relative rounding error of the weight's format.
-        absolute: the rounding error near 0; float32, [elements] or a number.
+        absolute: the rounding error near 0 of a quantized weight; float32, [rows, columns]. None for other weights.
     """
 
     values: torch.Tensor
     relative: float
-    absolute: torch.Tensor | float = 0.0
+    absolute: torch.Tensor | None = None
+
+    def beside(self, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of a comparison with other elements."""
+        return (self.values, other) if self.absolute is None else (self.values, other, self.absolute)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,10 +53,10 @@ def raw(weight: torch.Tensor) -> torch.Tensor:
     return own  # type: ignore[no-any-return]
 
 
-def pick(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy the sampled elements of a plain tensor: [elements]."""
+def view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sampled elements of a plain tensor, without a copy where its strides allow it: [rows, columns]."""
     matrix = tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
-    return matrix[_grid(*matrix.shape)].reshape(-1).clone()
+    return matrix[_grid(*matrix.shape)]
 
 
 def _grid(rows: int, columns: int) -> tuple[slice, slice]:
@@ -61,7 +69,7 @@ def sample(weight: torch.Tensor) -> WeightSample | None:
     """Return the sampled elements of a weight, dequantized; None if its layout does not allow that."""
     own: Any = local(weight)
     if not is_quantized(own):
-        return WeightSample(pick(own), PLAIN_ROUNDING)
+        return WeightSample(view(own), PLAIN_ROUNDING)
     part = stored(own, columnwise=False)
     if part is None or part.transposed:
         return None
@@ -81,42 +89,92 @@ def sample(weight: torch.Tensor) -> WeightSample | None:
     form = part.element_format
     least = factors * (form.min_normal * 2.0 ** (-form.mantissa_bits - 1))
     saturated = elements.abs() >= form.max  # what was above the range may be any number
-    least = torch.where(saturated, torch.inf, least)
-    values = (elements * factors).reshape(-1)
-    return WeightSample(values, 2.0 ** (-form.mantissa_bits - 1), least.expand_as(elements).reshape(-1))
+    absolute = torch.where(saturated, torch.inf, least)
+    return WeightSample(elements * factors, 2.0 ** (-form.mantissa_bits - 1), absolute)
 
 
-def means(rows: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
-    """Start copying the mean of each tensor to the host, with one copy from each device.
+class Batches:
+    """Comparisons of samples, those of equal shapes and dtypes in one call: a model has hundreds of weights."""
 
-    Returns:
-        A function that returns the means. It waits for the copies, which have ended if it is called a step later.
-    """
-    places: dict[torch.device, list[int]] = {}
-    for place, row in enumerate(rows):
-        places.setdefault(row.device, []).append(place)
-    copies: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]] = []
-    for device, on in places.items():
-        copy, event = segments([rows[place] for place in on], "mean", torch.float32), None
-        if device.type == "cuda":
-            copy = torch.empty(len(on), pin_memory=True).copy_(copy, non_blocking=True)
-            event = torch.cuda.current_stream(device).record_event()
-        copies.append((on, copy, event))
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, tuple[Compare, list[tuple[tuple[torch.Tensor, ...], Note]]]] = {}
+        self._shares: list[tuple[torch.Tensor, list[Note]]] = []
+
+    def add(self, key: Hashable, compare: Compare, tensors: tuple[torch.Tensor, ...], note: Note) -> None:
+        """Add a comparison.
+
+        Args:
+            key: equal for the same comparison.
+            compare: receives stacks of such tensors, and returns bool of their shape, [tensors, rows, columns].
+            tensors: the samples, [rows, columns].
+            note: receives the share of true elements.
+        """
+        like = (key, *((tensor.device, tensor.dtype, tensor.shape) for tensor in tensors))
+        self._waiting.setdefault(like, (compare, []))[1].append((tensors, note))
+
+    def launch(self) -> None:
+        """Compute what was added."""
+        waiting, self._waiting = self._waiting, {}
+        for compare, members in waiting.values():
+            columns = zip(*(tensors for tensors, _ in members), strict=True)
+            are_true = compare(*map(torch.stack, columns))
+            self._shares.append((are_true.flatten(1).float().mean(1), [note for _, note in members]))
+
+    def copied(self) -> Callable[[], None] | None:
+        """Start copying the shares to the host, with one copy from each device; None if there are none.
+
+        Returns:
+            A function that passes each share to its note. It waits for the copies, which have ended if it is called a
+            step later.
+        """
+        if not self._shares:
+            return None
+        by_device: dict[torch.device, list[tuple[torch.Tensor, list[Note]]]] = {}
+        for shares, notes in self._shares:
+            by_device.setdefault(shares.device, []).append((shares, notes))
+        self._shares = []
+        reads = [
+            (to_host(torch.cat([shares for shares, _ in parts])), [note for _, notes in parts for note in notes])
+            for parts in by_device.values()
+        ]
+
+        def read() -> None:
+            for values, notes in reads:
+                for note, value in zip(notes, values(), strict=True):
+                    note(value)
+
+        return read
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield the places of tensors of equal device, dtype and shape, with a stack of them: [tensors, ...]."""
+    places: dict[Hashable, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(place)
+    for group in places.values():
+        yield group, torch.stack([tensors[place] for place in group])
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors, those of equal shape and dtype in one call."""
+    result = list(tensors)
+    for places, stack in alike(tensors):
+        for place, copy in zip(places, stack, strict=True):
+            result[place] = copy
+    return result
+
+
+def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Start copying float32 numbers to the host; the returned function waits for the copy and returns them."""
+    event = None
+    if values.device.type == "cuda":
+        device = values.device
+        values = torch.empty(len(values), pin_memory=True).copy_(values, non_blocking=True)
+        event = torch.cuda.current_stream(device).record_event()
 
     def read() -> list[float]:
-        values = [0.0] * len(rows)
-        for on, copy, event in copies:
-            if event is not None and not event.query():  # type: ignore[no-untyped-call]
-                event.synchronize()
-            for place, value in zip(on, copy.tolist(), strict=True):
-                values[place] = value
-        return values
+        if event is not None and not event.query():
+            event.synchronize()
+        return values.tolist()
 
     return read
-
-
-def segments(rows: Sequence[torch.Tensor], reduce: str, dtype: torch.dtype) -> torch.Tensor:
-    """Reduce each tensor to a number: [tensors]. All tensors are on one device."""
-    lengths = torch.tensor([row.numel() for row in rows]).to(rows[0].device, non_blocking=True)
-    flat = torch.cat([row.reshape(-1).to(dtype) for row in rows])
-    return torch.segment_reduce(flat, reduce, lengths=lengths, unsafe=True)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.instrumentation.parameters import is_due
 from te_precision_callbacks.layers.round_robin import AT_ONCE
@@ -142,6 +143,34 @@ def test_a_forward_calls_hardly_more_than_without_a_session(tmp_path: Path) -> N
     few, many = more
     assert many - few <= 2 * 9
     assert few <= 150
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute something, for which a GPU launches a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def test_sampled_weights_take_no_operation_each(tmp_path: Path) -> None:
+    """The 60 parameters have two shapes."""
+    net = Stack(30)
+    optimizer = torch.optim.Adam(net.parameters())
+    counts: dict[bool, int] = {}
+    with session_of(net, tmp_path) as session:
+        for _ in range(6):
+            due = is_due(session.iteration)
+            train(net)
+            with Operations() as counter:
+                optimizer.step()
+                session.step()
+            counts[due] = max(counts.get(due, 0), counter.count) if session.iteration > 1 else 0
+    assert 0 < counts[True] - counts[False] < 90
 
 
 # ------------------------------------------------------------------ what is nevertheless seen

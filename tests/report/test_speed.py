@@ -43,7 +43,7 @@ def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], st
         low = product.precision == "fp8"
         facts = {name: getattr(product, name) for name in ("gemm", "family", "backward", "n", "m", "k", "macs")}
         gemms.append({
-            **facts, "gemm_id": number, "layer_id": 0, "scope": "", "layer": rename(product.layer), "batch": 1,
+            **facts, "gemm_id": number, "scope": "", "layer": rename(product.layer), "batch": 1,
             "calls": 1, "order": number, "runs": "seen", "not_run": "", "precision": product.precision, "since": 0,
             "reason": None if low else "NOT_TE", "reason_ref": "", "recipe": "fp8_current_scaling" if low else None,
         })  # fmt: skip

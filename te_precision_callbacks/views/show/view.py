@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
-from te_precision_callbacks.coverage.recorded import other_steps_of_run
+from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.layers.folding import ShortNames
