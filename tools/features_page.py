@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import textwrap
 
-from te_precision_callbacks.cli.manual.features import FeatureEntry, Key
+from te_precision_callbacks.cli.manual.features import FeatureEntry, Key, features
+from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.config.selection import SELECTORS
 
@@ -157,7 +158,8 @@ nvidia-dlfw-inspect names some layers differently: with an attribute `layer_numb
 
 def as_markdown() -> str:
     """docs/features.md."""
-    return "\n".join([_INTRODUCTION, *(_section(FeatureEntry.of_schema(model)) for model in FEATURES.values())])
+    own = (feature for feature in features() if feature.namespace == NAMESPACE and feature.name in FEATURES)
+    return "\n".join([_INTRODUCTION, *map(_section, own)])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ python -m tools.recipes_table    # prints the table
 
 from __future__ import annotations
 
-from te_precision_callbacks.cli.manual.statistics import RECIPE_ENTRIES
+from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, RECIPES
 
 
 def table() -> str:
@@ -14,8 +14,8 @@ def table() -> str:
         "| recipe | elements that share a factor | factor | elements by default | element format in a name |",
         "|---|---|---|---|---|",
     ]
-    for recipe in RECIPE_ENTRIES.values():
-        formats = ", ".join(f"`{name}`" for name in recipe.formats)
+    for recipe in RECIPES.values():
+        formats = ", ".join(f"`{name}`" for name in (() if recipe.fixed else ELEMENT_FORMATS))
         lines.append(f"| `{recipe.name}` | {recipe.shares} | {recipe.factor} | {recipe.elements} | {formats} |")
     return "\n".join(lines)
 

@@ -117,12 +117,16 @@ def show_command(
     terminal.show(table)
     table = terminal.table("tensor", "dtype", "shape", "min", "max", "mean", "nan", "inf", "zeros")
     for tensor in tensors:
-        numbers = (f"{number:.6g}" for number in (tensor.minimum, tensor.maximum, tensor.mean))
-        counts = (str(tensor.nan), str(tensor.inf), str(tensor.zeros))
-        table.add_row(terminal.cell(tensor.name), tensor.dtype, _by(tensor.shape), *numbers, *counts)
+        numbers = (f"{tensor[key]:.6g}" for key in ("minimum", "maximum", "mean"))
+        counts = (str(tensor[key]) for key in ("nan", "inf", "zeros"))
+        table.add_row(terminal.cell(tensor["name"]), tensor["dtype"], _by(tensor["shape"]), *numbers, *counts)
     terminal.show(table)
     for part in directions:
-        terminal.show(_blocks_table(part))
+        table = terminal.table(f"{part['name']} blocks", "")
+        table.add_row("blocks", f"{part['blocks']:,}, with zeros only {part['zero_blocks']:,}")
+        table.add_row("factors", f"{part['smallest_factor']:.6g} to {part['largest_factor']:.6g}")
+        table.add_row("with an element at the format's largest number", f"{part['at_largest_code']:,}")
+        terminal.show(table)
     if errors:
         terminal.show(_difference_table(errors))
     _print_not_compared(not_compared)
@@ -191,14 +195,6 @@ def _difference_table(differences: Any) -> Table:
             "" if inside is None else f"{inside.codes_differing:,}",
             "" if inside is None else f"{inside.scales_differing:,} of {inside.blocks:,}",
         )
-    return table
-
-
-def _blocks_table(part: Any) -> Table:
-    table = terminal.table(f"{part.name} blocks", "")
-    table.add_row("blocks", f"{part.blocks:,}, with zeros only {part.zero_blocks:,}")
-    table.add_row("factors", f"{part.smallest_factor:.6g} to {part.largest_factor:.6g}")
-    table.add_row("with an element at the format's largest number", f"{part.at_largest_code:,}")
     return table
 
 

@@ -104,10 +104,8 @@ class Dump:
             NotADumpError: the tensors do not match the header.
         """
         quantized = self.header.quantized
-        direction = quantized.direction(columnwise) if quantized is not None else None
-        if direction is None:
-            return None
-        return _part(direction, columnwise, self.tensors)
+        direction = None if quantized is None else quantized.direction(columnwise)
+        return None if direction is None else _part(direction, columnwise, self.tensors)
 
     def complete(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a file; with ``internals``, including decoded tensors.
@@ -117,17 +115,13 @@ class Dump:
             float32. ``*_block_factors``: NVFP4 only: the factors of the elements of each block.
         """
         tensors = dict(self.tensors)
-        for direction, part in self._directions() if self.internals else ():
-            for name, tensor in _decoded(direction, part):
-                tensors.setdefault(name, tensor)
-        return tensors
-
-    def _directions(self) -> Iterator[tuple[Direction, Stored]]:
         quantized = self.header.quantized
-        for columnwise in (False, True):
-            direction = quantized.direction(columnwise) if quantized is not None else None
+        directions = () if quantized is None else (quantized.rowwise, quantized.columnwise)
+        for columnwise, direction in enumerate(directions if self.internals else ()):
             if direction is not None:
-                yield direction, _part(direction, columnwise, self.tensors)
+                decoded = _decoded(direction, _part(direction, bool(columnwise), self.tensors))
+                tensors = {**dict(decoded), **tensors}
+        return tensors
 
 
 def dump_of(

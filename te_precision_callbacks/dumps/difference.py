@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,13 +157,10 @@ def compare(a: Dump, b: Dump | None = None) -> DumpComparison:
         result = _alike(a, a_dump(b))
         if not result.differences:
             across = [_across(a, b), _across(b, a)]
-            alone = result.not_compared if not any(each.differences for each in across) else ()
-            result = DumpComparison(
-                a.header,
-                b.header,
-                tuple(difference for each in across for difference in each.differences),
-                (*alone, *(words for each in across for words in each.not_compared)),
-            )
+            differences = tuple(difference for result in across for difference in result.differences)
+            not_compared = tuple(text for result in across for text in result.not_compared)
+            alone = () if differences else result.not_compared
+            result = DumpComparison(a.header, b.header, differences, (*alone, *not_compared))
         missing = "comparable tensor in both dumps"
     if not result.differences:
         because = f" ({'; '.join(result.not_compared)})" if result.not_compared else ""
@@ -302,60 +300,24 @@ def _internals(a: Stored, b: Stored) -> Internals:
     return Internals(scales.numel(), int(codes.sum()), int(scales.sum()), first)
 
 
-@dataclass(frozen=True)
-class TensorNumbers:
-    """A summary of a tensor of a dump.
-
-    Attributes:
-        nbytes: the bytes of its data.
-        minimum, maximum, mean: over the finite elements; nan without any.
-        nan, inf, zeros: the counts of these elements.
+def tensor_numbers(dump: Dump) -> list[dict[str, Any]]:
+    """Summarize each tensor of the dump: dtype, shape, bytes; the extremes and the mean of finite elements, nan without
+    any; the counts of nan, inf and zeros. Packed FP4 codes and E8M0 bytes are integers from 0 to 255.
     """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    minimum: float
-    maximum: float
-    mean: float
-    nan: int
-    inf: int
-    zeros: int
-
-
-@dataclass(frozen=True)
-class DirectionNumbers:
-    """A summary of the blocks of a quantized tensor's rowwise or columnwise data.
-
-    Attributes:
-        name: "rowwise" or "columnwise".
-        blocks: the number of all blocks.
-        zero_blocks: the number of blocks with only zeros.
-        smallest_factor, largest_factor: over the finite factors above 0; nan without any.
-        at_largest_code: the number of blocks with an element at the format's largest value or beyond.
-    """
-
-    name: str
-    blocks: int
-    zero_blocks: int
-    smallest_factor: float
-    largest_factor: float
-    at_largest_code: int
-
-
-def tensor_numbers(dump: Dump) -> list[TensorNumbers]:
-    """Summarize each tensor of the dump. Packed FP4 codes and E8M0 bytes are integers from 0 to 255."""
     return [_tensor(name, tensor) for name, tensor in sorted(dump.tensors.items())]
 
 
-def direction_numbers(dump: Dump) -> list[DirectionNumbers]:
-    """Summarize each direction of the quantized tensor."""
+def direction_numbers(dump: Dump) -> list[dict[str, Any]]:
+    """Summarize the blocks of each direction of the quantized tensor.
+
+    ``smallest_factor`` and ``largest_factor`` are over finite factors above 0, nan without any; ``at_largest_code`` is
+    the number of blocks with an element at the format's largest value or beyond.
+    """
     parts = ((name, dump.part(columnwise=name == "columnwise")) for name in ("rowwise", "columnwise"))
     return [_direction(name, part) for name, part in parts if part is not None]
 
 
-def _tensor(name: str, tensor: torch.Tensor) -> TensorNumbers:
+def _tensor(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     flat = tensor.reshape(-1)
     low, high, total, finite, nan, inf, zeros = math.inf, -math.inf, 0.0, 0, 0, 0, 0
     for start in range(0, flat.numel(), _PIECE):
@@ -367,33 +329,33 @@ def _tensor(name: str, tensor: torch.Tensor) -> TensorNumbers:
         if values.numel():
             finite, total = finite + values.numel(), total + float(values.sum())
             low, high = min(low, float(values.min())), max(high, float(values.max()))
-    return TensorNumbers(
-        name=name,
-        dtype=dtype_name(tensor.dtype),
-        shape=tuple(tensor.shape),
-        nbytes=tensor.nbytes,
-        minimum=low if finite else math.nan,
-        maximum=high if finite else math.nan,
-        mean=total / finite if finite else math.nan,
-        nan=nan,
-        inf=inf,
-        zeros=zeros,
-    )
+    return {
+        "name": name,
+        "dtype": dtype_name(tensor.dtype),
+        "shape": tuple(tensor.shape),
+        "nbytes": tensor.nbytes,
+        "minimum": low if finite else math.nan,
+        "maximum": high if finite else math.nan,
+        "mean": total / finite if finite else math.nan,
+        "nan": nan,
+        "inf": inf,
+        "zeros": zeros,
+    }
 
 
-def _direction(name: str, part: Stored) -> DirectionNumbers:
+def _direction(name: str, part: Stored) -> dict[str, Any]:
     factors = part.factors()
     amax = _amaxes(part.matrix(), part.block)
     largest_code = _amaxes(part.elements(), part.block) >= part.element_format.max
     usable = factors[(factors > 0) & factors.isfinite()]
-    return DirectionNumbers(
-        name=name,
-        blocks=factors.numel(),
-        zero_blocks=int((amax == 0).sum()),
-        smallest_factor=float(usable.min()) if usable.numel() else math.nan,
-        largest_factor=float(usable.max()) if usable.numel() else math.nan,
-        at_largest_code=int(largest_code.sum()),
-    )
+    return {
+        "name": name,
+        "blocks": factors.numel(),
+        "zero_blocks": int((amax == 0).sum()),
+        "smallest_factor": float(usable.min()) if usable.numel() else math.nan,
+        "largest_factor": float(usable.max()) if usable.numel() else math.nan,
+        "at_largest_code": int(largest_code.sum()),
+    }
 
 
 def _amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

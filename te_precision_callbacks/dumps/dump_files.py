@@ -26,10 +26,10 @@ import operator
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, overload
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -328,26 +328,14 @@ class Foreign:
     why: str
 
 
-class Listing(Sequence[Entry]):
+class Listing(tuple[Entry, ...]):
     """The dumps, sorted by iteration, layer, tensor, micro-batch and rank.
 
     Attributes:
         foreign: the other files, by path.
     """
 
-    def __init__(self, entries: Sequence[Entry], foreign: Sequence[Foreign]) -> None:
-        self._entries = tuple(sorted(entries, key=_order))
-        self.foreign = tuple(sorted(foreign, key=lambda file: file.path))
-
-    @overload
-    def __getitem__(self, index: int) -> Entry: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Entry]: ...
-    def __getitem__(self, index: int | slice) -> Entry | Sequence[Entry]:
-        return self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
+    foreign: tuple[Foreign, ...]
 
 
 def list_dumps(folder: str | os.PathLike[str]) -> Listing:
@@ -375,7 +363,9 @@ def list_dumps(folder: str | os.PathLike[str]) -> Listing:
         except DumpError as error:
             foreign.append(Foreign(path, str(error).removeprefix(f"{path}: ")))
     foreign += [Foreign(Path(error.filename), f"cannot be read: {error.strerror}") for error in unreadable]
-    return Listing(entries, foreign)
+    listing = Listing(sorted(entries, key=_order))
+    listing.foreign = tuple(sorted(foreign, key=lambda file: file.path))
+    return listing
 
 
 def _files(folder: Path, unreadable: Callable[[OSError], None]) -> Iterator[Path]:

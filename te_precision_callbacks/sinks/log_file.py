@@ -57,7 +57,7 @@ def claim(path: Path) -> io.FileIO:
 def _claimed(path: Path) -> io.FileIO | None:
     """Open and lock a file; None if another process has locked it."""
     while True:
-        file = _opened(path)
+        file = io.FileIO(path, "ab+", opener=own_file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -70,10 +70,6 @@ def _claimed(path: Path) -> io.FileIO | None:
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
         file.close()  # the process that had it has renamed it meanwhile
-
-
-def _opened(path: Path) -> io.FileIO:
-    return io.FileIO(path, "ab+", opener=own_file)
 
 
 def older_half(path: Path) -> Path:

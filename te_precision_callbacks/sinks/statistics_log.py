@@ -110,11 +110,6 @@ class StatisticsLog:
         """Flush the log soon; see :meth:`WriterThread.hurry`."""
         return (lambda: True) if self._thread is None else self._thread.hurry()
 
-    @property
-    def waiting(self) -> int:
-        """The numbers that the thread has not written yet."""
-        return 0 if self._thread is None else self._thread.waiting
-
     def _names_in(self, table: SeriesTable) -> Sequence[str]:
         """The names of a table's series, each made once."""
         if self._named is not table or self._named_as != self._given_names:

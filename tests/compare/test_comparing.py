@@ -16,7 +16,6 @@ from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.tables import STATES
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
 from te_precision_callbacks.views.compare.differing_facts import facts_that_differ
-from te_precision_callbacks.views.compare.judging_scales import scale_of
 from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.spread import bounds
 from te_precision_callbacks.views.compare.wording import (
@@ -612,23 +611,3 @@ def test_runs_that_share_no_step(runs: Runs) -> None:
 def test_bounds_are_those_of_students_t(degrees: float, looked_at: int, bound: float) -> None:
     """From printed tables, two-sided at 1 %; of the normal distribution at 1e-6."""
     assert bounds(np.array([degrees]), looked_at)[0] == pytest.approx(bound, rel=5e-3)
-
-
-def test_a_factor_is_as_far_at_any_size() -> None:
-    scale = scale_of("weight", "cur_amax")
-    smallest = np.full(4, 1e-6)
-    places = scale.places(np.array([1.0, 2.0, 1e-6, 2e-6]), smallest)
-    assert places[1] - places[0] == pytest.approx(1)
-    assert places[3] - places[2] == pytest.approx(1)
-    below = scale.places(np.array([0.0, -1.0]), smallest[:2])
-    assert below[0] < places.min()
-    assert below[1] < below[0]
-
-
-@pytest.mark.parametrize("statistic", ["cur_amax", "mean", "zeros%", "mxfp8_sqnr_db", "dynamic_range", "nonfinite_num"])
-def test_inf_and_nan_are_beyond_all_numbers(statistic: str) -> None:
-    scale = scale_of("weight", statistic)
-    places = scale.places(np.array([1e30, math.inf, math.nan]), np.ones(3))
-    assert np.isfinite(places[1:]).all()
-    assert scale.bound < 100
-    assert places[2] - places[1] > 1000

@@ -135,9 +135,16 @@ def test_the_numbers_of_blocks() -> None:
     codes[0, 40], scales[0, 1] = 0x7E, 130  # 448 * 8
     codes[1, :32] = 0
     scales[1, 1] = 120
-    (found,) = difference.direction_numbers(dump_of(None, mxfp8(codes, scales)))
-    assert (found.name, found.blocks, found.zero_blocks, found.at_largest_code) == ("rowwise", 4, 1, 1)
-    assert (found.smallest_factor, found.largest_factor) == (2.0**-7, 8.0)
+    assert difference.direction_numbers(dump_of(None, mxfp8(codes, scales))) == [
+        {
+            "name": "rowwise",
+            "blocks": 4,
+            "zero_blocks": 1,
+            "smallest_factor": 2.0**-7,
+            "largest_factor": 8.0,
+            "at_largest_code": 1,
+        }
+    ]
 
 
 def test_diff_command(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from te_precision_callbacks.cli import main
-from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.views.report.data import PageData
 from tests.report.runs import drifting, write
 
 pytestmark = pytest.mark.processes
@@ -70,30 +68,6 @@ def test_what_there_is_not(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_run(report: Any, tmp_path: Path) -> None:
-    (tmp_path / "file\x1b[31m.txt").write_text("no run")
-    for path, message in (
-        ("nowhere", "no such file"),
-        (".", "no recorded run"),
-        ("file\x1b[31m.txt", "no recorded run"),
-    ):
-        code, _, error = report(path)
-        assert code == 2
-        assert message in error
-        assert "\x1b" not in error
-
-
-def test_a_run_without_numbers(report: Any, tmp_path: Path) -> None:
-    from te_precision_callbacks.runs import RunWriter
-
-    with RunWriter.begin(tmp_path, run_id="nothing") as run:  # as of a session that has not stepped
-        run.add_event("segment_started", "Debug iteration 0 is next.", iteration=0)
-    code, _, error = report(str(tmp_path))
-    assert code == 2
-    assert "nothing was recorded" in error
-    assert not (tmp_path / "report.html").exists()
-
-
 def test_a_damaged_part_is_told(report: Any, tmp_path: Path) -> None:
     folder = write(drifting(blocks=1, steps=4, histograms=False), tmp_path / "logs")
     (part,) = (folder / "seg-000" / "rank-00000").glob("values-*.parquet")
@@ -102,21 +76,3 @@ def test_a_damaged_part_is_told(report: Any, tmp_path: Path) -> None:
     assert code == 0
     assert "note:" in out
     assert part.name in out
-
-
-def test_logs_of_plain_nvidia_dlfw_inspect(report: Any, tmp_path: Path) -> None:
-    logs = tmp_path / "nvdlfw_inspect_statistics_logs"
-    logs.mkdir()
-    lines = [
-        f"2026-03-01 09:30:0{step},718 - INFO - {layer}_activation_{name}"
-        f" \t\t\t\t iteration={step:06d} \t\t\t\t value={value}"
-        for step in range(3)
-        for layer, name, value in (("h.0.fc1", "max", 1.5 + step), ("h.1.fc1", "max", 2.5), ("h.1.fc1", "own", 7.0))
-    ]
-    for rank in range(2):
-        (logs / f"nvdlfw_inspect_globalrank-{rank}.log").write_text("\n".join(lines) + "\n")
-    assert report(str(tmp_path))[0] == 0
-    told = PageData.of(open_run(tmp_path), 10**6).content
-    assert told["worst_layers"] == [], "no max is bad"
-    assert told["verdict"]["findings"] == []
-    assert {one["statistic"] for one in told["families"]} == {"max", "own"}

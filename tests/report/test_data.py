@@ -176,11 +176,11 @@ def test_histograms_are_added_up_by_column() -> None:
     run = drifting(blocks=1, steps=4)
     (series, *_) = run.select(statistic="exponent_histogram", tensor="weight")
     family = next(one for one in Subjects(run).histograms if one.family.tensor == "weight")
-    (found,) = histograms(run, family, Columns.of(run, 2), {series})
-    expected = np.zeros((2, found.counts.shape[1]))
+    ((_, _, lowest, counts),) = histograms(run, family, Columns.of(run, 2), {series})
+    expected = np.zeros((2, counts.shape[1]))
     for step, row in enumerate(run.vectors([series]).to_pylist()):
-        expected[step // 2, np.array(row["bin"]) - found.lowest] += row["count"]
-    assert found.counts.tolist() == expected.tolist()
+        expected[step // 2, np.array(row["bin"]) - lowest] += row["count"]
+    assert counts.tolist() == expected.tolist()
 
 
 def test_the_page_stays_within_its_size(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from te_precision_callbacks import InspectSession
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.views.report import facts, write_report
-from te_precision_callbacks.views.show.view import look as look_at
 from tests.conftest import feature
 from tests.report.conftest import Look
 
@@ -83,9 +82,3 @@ def test_first_steps_have_no_cell_and_no_point(resumed: Trained, look: Look) -> 
         assert ("from the overview" in card.inner_text()) == (most == 1)
         drawn = card.locator(".plot").evaluate("plot => plot.data.map(({name, x}) => [name, [...x]])")
         assert next(each for each in drawn if each[0] == "gradient")[1] == [8, 12]
-
-
-def test_show_draws_no_first_step(resumed: Trained) -> None:
-    for shown in look_at(resumed.run, ["underflows%"]).worst["underflows%"]:
-        assert shown.curve.iterations.tolist() == [8, 12]
-        assert shown.worst_iteration in (8, 12)

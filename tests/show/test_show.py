@@ -23,7 +23,6 @@ from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.answers import no_step_in_words
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment
-from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.views.report.data import PageData
 from te_precision_callbacks.views.show import command
 from te_precision_callbacks.views.show import view as view_module
@@ -90,17 +89,6 @@ def test_a_statistic_of_ones_own_is_shown_when_it_is_asked_for(tmp_path: Path) -
     (shown,) = look(run, ["kurt"]).worst["kurt"]
     assert (shown.subject.layer, shown.worst, shown.worst_iteration) == ("fc", -7.0, 1)
     assert "kurt" in show(tmp_path, "--statistic", "kurt").output
-
-
-def test_the_first_step_of_delayed_scaling_is_not_the_worst(tmp_path: Path) -> None:
-    with RunWriter.begin(tmp_path) as run:
-        series = run.series("fc", "gradient", "underflows%")
-        for step, value in enumerate((88.0, 1.0, 2.0)):
-            run.add_step(step)
-            flags = np.array([0 if step else STEP0], np.uint8)
-            run.add_values(step, np.array([series], np.int32), np.array([value]), flags)
-    (worst,) = look(open_run(tmp_path)).worst["underflows%"]
-    assert (worst.worst, worst.worst_iteration) == (2.0, 2)
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

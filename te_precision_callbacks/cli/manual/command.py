@@ -12,6 +12,7 @@ The exit code is 0, or 2 for an unknown name. ``--json`` prints one JSON object.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,13 +34,13 @@ def features_command(
     """List the features that a config may name, or explain one: its keys, where it acts, an example."""
     from te_precision_callbacks.cli.manual.features import features, find
 
-    found = features() if name is None else find(name)
+    listed = features() if name is None else find(name)
     if as_json:
-        terminal.show_json({"features": found})
+        terminal.show_json({"features": listed})
     elif name is None:
-        _list_features(found)
+        _list_features(listed)
     else:
-        for number, feature in enumerate(found):
+        for number, feature in enumerate(listed):
             if number:
                 typer.echo()
             _explain_feature(feature)
@@ -55,20 +56,20 @@ def statistics_command(
     """List the statistics that features collect, or explain one: its formula, its unit, and an example."""
     from te_precision_callbacks.cli.manual.statistics import find, statistics
 
-    found = statistics() if name is None else (find(name),)
+    listed = statistics() if name is None else (find(name),)
     if as_json:
-        terminal.show_json({"statistics": found})
+        terminal.show_json({"statistics": listed})
     elif name is None:
-        _list_statistics(found)
+        _list_statistics(listed)
     else:
-        _explain_statistic(found[0])
+        _explain_statistic(listed[0])
 
 
-def _list_features(found: tuple[FeatureEntry, ...]) -> None:
-    for place in dict.fromkeys(feature.place for feature in found):
+def _list_features(listed: tuple[FeatureEntry, ...]) -> None:
+    for place in dict.fromkeys(feature.place for feature in listed):
         terminal.show_text(f"In {place}")
         table = terminal.table("feature", "does")
-        for feature in found:
+        for feature in listed:
             if feature.place == place:
                 table.add_row(*map(terminal.cell, (feature.name, feature.paragraphs[0])))
         terminal.show(table)
@@ -99,19 +100,20 @@ def _explain_feature(feature: FeatureEntry) -> None:
         typer.echo(f"\nExample\n\n{feature.example}")
 
 
-def _list_statistics(found: tuple[Explained, ...]) -> None:
+def _list_statistics(listed: tuple[Explained, ...]) -> None:
     from te_precision_callbacks.statistics.table import SYMBOLS
 
     groups: dict[tuple[tuple[str, tuple[str, ...]], ...], list[Explained]] = {}
-    for statistic in found:
-        groups.setdefault(tuple(statistic.collected_by.items()), []).append(statistic)
-    for features, rows in groups.items():
+    for statistic in listed:
+        groups.setdefault(tuple(statistic["collected_by"].items()), []).append(statistic)
+    for features, statistics in groups.items():
         _, tensors = features[0]
         terminal.show_text(f"{' and '.join(name for name, _ in features)}, of {', '.join(tensors)}", hanging=_INDENT)
         table = terminal.table("statistic", "formula, unit, and how ranks are merged")
-        for row in rows:
-            name = f"{row.name} *" if row.is_upstream else row.name
-            table.add_row(*map(terminal.cell, (name, f"{row.formula}; unit: {row.unit}; ranks: {row.merged}")))
+        for statistic in statistics:
+            name = f"{statistic['name']} *" if statistic["is_upstream"] else statistic["name"]
+            text = f"{statistic['formula']}; unit: {statistic['unit']}; ranks: {statistic['merged']}"
+            table.add_row(*map(terminal.cell, (name, text)))
         terminal.show(table)
     terminal.show_text(f"{SYMBOLS} *: Transformer Engine 2.20 has it, too.")
     terminal.show_text("te-precision statistics NAME explains a statistic, also with a recipe: mxfp8_mse_columnwise.")
@@ -120,40 +122,40 @@ def _list_statistics(found: tuple[Explained, ...]) -> None:
 def _explain_statistic(statistic: Explained) -> None:
     from te_precision_callbacks.statistics.table import SYMBOLS
 
-    terminal.show_text(statistic.name)
+    terminal.show_text(statistic["name"])
     typer.echo()
-    terminal.show_text(statistic.formula, _INDENT)
+    terminal.show_text(statistic["formula"], _INDENT)
     terminal.show_text(SYMBOLS, _INDENT)
     typer.echo()
     for heading, text in _facts(statistic):
         terminal.show_text(f"{heading}: {text}", hanging=_INDENT)
-    features = list(statistic.collected_by)
-    typer.echo(f"\nIn the options of {' or '.join(features)}:\n\n{' ' * _INDENT}{statistic.example}")
+    features = list(statistic["collected_by"])
+    typer.echo(f"\nIn the options of {' or '.join(features)}:\n\n{' ' * _INDENT}{statistic['example']}")
 
 
-def _facts(statistic: Explained) -> list[tuple[str, str]]:
+def _facts(statistic: Explained) -> Iterator[tuple[str, str]]:
     """Headings and texts beside the formula."""
-    found = [("unit", statistic.unit), ("computed from", statistic.of)]
-    if statistic.is_histogram:
-        found.append(("value", "a histogram"))
-    if statistic.block_size is not None:
-        found.append(("blocks", f"block_size {statistic.block_size}, dims {statistic.dims}"))
-    if statistic.is_of_own_recipe:
-        found.append(("recipe", "the one that the layer runs"))
-    if statistic.recipe is not None:
-        recipe = statistic.recipe
-        others = "for other layers what it would give" if recipe.is_simulated else "other layers have no such statistic"
-        found += [
-            ("recipe", f"{recipe.name}; {others}"),
-            ("elements that share a factor", recipe.shares),
-            ("factor", recipe.factor),
-            ("elements", statistic.element_format.upper() if statistic.element_format else recipe.elements),
-        ]
-    if statistic.direction is not None:
-        read = ", ".join(f"{gemm} of the {tensor}" for tensor, gemm in statistic.read_by.items())
-        found.append(("direction", f"{statistic.direction}, read by {read}"))
-    found.append(("over micro-batches and ranks", statistic.merged))
-    if statistic.worse:
-        found.append(("worse", statistic.worse))
-    found += [(f"collected by {feature}", f"of {', '.join(of)}") for feature, of in statistic.collected_by.items()]
-    return [*found, ("in Transformer Engine 2.20", "yes" if statistic.is_upstream else "no")]
+    yield "unit", statistic["unit"]
+    yield "computed from", statistic["of"]
+    if statistic["is_histogram"]:
+        yield "value", "a histogram"
+    if statistic["block_size"] is not None:
+        yield "blocks", f"block_size {statistic['block_size']}, dims {statistic['dims']}"
+    if statistic["is_of_own_recipe"]:
+        yield "recipe", "the one that the layer runs"
+    if recipe := statistic["recipe"]:
+        is_simulated = recipe["is_simulated"]
+        others = "for other layers what it would give" if is_simulated else "other layers have no such statistic"
+        yield "recipe", f"{recipe['name']}; {others}"
+        yield "elements that share a factor", recipe["shares"]
+        yield "factor", recipe["factor"]
+        yield "elements", (statistic["element_format"] or "").upper() or recipe["elements"]
+    if statistic["direction"]:
+        read = ", ".join(f"{gemm} of the {tensor}" for tensor, gemm in statistic["read_by"].items())
+        yield "direction", f"{statistic['direction']}, read by {read}"
+    yield "over micro-batches and ranks", statistic["merged"]
+    if statistic["worse"]:
+        yield "worse", statistic["worse"]
+    for feature, tensors in statistic["collected_by"].items():
+        yield f"collected by {feature}", f"of {', '.join(tensors)}"
+    yield "in Transformer Engine 2.20", "yes" if statistic["is_upstream"] else "no"

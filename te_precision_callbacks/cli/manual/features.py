@@ -1,8 +1,8 @@
 """Reference of features, read from their schemas.
 
     features()                       # all features
-    (found,) = find("FakeQuant")     # in any case
-    found.keys[0].name               # "enabled"
+    (feature,) = find("FakeQuant")   # in any case
+    feature.keys[0].name             # "enabled"
 
 docs/features.md and ``te-precision features`` are made from it.
 """
@@ -76,26 +76,6 @@ class FeatureEntry:
     keys: tuple[Key, ...] = ()
     example: str = ""
 
-    @classmethod
-    def of_schema(cls, model: type[FeatureSchema]) -> FeatureEntry:
-        """A feature of this project."""
-        texts = (inspect.getdoc(model) or "").split("\n\n")
-        fields = model.model_fields
-        return cls(
-            model.__name__,
-            NAMESPACE,
-            tuple(" ".join(text.split()) for text in texts),
-            names(fields["tensors"]) if "tensors" in fields else (),
-            _gemms(model),
-            keys_of(model),
-            model.example.strip(),
-        )
-
-    @classmethod
-    def unchecked(cls, name: str, namespace: str) -> FeatureEntry:
-        """Return a feature of another package by its name alone."""
-        return cls(name, namespace, ("Not a feature of this project: its keys are not checked.",))
-
     @property
     def place(self) -> str:
         """The place of the feature in a config."""
@@ -119,23 +99,22 @@ def find(name: str) -> tuple[FeatureEntry, ...]:
         UnknownFeatureError: there is no such feature.
     """
     known = features()
-    found = tuple(feature for feature in known if feature.name.casefold() == name.casefold())
-    if not found:
+    entries = tuple(feature for feature in known if feature.name.casefold() == name.casefold())
+    if not entries:
         hint = suggestion(name, dict.fromkeys(feature.name for feature in known), known_as="The features are")
         raise UnknownFeatureError(f"there is no feature {name!r}.{hint}")
-    return found
+    return entries
 
 
 def keys_of(model: type[FeatureSchema]) -> tuple[Key, ...]:
     """The keys of a feature and of its items."""
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for path, level in levels(model).items():
         for name, field in level.model_fields.items():
-            known = found.get(name) or Key(
-                name, (), words(field), field.is_required(), default_of(field), field.description or ""
-            )
-            found[name] = replace(known, where=(*known.where, path))
-    return tuple(found.values())
+            new = Key(name, (), words(field), field.is_required(), default_of(field), field.description or "")
+            known = keys.get(name, new)
+            keys[name] = replace(known, where=(*known.where, path))
+    return tuple(keys.values())
 
 
 def default_of(field: FieldInfo) -> Any:
@@ -148,10 +127,17 @@ def default_of(field: FieldInfo) -> Any:
 
 def _feature(name: str, namespace: str) -> FeatureEntry:
     model = schema_of(name) if namespace == NAMESPACE else None
-    return FeatureEntry.unchecked(name, namespace) if model is None else FeatureEntry.of_schema(model)
-
-
-def _gemms(model: type[FeatureSchema]) -> tuple[str, ...]:
-    if "gemms" in model.model_fields:
-        return names(model.model_fields["gemms"])
-    return model.model_construct(enabled=True).effect().high_precision  # without a choice: those of the whole layer
+    if model is None:
+        return FeatureEntry(name, namespace, ("Not a feature of this project: its keys are not checked.",))
+    texts = (inspect.getdoc(model) or "").split("\n\n")
+    fields = model.model_fields
+    return FeatureEntry(
+        model.__name__,
+        NAMESPACE,
+        tuple(" ".join(text.split()) for text in texts),
+        names(fields["tensors"]) if "tensors" in fields else (),
+        # Without a choice: the GEMMs of the whole layer.
+        names(fields["gemms"]) if "gemms" in fields else model.model_construct(enabled=True).effect().high_precision,
+        keys_of(model),
+        model.example.strip(),
+    )

@@ -62,11 +62,11 @@ def write_comparison(
         ReportError: the file cannot be written, or its name ends otherwise.
         MissingExtraError: plotly is not installed.
     """
-    found = output_path(path)
+    path = output_path(path)
     frame = PageTemplate(_SCRIPTS)
     packed = Packed(most - frame.size - FOR_FACTS)
     content = _content(result, numbers, packed)
-    return write_bytes(found, frame.filled(f"{result.a} and {result.b}", content, packed.texts).encode())
+    return write_bytes(path, frame.filled(f"{result.a} and {result.b}", content, packed.texts).encode())
 
 
 def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
@@ -74,8 +74,6 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> di
     loss = _loss(result, numbers, packed)
     families = [_heat_map(each, packed) for each in numbers.heat_maps]
     curves = [_curve(curve, layer_of, packed) for curve in numbers.curves]
-    kept = [curve for curve in curves if curve is not None]
-    shown = result.parted[:_MOST_PARTINGS]
     return {
         "version": version("te-precision-callbacks"),
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -89,13 +87,13 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> di
         "what": [visible(sentence) for sentence in what_was_compared(result)],
         "first": [visible(sentence) for sentence in where_first(result)],
         "notes": [visible(note) for note in result.notes],
-        "parted": [_parting(parting, layer_of) for parting in shown],
+        "parted": [_parting(parting, layer_of) for parting in result.parted[:_MOST_PARTINGS]],
         "parted_total": len(result.parted),
         "loss": loss,
         "layers": [each.content for each in numbers.subjects.layers],
         "families": families,
         "worst_layers": list(_first_family(result, families)),
-        "curves": kept,
+        "curves": [curve for curve in curves if curve is not None],
     }
 
 
@@ -113,7 +111,7 @@ def _verdicts(verdicts: ComparedVerdicts, layer_of: dict[str, int]) -> dict[str,
 
 def _parting(parting: Parting, layer_of: dict[str, int]) -> dict[str, Any]:
     return {
-        **_place(parting.scope, parting.layer, layer_of),
+        "layer": layer_of.get(layer_name(parting.scope, parting.layer), -1),  # -1 for a metric of the trainer
         "tensor": visible(parting.tensor),
         "rank": REDUCED if parting.rank is None else parting.rank,
         "iteration": parting.iteration,
@@ -137,11 +135,6 @@ def _departure(departure: StatisticDeparture) -> dict[str, Any]:
     }
 
 
-def _place(scope: str, layer: str, layer_of: dict[str, int]) -> dict[str, Any]:
-    """The layer of a series; -1 for a metric of the trainer."""
-    return {"layer": layer_of[layer_name(scope, layer)] if layer else -1}
-
-
 def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> dict[str, Any] | None:
     """The curve for the page; None if there is no room for it."""
     columns = (curve.a, curve.b, curve.below, curve.above)
@@ -150,7 +143,7 @@ def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> d
         return None
     subject = curve.subject
     return {
-        **_place(subject.scope, subject.layer, layer_of),
+        "layer": layer_of.get(layer_name(subject.scope, subject.layer), -1),
         "tensor": visible(subject.tensor),
         "gemm": subject.gemm,
         "statistic": visible(subject.statistic),

@@ -16,8 +16,7 @@ from te_precision_callbacks.views.compare.judging_scales import LEVEL, MAGNITUDE
 from te_precision_callbacks.views.compare.result import FirstUnequal, StatisticDeparture
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Numbers, Side, family
 from te_precision_callbacks.views.compare.spread import BEYOND_NOISE, Noise, Spread, bounds, grouped_quantile, measure
-
-_VALUES_AT_ONCE = 2_000_000
+from te_precision_callbacks.views.report.overview import pieces
 
 _PART_OF_BOUND, _LEAST_BEGIN = 0.5, 4.0
 """A difference that has passed the bound began where it passed half of it, which is at least so many spreads."""
@@ -96,20 +95,16 @@ class Search:
             subjects: what pairs.
             place: of each subject in a step.
         """
-        counts = {subject: self.a.count(subject) for subject in subjects}
-        looked_at = len(subjects) * max(1, max(counts.values(), default=0) // self.lasting)
-        self._firsts: dict[Subject, int] = {}
         ordered = sorted(subjects, key=family)
-        start = total = 0
-        for number, subject in enumerate(ordered):
-            total += counts[subject]
-            if total >= _VALUES_AT_ONCE or number == len(ordered) - 1:
-                # In the order of the records nothing has to be sorted.
-                part = sorted(ordered[start : number + 1], key=lambda subject: self.a.series.get(subject, math.inf))
-                yield from self._part(part, looked_at)
-                start, total = number + 1, 0
+        counts = np.array([self.a.count(subject) for subject in ordered], np.int64)
+        looked_at = len(subjects) * max(1, int(counts.max(initial=0)) // self.lasting)
+        self._firsts: dict[Subject, int] = {}
+        for piece in pieces(counts):
+            # In the order of the records nothing has to be sorted.
+            part = sorted(ordered[piece], key=lambda subject: self.a.series.get(subject, math.inf))
+            yield from self._part(part, looked_at)
         if self._firsts:
-            subject, iteration = min(self._firsts.items(), key=lambda found: (found[1], place[found[0]]))
+            subject, iteration = min(self._firsts.items(), key=lambda item: (item[1], place[item[0]]))
             self.first_unequal = FirstUnequal(
                 iteration, subject.scope, subject.layer, subject.tensor, subject.statistic
             )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import pyarrow.compute as pc
 import yaml
 
 from te_precision_callbacks.coverage.coverage import percent
@@ -27,6 +26,7 @@ _FIRST = ("config", "versions", "recipe", "recipes", "environment")
 """The facts that come first, in this order."""
 
 _MOST_LAYERS = 3
+_ROWS = "rows in a step of"
 
 
 def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
@@ -79,72 +79,42 @@ def _types(run: RecordedRun) -> dict[str, str]:
     return {subject: ", ".join(sorted(types)) for subject, types in found.items()}
 
 
-def _products(run: RecordedRun) -> list[dict[str, Any]]:
-    columns = ["scope", "layer", "gemm", "precision"]
-    return list(at_the_end(run.gemms).select(columns).to_pylist())
-
-
 def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
     if not len(a.gemms) or not len(b.gemms):
         return
-    shares = [precision_shares(run) for run in (a, b)]
-    texts = [", ".join(f"{name.upper()} {percent(share)} %" for name, share in each.items()) for each in shares]
+    texts = [
+        ", ".join(f"{name.upper()} {percent(share)} %" for name, share in shares.items())
+        for shares in (precision_shares(a), precision_shares(b))
+    ]
     if texts[0] != texts[1]:
         yield FactDifference("coverage", *texts)
-    yield from _of_sizes(a, b)
-    precision = [
-        {(row["scope"] or "", row["layer"], row["gemm"]): row["precision"] or "" for row in _products(run)}
-        for run in (a, b)
-    ]
-    changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for key in precision[0]:
-        ours, theirs = (found.get(key, "") for found in precision)
-        if key in precision[1] and ours != theirs:
-            changed[key[2], ours, theirs].append(key[1])
-    for (gemm, ours, theirs), layers in changed.items():
-        yield FactDifference(f"{gemm} of {_in_words(layers)}", ours.upper(), theirs.upper())
-
-
-def _of_sizes(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
-    """The rows that layers compute in a step, such as with another batch size, and the sizes of their weights."""
-    ours, theirs = _sizes(a), _sizes(b)
-    changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for key, size in ours.items():
-        other = theirs.get(key, size)
-        if size.rows != other.rows:
-            changed["rows in a step of", f"{size.rows:,}", f"{other.rows:,}"].append(key[1])
-        if size[1:] != other[1:]:
-            one, two = (f"{each.outputs} x {each.inputs}" for each in (size, other))
-            changed["weight of", one, two].append(key[1])
-    for (what, one, two), layers in changed.items():
-        yield FactDifference(f"{what} {_in_words(layers)}", one, two)
-
-
-class _Size(NamedTuple):
-    """A layer's product with its weight: rows of the input in a step, rows and columns of the weight."""
-
-    rows: int
-    outputs: int
-    inputs: int
-
-
-def _sizes(run: RecordedRun) -> dict[tuple[str, str], _Size]:
-    """Scope and layer -> its size at the end of the run."""
-    ran = at_the_end(run.gemms)
-    ran = ran.filter(pc.and_(pc.equal(ran["gemm"], "fprop"), pc.greater(ran["macs"], 0)))
-    found: dict[tuple[str, str], _Size] = {}
-    for row in ran.select(["scope", "layer", "n", "m", "k", "batch", "calls"]).to_pylist():
-        if all(row[name] for name in ("n", "m", "k", "batch", "calls")):
-            size = _Size(row["n"] * row["batch"] * row["calls"], row["m"], row["k"])
-            found.setdefault((row["scope"] or "", row["layer"]), size)
-    return found
+    for (what, before, after), layers in _changed(a, b).items():
+        yield FactDifference(f"{what} {', '.join(folded(layers, most=_MOST_LAYERS))}", before, after)
 
 
 def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
     """The layers that compute another number of rows in a step of b, such as with another batch size."""
-    theirs = _sizes(b)
-    return [key[1] for key, size in _sizes(a).items() if key in theirs and theirs[key].rows != size.rows]
+    return [layer for (what, *_), layers in _changed(a, b).items() if what == _ROWS for layer in layers]
 
 
-def _in_words(layers: Iterable[str]) -> str:
-    return ", ".join(folded(layers, most=_MOST_LAYERS))
+def _changed(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
+    """Fact, value in a and value in b -> the layers with this difference."""
+    theirs = _of_layers(b)
+    changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for key, value in _of_layers(a).items():
+        if theirs.get(key, value) != value:
+            changed[key[0], value, theirs[key]].append(key[2])
+    return changed
+
+
+def _of_layers(run: RecordedRun) -> dict[tuple[str, str, str], str]:
+    """Fact, scope and layer -> the value at the end of the run: rows in a step, the weight's size, and precisions."""
+    products = at_the_end(run.gemms).to_pylist()
+    facts: dict[tuple[str, str, str], str] = {}
+    for row in products:
+        if row["gemm"] == "fprop" and all(row[name] for name in ("macs", "n", "m", "k", "batch", "calls")):
+            place = row["scope"] or "", row["layer"]
+            facts.setdefault((_ROWS, *place), f"{row['n'] * row['batch'] * row['calls']:,}")
+            facts.setdefault(("weight of", *place), f"{row['m']} x {row['k']}")
+    precisions = {(f"{row['gemm']} of", row["scope"] or "", row["layer"]): row["precision"] or "" for row in products}
+    return facts | {key: precision.upper() for key, precision in precisions.items()}

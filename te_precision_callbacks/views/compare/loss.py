@@ -64,11 +64,13 @@ def loss_curves(a: Side, b: Side) -> LossCurves | None:
 
 
 def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
-    iterations, ours, theirs = _common(a, b, name)
+    left, right = a.read([name]), b.read([name])
+    iterations, at, there = np.intersect1d(left.iterations, right.iterations, assume_unique=True, return_indices=True)
     if not len(iterations):
         return None
+    ours, theirs = left.values[at], right.values[there]
     lost = _lost(a, name), _lost(b, name)
-    since = [each.since for each in lost if each is not None]
+    since = [loss.since for loss in lost if loss is not None]
     steps = int(np.searchsorted(iterations, min(since))) if since else len(iterations)
     window = min(max(_LEAST_WINDOW, steps // _PARTS_OF_WINDOW), steps)
     x, y = (_smooth(values, steps, window) for values in (ours, theirs))
@@ -152,14 +154,6 @@ def _factors(a: Floats, b: Floats) -> Floats:
     x, y = (np.where(np.isfinite(values), np.abs(values), np.inf) for values in (a, b))
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(x == y, 1.0, np.maximum(x, y) / np.minimum(x, y))
-
-
-def _common(a: Side, b: Side, name: Subject) -> tuple[Ints, Floats, Floats]:
-    (first, ours), (second, theirs) = (
-        (numbers.iterations, numbers.values) for numbers in (a.read([name]), b.read([name]))
-    )
-    iterations, one, other = np.intersect1d(first, second, assume_unique=True, return_indices=True)
-    return iterations, ours[one], theirs[other]
 
 
 def _smooth(values: Floats, steps: int, window: int) -> Floats:

@@ -66,13 +66,10 @@ class ComparedVerdicts:
 
 def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
     """Check two runs with equal names of layers, and compare the findings."""
-    return _compared(diagnose(a), diagnose(b))
-
-
-def _compared(one: Verdict, other: Verdict) -> ComparedVerdicts:
-    only_b = tuple(_beyond(other, one, "A"))
-    unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in one.judged)
-    return ComparedVerdicts(one, other, tuple(_beyond(one, other, "B")), only_b, tuple(unknown))
+    ours, theirs = diagnose(a), diagnose(b)
+    only_b = tuple(_beyond(theirs, ours, "A"))
+    unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in ours.judged)
+    return ComparedVerdicts(ours, theirs, tuple(_beyond(ours, theirs, "B")), only_b, tuple(unknown))
 
 
 def _beyond(findings: Iterable[Finding], others: Iterable[Finding], name: str) -> Iterator[Finding]:

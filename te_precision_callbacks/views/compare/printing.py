@@ -116,7 +116,7 @@ def _show_parted(comparison: Comparison) -> None:
         cells = (
             worst.iteration,
             where if worst.rank is None else f"{where} (rank {worst.rank})",
-            departure.statistic + _more(len(worst.departures) - 1),
+            departure.statistic + (f", {len(worst.departures) - 1} more" if worst.departures[1:] else ""),
             number(departure.a),
             number(departure.b),
             difference(departure),
@@ -129,7 +129,3 @@ def _show_parted(comparison: Comparison) -> None:
     if left:
         tensors = sum(map(len, left))
         terminal.show_text(f"and {many(tensors, 'tensor')} more, which --json has.", _INDENT)
-
-
-def _more(number: int) -> str:
-    return f", {number} more" if number else ""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -65,12 +64,7 @@ class Side:
         """The number of values of a subject."""
         if subject in self.scalars:
             return len(self.scalars[subject][0])
-        return self._counts[self.series[subject]]
-
-    @cached_property
-    def _counts(self) -> Sequence[int]:
-        found: Sequence[int] = self.run.series["count"].to_pylist()
-        return found
+        return int(self.run.series["count"][self.series[subject]].as_py())
 
     def read(self, subjects: Sequence[Subject]) -> Numbers:
         """The values of some subjects, which are numbered by their places in the list; others are left out."""
@@ -111,24 +105,14 @@ def side_of_run(run: RecordedRun, name: str) -> Side:
     Raises:
         ComparisonError: it has no numbers at all.
     """
-    series = {subject: number for number, subject in _subjects(run)}
-    scalars = _scalars(run)
+    series, scalars = {}, {}
+    for number, subject in enumerate(run.subjects):
+        request = logged_request(subject.statistic) if subject.tensor else None
+        if request is None or request.statistic.bins is None:  # without histograms
+            series[subject] = number
+    for metric, (iterations, values) in run.metrics.items():
+        numbers = _in_order(np.zeros(len(values), np.int64), iterations, values)
+        scalars[Subject("", "", "", "", metric, None)] = numbers.iterations, numbers.values
     if not series and not scalars:
         raise ComparisonError(f"{name} has no numbers yet: no statistic was recorded, and no loss.{run.notes_in_words}")
     return Side(run, name, series, scalars)
-
-
-def _subjects(run: RecordedRun) -> Iterator[tuple[int, Subject]]:
-    """The number and the subject of each series, without histograms."""
-    for number, subject in enumerate(run.subjects):
-        request = logged_request(subject.statistic) if subject.tensor else None
-        if request is None or request.statistic.bins is None:
-            yield number, subject
-
-
-def _scalars(run: RecordedRun) -> dict[Subject, tuple[Ints, Floats]]:
-    found = {}
-    for name, (iterations, values) in run.metrics.items():
-        numbers = _in_order(np.zeros(len(values), np.int64), iterations, values)
-        found[Subject("", "", "", "", name, None)] = numbers.iterations, numbers.values
-    return found

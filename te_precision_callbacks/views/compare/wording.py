@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.views.compare.judging_scales import NO_NUMBER, ZERO_BELOW
-from te_precision_callbacks.views.compare.result import Comparison, LossComparison, Pairing, Parting, StatisticDeparture
+from te_precision_callbacks.views.compare.result import Comparison, LossComparison, Parting, StatisticDeparture
 
 MOST_NAMES = 3
 """The names that a sentence lists."""
@@ -17,7 +17,10 @@ MOST_NAMES = 3
 def what_was_compared(comparison: Comparison) -> Iterator[str]:
     """Sentences on pairs and thresholds."""
     pairing, floor = comparison.pairing, comparison.floor
-    yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} pair {_steps_in_words(pairing)}."
+    steps = f"in {many(pairing.steps, 'step')}, from {pairing.first} to {pairing.last}"
+    if pairing.first == pairing.last:
+        steps = f"in step {pairing.first} alone"
+    yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} pair {steps}."
     for where, count, statistics, layers in (
         ("A", pairing.only_a, pairing.statistics_only_a, pairing.layers_only_a),
         ("B", pairing.only_b, pairing.statistics_only_b, pairing.layers_only_b),
@@ -45,24 +48,14 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
                 f"It does not have {many(floor.without, 'series')}: for these a factor of 2, 5 percentage points, or"
                 " 3 dB count."
             )
-    yield _what_lasts(comparison)
+    if pairing.steps == 1:
+        yield "A difference counts if it is in this one step: no other shows whether it lasts."
+    elif pairing.steps < comparison.lasting:
+        yield f"A difference counts if it lasts all {pairing.steps} steps."
+    else:
+        yield f"A difference counts if it lasts {many(comparison.lasting, 'step')}."
     if not comparison.ordered:
         yield "The order of execution was not recorded: layers are in the order of their first numbers."
-
-
-def _steps_in_words(pairing: Pairing) -> str:
-    if pairing.first == pairing.last:
-        return f"in step {pairing.first} alone"
-    return f"in {many(pairing.steps, 'step')}, from {pairing.first} to {pairing.last}"
-
-
-def _what_lasts(comparison: Comparison) -> str:
-    pairing, lasting = comparison.pairing, comparison.lasting
-    if pairing.steps == 1:
-        return "A difference counts if it is in this one step: no other shows whether it lasts."
-    if pairing.steps < lasting:
-        return f"A difference counts if it lasts all {pairing.steps} steps."
-    return f"A difference counts if it lasts {many(lasting, 'step')}."
 
 
 def where_first(comparison: Comparison) -> Iterator[str]:

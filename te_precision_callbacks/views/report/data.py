@@ -31,7 +31,7 @@ from te_precision_callbacks.runs.answers import (
     why_nothing_to_show,
 )
 from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.sinks.worst import worst_beside
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.statistics.table import Worse
@@ -84,7 +84,10 @@ class PageData:
         Raises:
             ReportError: the run has no numbers at all.
         """
-        subjects, verdict = nonempty(run), diagnose(run)
+        why = why_nothing_to_show(run)
+        if why:
+            raise ReportError(why)
+        subjects, verdict = Subjects(run), diagnose(run)
         packed = Packed(most)
         chosen, columns, left_out = _fitted(run, subjects)
         made = []
@@ -126,18 +129,6 @@ class PageData:
             "widest": int(np.max(columns.last - columns.first) + 1) if len(columns) else 0,
         }
         return cls(content, packed.texts)
-
-
-def nonempty(run: RecordedRun) -> Subjects:
-    """The subjects of a run.
-
-    Raises:
-        ReportError: nothing was recorded.
-    """
-    why = why_nothing_to_show(run)
-    if why:
-        raise ReportError(why)
-    return Subjects(run)
 
 
 def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
@@ -271,41 +262,34 @@ class FamilyOnPage:
         }
 
 
-@dataclass(frozen=True)
-class _CurvePlace:
-    """A series: its heat map, row, rank, number, and number of values."""
-
-    of: FamilyOnPage
-    row: int
-    rank: int
-    series: int
-    count: int
+_CurvePlace = tuple[FamilyOnPage, int, int, int, int]
+"""A series: its heat map, row, rank, number, and number of values."""
 
 
 def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: Packed, verdict: Verdict) -> int:
     """Pack whole curves until no more fit, and return how many there are."""
     order = _by_interest(run, made, verdict)
-    found = 0
-    for piece in pieces(np.array([each.count for each in order], np.int64), 500_000):
+    kept = 0
+    for piece in pieces(np.array([count for *_, count in order], np.int64), 500_000):
         wanted = order[piece]
-        table = run.values([each.series for each in wanted])
+        table = run.values([series for *_, series, _ in wanted])
         numbers, iterations, values, flags = (
             table[name].to_numpy() for name in ("series", "iteration", "value", "flags")
         )
         misses = 0
-        for each in wanted:
-            begin, end = np.searchsorted(numbers, [each.series, each.series + 1])
-            counts = ~each.of.overview.family.leaves_out(flags[begin:end])
+        for page_family, row, rank, series, _ in wanted:
+            begin, end = np.searchsorted(numbers, [series, series + 1])
+            counts = ~page_family.overview.family.leaves_out(flags[begin:end])
             steps, own = iterations[begin:end][counts], values[begin:end][counts]
             references = packed.try_put(steps_between(steps), narrowed(own))
             if references is None:
                 misses += 1
                 continue
-            each.of.content["curves"][f"{each.row}:{each.rank}"] = references
-            found += 1
+            page_family.content["curves"][f"{row}:{rank}"] = references
+            kept += 1
         if misses > len(wanted) // 2:
             break
-    return found
+    return kept
 
 
 def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdict) -> list[_CurvePlace]:
@@ -316,7 +300,7 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
         with_findings.setdefault((finding.tensor, finding.statistic), set()).update(finding.layers)
     places = {(id(one), *entry): place for one in made for place, entry in enumerate(one.overview.worst_rows(WORST))}
     layers = {int(one.overview.layers[row]) for one in made for row, _ in one.overview.worst_rows(WORST)}
-    found: list[tuple[tuple[bool, int, bool, bool], _CurvePlace]] = []
+    keyed: list[tuple[tuple[bool, int, bool, bool], _CurvePlace]] = []
     for one in made:
         overview = one.overview
         counts = dict(zip(overview.of.series.tolist(), overview.of.count.tolist(), strict=True))
@@ -332,8 +316,8 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
                         other,
                         int(overview.layers[row]) not in layers,
                     )
-                    found.append((key, _CurvePlace(one, row, rank, number, counts[number])))
-    return [entry for _, entry in sorted(found, key=lambda each: each[0])]
+                    keyed.append((key, (one, row, rank, number, counts[number])))
+    return [place for _, place in sorted(keyed, key=lambda entry: entry[0])]
 
 
 def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Collection[int]) -> list[dict[str, Any]]:
@@ -364,13 +348,11 @@ def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Col
                 for series, layer in zip(one.series, one.layer, strict=True)
                 if (int(layer) in worst) == is_worst
             }
-            for histogram in histograms(run, one, columns, wanted) if columns is not None else ():
-                arrays = narrowed(histogram.counts), histogram.columns.first, histogram.columns.last
-                found = packed.try_put(*arrays) if packed.size <= most else None
-                if found is None:
+            for place, used, lowest, counts in histograms(run, one, columns, wanted) if columns is not None else ():
+                arrays = packed.try_put(narrowed(counts), used.first, used.last) if packed.size <= most else None
+                if arrays is None:
                     return content
-                key = f"{histogram.layer}:{histogram.rank}"
-                entry["counts"][key] = {"arrays": found, "lowest": histogram.lowest}
+                entry["counts"][f"{one.layer[place]}:{one.rank[place]}"] = {"arrays": arrays, "lowest": lowest}
     return content
 
 
@@ -403,15 +385,16 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
 
 def _scalars(run: RecordedRun, subjects: Subjects, packed: Packed) -> list[dict[str, Any]]:
     """The trainer's metrics, then what users' features have logged without a layer."""
-    curves = [(curve.name, curve.iterations, curve.values, curve.total) for curve in facts.scalars(run)]
-    for one in subjects.free:
-        for series, rank in zip(one.series.tolist(), one.rank.tolist(), strict=True):
+    curves = list(facts.trainer_curves(run).items())
+    for family in subjects.free:
+        for series, rank in zip(family.series.tolist(), family.rank.tolist(), strict=True):
             table = run.values([series])
-            name = one.family.statistic + ("" if rank == REDUCED else f" (rank {rank})")
-            curves.append((name, table["iteration"].to_numpy(), table["value"].to_numpy(), len(table)))
-    found = []
-    for name, iterations, values, total in curves:
-        arrays = packed.try_put(iterations, narrowed(values))
+            name = family.family.statistic + ("" if rank == REDUCED else f" (rank {rank})")
+            curves.append((name, Curve(table["iteration"].to_numpy(), table["value"].to_numpy())))
+    content = []
+    for name, (iterations, values) in curves:
+        shown = facts.thinned(values)
+        arrays = packed.try_put(iterations[shown], narrowed(values[shown]))
         if arrays is not None:
-            found.append({"name": visible(name), "total": total, "shown": len(values), "arrays": arrays})
-    return found
+            content.append({"name": visible(name), "total": len(values), "shown": len(shown), "arrays": arrays})
+    return content

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +13,7 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.runs.answers import loss_first, multiply_adds
-from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.views.report.subjects import layer_name
 
@@ -22,33 +21,12 @@ _MOST_EVENTS = 2000
 _MOST_POINTS = 20_000
 
 
-@dataclass(frozen=True)
-class TrainerCurve:
-    """A number that the trainer logs.
-
-    Attributes:
-        name: as the trainer calls it, or one of the store's names.
-        iterations, values: [n], in order.
-        total: the numbers that there are in the run; of many only those are kept that show its extremes.
-    """
-
-    name: str
-    iterations: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float64]
-    total: int
-
-
-def scalars(run: RecordedRun) -> list[TrainerCurve]:
+def trainer_curves(run: RecordedRun) -> dict[str, Curve]:
     """The trainer's metrics: the loss first, speed metrics last."""
-    found = []
-    for name in sorted(loss_first(run.curves), key=lambda name: name not in run.metrics):
-        iterations, values = run.curves[name]
-        shown = _thinned(values, _MOST_POINTS)
-        found.append(TrainerCurve(name, iterations[shown], values[shown], len(values)))
-    return found
+    return {name: run.curves[name] for name in sorted(loss_first(run.curves), key=lambda name: name not in run.metrics)}
 
 
-def _thinned(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
+def thinned(values: npt.NDArray[np.float64], most: int = _MOST_POINTS) -> npt.NDArray[np.int64]:
     """Downsample to a maximum number of values: the smallest and the largest, or a nan, of each of equal pieces."""
     if len(values) <= most:
         return np.arange(len(values))
@@ -66,8 +44,10 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
     Returns:
         Rows of ``precision``, ``backward`` and ``macs``; none if the run has no products.
     """
-    found = sorted(multiply_adds(run).items())
-    return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in found]
+    return [
+        {"precision": name, "backward": backward, "macs": macs}
+        for (name, backward), macs in sorted(multiply_adds(run).items())
+    ]
 
 
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
@@ -124,19 +104,23 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     steps = run.steps
     if not len(steps):
         return {}
-    found: dict[str, Any] = {"steps": len(pc.unique(steps["iteration"]))}
-    found["first"], found["last"] = pc.min(steps["iteration"]).as_py(), pc.max(steps["iteration"]).as_py()
+    bounds = pc.min_max(steps["iteration"]).as_py()
+    found: dict[str, Any] = {
+        "steps": len(pc.unique(steps["iteration"])),
+        "first": bounds["min"],
+        "last": bounds["max"],
+    }
     columns = (steps[name].to_pylist() for name in ("segment", "iteration", "wall_time"))
     rows = [row for row in zip(*columns, strict=True) if row[2] is not None]
     if rows:
         found["from"], found["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
-    each = [
+    durations = [
         (time - earlier).total_seconds() / (iteration - before)  # records may be of every tenth step
         for (segment, before, earlier), (other, iteration, time) in pairwise(rows)
         if segment == other and iteration > before
     ]
-    if each:
-        found["median_step_seconds"] = float(np.median(each))
+    if durations:
+        found["median_step_seconds"] = float(np.median(durations))
     observing = steps["observe_seconds"].drop_null().to_numpy()
     if observing.size:
         found["median_observe_seconds"] = float(np.median(observing))

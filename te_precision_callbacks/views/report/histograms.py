@@ -1,13 +1,12 @@
 """The histograms of a run, over few columns of time.
 
-for histogram in histograms(run, family, columns, wanted):
-    histogram.counts                        # [columns, bins], the counts of the bins from `lowest` on
+for place, used, lowest, counts in histograms(run, family, columns, wanted):
+    counts                                  # [columns, bins], the counts of the bins from `lowest` on
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,37 +20,20 @@ Floats = npt.NDArray[np.float64]
 _MOST_HISTOGRAMS_AT_ONCE = 20_000
 
 
-@dataclass(frozen=True)
-class TensorHistogram:
-    """The histograms of a tensor of a layer, added up over the steps of each column.
-
-    Attributes:
-        series: the number of its series.
-        layer: the index of its layer.
-        rank: the rank, REDUCED for all.
-        columns: the columns with a histogram.
-        lowest: the first bin with a count in any column.
-        counts: [columns, bins], float64.
-    """
-
-    series: int
-    layer: int
-    rank: int
-    columns: Columns
-    lowest: int
-    counts: Floats
-
-
 def histograms(
     run: RecordedRun, of: FamilySeries, columns: Columns, wanted: Collection[int] | None = None
-) -> Iterator[TensorHistogram]:
-    """The histograms of a family, layer by layer.
+) -> Iterator[tuple[int, Columns, int, Floats]]:
+    """The histograms of a family, layer by layer, added up over the steps of each column.
 
     Args:
         run: the run.
         of: the family.
         columns: the columns of time.
         wanted: the series that are wanted; None for all.
+
+    Yields:
+        The place of the series in the family, the columns with a histogram, the first bin with a count in any column,
+        and the counts.
     """
     bins = of.family.bins.number
     order = [
@@ -79,11 +61,4 @@ def histograms(
             counts = counts[used]
             filled = np.flatnonzero(counts.any(0))
             low, high = (int(filled[0]), int(filled[-1]) + 1) if filled.size else (0, 1)
-            yield TensorHistogram(
-                int(of.series[place]),
-                int(of.layer[place]),
-                int(of.rank[place]),
-                columns.take(used),
-                low,
-                counts[:, low:high],
-            )
+            yield int(place), columns.take(used), low, counts[:, low:high]

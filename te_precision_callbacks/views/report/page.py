@@ -5,7 +5,6 @@ write_report(run, "report.html")
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.terminal import plain, visible
 from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.views.report.data import PageData
 from te_precision_callbacks.views.report.packing import compressed
@@ -80,23 +80,6 @@ class PageTemplate:
         return "".join(pieces)
 
 
-def page(run: RecordedRun, *, most: int = MOST_BYTES, device: Device | None = None) -> str:
-    """The page of a run.
-
-    Args:
-        run: the run.
-        most: the most bytes of the page, unless the overview alone needs more.
-        device: the device that times are expected for; None for the run's own GPU.
-
-    Raises:
-        ReportError: the run has no numbers.
-        MissingExtraError: plotly is not installed.
-    """
-    frame = PageTemplate(_OF_A_RUN)
-    data = PageData.of(run, most - frame.size - FOR_FACTS, device)
-    return frame.filled(data.content["run"]["name"], data.content, data.arrays)
-
-
 def write_report(
     run: RecordedRun, path: str | os.PathLike[str], *, most: int = MOST_BYTES, device: Device | None = None
 ) -> Path:
@@ -105,7 +88,7 @@ def write_report(
     Args:
         run: the run, from :func:`te_precision_callbacks.runs.open_run`.
         path: an ``.html`` file in a folder that exists.
-        most: the maximum size of the page, in bytes.
+        most: the maximum size of the page, in bytes, unless the overview alone needs more.
         device: the device for expected times, from
             :func:`~te_precision_callbacks.speed.device_named`; by default the run's own GPU.
 
@@ -116,8 +99,10 @@ def write_report(
         ReportError: the run has no values, the file cannot be written, or its name ends otherwise.
         MissingExtraError: plotly is not installed.
     """
-    found = output_path(path)
-    return write_bytes(found, page(run, most=most, device=device).encode())
+    path = output_path(path)
+    frame = PageTemplate(_OF_A_RUN)
+    data = PageData.of(run, most - frame.size - FOR_FACTS, device)
+    return write_bytes(path, frame.filled(data.content["run"]["name"], data.content, data.arrays).encode())
 
 
 def output_path(path: str | os.PathLike[str]) -> Path:
@@ -129,17 +114,16 @@ def output_path(path: str | os.PathLike[str]) -> Path:
     Raises:
         ReportError: its name ends otherwise, or its folder does not exist.
     """
-    found = Path(path)
-    if found.is_dir():
-        text = "it is a folder. Give the name of a file, such as report.html."
-        raise ReportError(f"{visible(str(found))} cannot be written: {text}")
-    ending = found.suffix[1:]
+    path = Path(path)
+    name, ending = visible(str(path)), path.suffix[1:]
+    if path.is_dir():
+        raise ReportError(f"{name} cannot be written: it is a folder. Give the name of a file, such as report.html.")
     if ending and ending.lower() not in ("html", "htm"):
-        named = found.with_suffix(".html")
-        raise ReportError(f"{visible(str(found))}: this is no .{visible(ending)} file. Name it {visible(str(named))}.")
-    if not found.parent.is_dir():
-        raise ReportError(f"{visible(str(found))} cannot be written: there is no folder {visible(str(found.parent))}.")
-    return found
+        named = visible(str(path.with_suffix(".html")))
+        raise ReportError(f"{name}: this is no .{visible(ending)} file. Name it {named}.")
+    if not path.parent.is_dir():
+        raise ReportError(f"{name} cannot be written: there is no folder {visible(str(path.parent))}.")
+    return path
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
@@ -148,16 +132,12 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
     Raises:
         ReportError: it cannot be written.
     """
-    found = Path(path)
-    part = found.with_name(f"{found.name}.part")
+    path = Path(path)
     try:
-        part.write_bytes(data)
-        part.replace(found)
+        replace_whole(path, lambda file: file.write(data))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise ReportError(f"{visible(str(found))} cannot be written: {error.strerror or error}.") from error
-    return found
+        raise ReportError(f"{visible(str(path))} cannot be written: {error.strerror or error}.") from error
+    return path
 
 
 @cache

@@ -15,7 +15,7 @@ from te_precision_callbacks.layers.folding import ShortNames, folded
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.views.show.sparklines import sparkline
 from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries, short_names
-from te_precision_callbacks.views.verdicts import MOST_FINDINGS, more_findings, not_judged_in_words
+from te_precision_callbacks.views.verdicts import MOST_FINDINGS, more_findings
 
 _LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
 _BLOCK, _SHADES = "█", "█▒░▓"
@@ -109,7 +109,7 @@ def _verdict(view: RunView) -> Iterator[RenderableType]:
         left = more_findings(len(verdict))
         yield Paragraph(f"{f'{left}; ' if left else ''}more: {view.more}")
     if verdict.not_judged:
-        yield Paragraph(not_judged_in_words(verdict), "dim")
+        yield Paragraph(f"Not checked: {', '.join(rule.rule for rule in verdict.not_judged)}.", "dim")
     yield Text()
 
 

@@ -221,19 +221,15 @@ def look(
 def _check(run: RecordedRun, last: int | None) -> RunCheck:
     """Check the whole run."""
     begun = time.monotonic()
-    verdict, speed = diagnose(run), expected_speed(run)
+    verdict = diagnose(run)
+    try:
+        estimate = estimate_step(step_of_run(run), device_of_run(run))
+        speed = f"{in_short(estimate)}; more: {_command(run, 'speed')}"
+    except SpeedError:
+        speed = ""
     now = time.monotonic()
     # The first numbers of a run are checked as soon as they come.
     return RunCheck(verdict, last, speed, now if last is None else now + _PAUSE * (now - begun))
-
-
-def expected_speed(run: RecordedRun) -> str:
-    """The expected speed on a run's own GPU, and the command for details; empty without a known GPU or products."""
-    try:
-        speed = estimate_step(step_of_run(run), device_of_run(run))
-    except SpeedError:
-        return ""
-    return f"{in_short(speed)}; more: {_command(run, 'speed')}"
 
 
 def _command(run: RecordedRun, name: str) -> str:
@@ -254,7 +250,7 @@ def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> I
         yield f"{', '.join(names)}: all numbers so far are of delayed scaling's first step, which has no scale yet."
 
 
-_SHORT = {"front_door": "front door", "recipes": "recipe", "gpu": "GPU", "te_backend": "Transformer Engine"}
+_SHORT = {"front_door": "integration", "recipes": "recipe", "gpu": "GPU", "te_backend": "Transformer Engine"}
 
 
 def _in_short(facts: Any, world: int) -> dict[str, str]:
@@ -284,20 +280,13 @@ def _groups(run: RecordedRun) -> dict[str, _Group]:
     histograms.
     """
     columns = (run.series[name].to_pylist() for name in ("worst", "worst_at", "count"))
-    found: dict[str, _Group] = {}
+    groups: dict[str, _Group] = {}
     for number, (subject, worst, at, count) in enumerate(zip(run.subjects, *columns, strict=True)):
         family = family_of(subject.tensor, subject.statistic, subject.gemm)
         if count and (family.request is None or family.request.statistic.bins is None):
-            found.setdefault(subject.statistic, {})[subject._replace(statistic="")] = _Series(number, family, worst, at)
-    return {name: found[name] for name in sorted(found, key=lambda name: _rank(_request(found[name])))}
-
-
-def _request(group: _Group) -> Request | None:
-    return next(iter(group.values())).family.request
-
-
-def _has_direction(group: _Group) -> bool:
-    return any(series.family.has_direction for series in group.values())
+            group = groups.setdefault(subject.statistic, {})
+            group[subject._replace(statistic="")] = _Series(number, family, worst, at)
+    return dict(sorted(groups.items(), key=lambda item: _rank(next(iter(item[1].values())).family.request)))
 
 
 def _worst_numbers(group: _Group) -> dict[Subject, float]:
@@ -317,17 +306,19 @@ def _rank(request: Request | None) -> tuple[int, str]:
 
 def _chosen(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) -> list[str]:
     if not wanted:
-        with_worst = [name for name, group in groups.items() if _has_direction(group)]
+        with_worst = [
+            name for name, group in groups.items() if any(series.family.has_direction for series in group.values())
+        ]
         # A statistic that is the same everywhere, such as no overflow at all, points at no layer.
         telling = [name for name in with_worst if len(set(_worst_numbers(groups[name]).values())) > 1]
         return (telling or with_worst)[:MOST_STATISTICS]
-    found = []
+    chosen: dict[str, None] = {}
     for name in wanted:
-        matching = [label for label in groups if name in (label, _plain(label))]
+        matching = [label for label in groups if name == label or _is_of(label, name)]
         if not matching and len(run.series):
             raise NothingToShowError(_why_nothing(run, name, list(groups)))
-        found += matching
-    return list(dict.fromkeys(found))
+        chosen |= dict.fromkeys(matching)
+    return list(chosen)
 
 
 def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
@@ -337,9 +328,9 @@ def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
     return f"{run.path} has no statistic {name!r}.{it_has(name, known)}{run.notes_in_words}"
 
 
-def _plain(label: str) -> str:
+def _is_of(label: str, statistic: str) -> bool:
     request = logged_request(label)
-    return label if request is None else request.statistic.name
+    return request is not None and request.statistic.name == statistic
 
 
 def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) -> Iterable[WorstSeries]:
