@@ -1,7 +1,7 @@
 """Accuracy, missed faults and false alarms of LogGemmError, and its cost.
 
     python benchmarks/gemm_error.py [--json] [--trials 1000] [--healthy 100000]
-        [--parts trials modules faults healthy cost] [--layers 1 --hidden 768] [--seconds 300]
+        [--parts trials faults healthy cost] [--layers 1 --hidden 768] [--seconds 300]
 
 Parts:
   trials   each recipe and GEMM on the reference backend: the error of the kernel and of the format, against whole

@@ -3,9 +3,9 @@
     python benchmarks/proof/contest.py [--kinds spike nan] [--blocks 2 24] [--draws 20]
         [--only-record FOLDER | --replay FOLDER]
 
-Each draw has a model, a recipe, a random place and a random start. A defect is found if the first finding is an error or
-a warning of a rule that is right for its kind, and the finding's first layer is in the right block. Every other draw has
-statistics in every second step; the rest have the default config.
+Each draw has a model, a recipe, a random place and a random start. A defect is found if the first finding is an error
+or a warning of a rule that is right for its kind, and the finding's first layer is in the right block. Every other draw
+has statistics in every second step; the rest have the default config.
 
 ``--only-record`` keeps the recorded trainings, and ``--replay`` judges them again without training. ``--page`` writes
 the table into docs/proof.md.
