@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from te_precision_callbacks.speed.costs import Cost, Shape, cast_cost, cast_of, gemm_cost, high_ms
+from te_precision_callbacks.speed.costs import Shape, cast_bytes, cast_ms, gemm_ms
 from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Constants, Device, Scatter, constants, device_named
 from te_precision_callbacks.speed.expected import speedup_interval
 
@@ -98,12 +98,16 @@ CONSTANTS = HERE.parent / "te_precision_callbacks" / "speed" / "constants.yaml"
 PAGE = HERE.parent / "docs" / "speed.md"
 
 
-def call_cost(shape: Shape, recipe: str, device: Device) -> Cost:
+def call_cost(shape: Shape, recipe: str, device: Device) -> tuple[float, float]:
     """Return the time of a forward that casts both operands, as Transformer Engine's benchmark_gemm.py measures: its
-    input in both directions, for a later wgrad, its weight rowwise alone, since the input needs no gradient."""
-    activation = cast_cost(recipe, "activation", shape.m * shape.k * shape.batch, device)
-    weight = cast_cost(recipe, "weight", shape.k * shape.n * shape.batch, device, columnwise=False)
-    return gemm_cost(shape, recipe, device).plus(activation).plus(weight)
+    input in both directions, for a later wgrad, its weight rowwise alone, since the input needs no gradient.
+
+    Returns:
+        Milliseconds of the GEMM and of the casts.
+    """
+    activation = cast_ms(recipe, "activation", shape.m * shape.k * shape.batch, device)
+    weight = cast_ms(recipe, "weight", shape.k * shape.n * shape.batch, device, columnwise=False)
+    return gemm_ms(shape, recipe, device), activation + weight
 
 
 def _operations(shapes: Iterable[Shape]) -> float:
@@ -181,16 +185,14 @@ def _casts(
     of_casts: list[float] = []
     shares = {}
     for recipe in recipes:
-        kernels = (
-            cast_of(recipe, "activation", 1, device.capability),
-            cast_of(recipe, "weight", 1, device.capability, columnwise=False),
-        )
-        launches = len(LAYERS) * sum(cast.kernels for cast in kernels) * launch
+        _, of_activation = cast_bytes(recipe, "activation", 1, device.capability)
+        _, of_weight = cast_bytes(recipe, "weight", 1, device.capability, columnwise=False)
+        launches = len(LAYERS) * (of_activation + of_weight) * launch
         at_once = _with(device, kernel=dict(kernel), cast={recipe: 1.0}, launch_ms=launch)
-        costs = {one: [call_cost(shape, recipe, at_once) for shape in SHAPES[one]] for one in FITTED}
+        costs = [[call_cost(shape, recipe, at_once) for shape in SHAPES[one]] for one in FITTED]
         sums = np.array([SUMS[name][recipe][one] for one in FITTED])
-        rest = np.array([sum(cost.low_ms - cost.cast_ms for cost in costs[one]) for one in FITTED])
-        moved = np.array([sum(cost.cast_ms for cost in costs[one]) - launches for one in FITTED])
+        rest, moved = np.moveaxis(np.array(costs).sum(axis=1), 1, 0)
+        moved = moved - launches
         a, y = moved / sums, (sums - rest - launches) / sums
         slower = max(float(a @ y / (a @ a)), 1.0)
         shares[recipe] = 1 / slower
@@ -204,8 +206,8 @@ def _share_of_block(device: Device, kernel: dict[str, float], cast: dict[str, fl
     at_once = _with(device, kernel={**kernel, "fp8_block": 1.0}, cast=cast, launch_ms=launch)
     sums = SUMS[_name_of(device)][BLOCK]
     costs = [call_cost(shape, BLOCK, at_once) for one in FITTED for shape in SHAPES[one]]
-    rest = sum(cost.low_ms - cost.kernel_ms for cost in costs)
-    return sum(cost.kernel_ms for cost in costs) / (sum(sums[one] for one in FITTED) - rest)
+    kernels, casts = map(sum, zip(*costs, strict=True))
+    return kernels / (sum(sums[one] for one in FITTED) - casts)
 
 
 def _name_of(device: Device) -> str:
@@ -215,7 +217,7 @@ def _name_of(device: Device) -> str:
 
 def expected(shape: Shape, recipe: str, device: Device) -> float:
     """The model's time with both operands cast."""
-    return high_ms(shape, device) if recipe == HIGH else call_cost(shape, recipe, device).low_ms
+    return gemm_ms(shape, "", device) if recipe == HIGH else sum(call_cost(shape, recipe, device))
 
 
 def fitted() -> dict[str, Constants]:
@@ -280,9 +282,9 @@ def cells(constants: Constants) -> list[Cell]:
         for name, shape, time, high in zip(LAYERS, SHAPES["fprop"], measured, CELLS[HIGH], strict=True):
             speedup, around = 1.0, (1.0, 1.0)
             if recipe != HIGH:
-                cost, in_high = call_cost(shape, recipe, device), high_ms(shape, device)
-                speedup = in_high / cost.low_ms
-                around = speedup_interval(in_high, cost.low_ms, [(in_high, cost)], device)
+                costs, in_high = call_cost(shape, recipe, device), gemm_ms(shape, "", device)
+                speedup = in_high / sum(costs)
+                around = speedup_interval(in_high, sum(costs), [(in_high, *costs)], device)
             found.append(Cell(name, recipe, time, expected(shape, recipe, device), high / time, speedup, around))
     return found
 

@@ -170,6 +170,33 @@ def test_selectors() -> None:
     assert selected(exact_layer_names=["model.head"], layer_types=["all"]) == [4], "as upstream: the first one rules"
 
 
+def test_a_config_for_upstreams_names_that_selects_other_layers_by_path_is_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @dataclass(frozen=True)
+    class Block(Layer):
+        upstream: tuple[str, ...] = ()  # type: ignore[misc]
+
+    def plan_blocks(block: dict[str, Any], **keywords: Any) -> list[str]:
+        blocks = [Block(f"model.layers.{at}.fc1", upstream=(f"model.layers.{at + 1}.fc1",)) for at in range(4)]
+        section = {"enabled": True, "layers": block, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
+        return [entry.layer.name for entry in load_config({"s": section}).plan(blocks, REGISTERED, **keywords).layers]
+
+    for block in ({"layer_numbers": [2]}, {"layer_name_regex_pattern": r"layers\.2\."}):
+        assert plan_blocks(block) == ["model.layers.2.fc1"]
+        (message,) = caplog.messages
+        assert "(section 's'): the section 's' selects model.layers.2.fc1; by nvidia-dlfw-inspect's names it would" in (
+            message
+        )
+        assert "select model.layers.2.fc1 (here model.layers.1.fc1)." in message
+        assert message.endswith("layer_names='path' confirms that paths are meant.")
+        caplog.clear()
+        assert plan_blocks(block, layer_names="path") == ["model.layers.2.fc1"]
+        assert plan_blocks(block, layer_names="upstream") == ["model.layers.1.fc1"]
+    assert len(plan_blocks({"layer_types": ["fc1"]})) == 4
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize(
     ("name", "number"),
     [("layer12.proj", 12), ("h3.fc1", 3), ("fc10", None), ("moe.gemm_0", None), ("a.7.fc1", 7), ("b2.7.fc1", 7)],

@@ -499,13 +499,13 @@ def test_all_problems_of_a_file_are_reported_with_their_lines(tmp_path: Path) ->
     assert (str(copied), copied.problems) == (str(caught.value), caught.value.problems), "as between processes"
 
 
-def test_a_mapping_is_checked_like_a_file_and_merge_keys_have_a_line(tmp_path: Path) -> None:
+def test_a_mapping_is_checked_like_a_file_and_merged_keys_have_the_line_above(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^the config mapping \(section 's'\): 'freq' of 'LogTensorStats' must be"):
         load_config({"s": feature("LogTensorStats", ["fc1"], tensors=("weight",), stats=["max"], freq=0)})
     with pytest.raises(ConfigError, match=r"'tensors' of 'LogTensorStats' must be a list of .*, not {'weight'}"):
         load_config({"s": feature("LogTensorStats", ["fc1"], tensors={"weight"}, stats=["max"])})
     merged = "<<: {stats: [max], tensors: [activations]}"
-    with pytest.raises(ConfigError, match=r"line 7 .*'activations' is none of them"):
+    with pytest.raises(ConfigError, match=r"line 5 .*'activations' is none of them"):
         load(tmp_path, "LogTensorStats", merged)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD
-from te_precision_callbacks.coverage.nodes import found_in_graph, made_in_thread, mark_call
+from te_precision_callbacks.coverage.marks import found_in_graph, made_in_thread, mark_call
 
 _DEEPEST = 8
 
@@ -160,10 +160,12 @@ class ModelCalls:
         is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit. Steps without a backward,
             such as skipped batches, count as first steps up to :data:`MOST_WITHOUT_BACKWARD`.
         outside: everything that the step runs outside of calls of the model.
+        has_graphs: whether layers run in CUDA graphs, so that the kind of a call is its form alone.
     """
 
     def __init__(self) -> None:
         self.is_first = True
+        self.has_graphs = False
         self.here_in_thread = _RunningCall()
         self.outside = ModelCall(OUTSIDE, True)
         self._forms: dict[int | str, _CallSearch] = {OUTSIDE: _CallSearch()}
@@ -202,18 +204,15 @@ class ModelCalls:
             form = hash((base, tuple(numbers)))
             self._base[form] = base
         search = self._forms.setdefault(form, _CallSearch())
-        call = ModelCall(form, self._is_to_count(search), behind=list(_calls_in(leaves([arguments, keywords]))))
+        again = search.by_values or (search.last is not None and search.last.is_thrown_away)
+        wanted = (self.is_first and again) or (search.is_wanted and (self.is_first or self._left > 0))
+        call = ModelCall(form, wanted, behind=list(_calls_in(leaves([arguments, keywords]))))
         if call.is_counted:
             self._left -= not self.is_first
             search.is_new, search.last = False, call
         call.nodes = -made_in_thread()
         self.here_in_thread.call = call
         return call
-
-    def _is_to_count(self, form: _CallSearch) -> bool:
-        if self.is_first and (form.by_values or (form.last is not None and form.last.is_thrown_away)):
-            return True
-        return form.is_wanted and (self.is_first or self._left > 0)
 
     def leave(self) -> None:
         """End the call of this thread, also after an exception. A call that raised represents no other."""
@@ -223,6 +222,8 @@ class ModelCalls:
 
     def end(self, call: ModelCall, results: Any) -> None:
         call.nodes += made_in_thread()
+        if self.has_graphs:
+            call.path = call.nodes = 0
         call.has_ended = True
         mark = _Mark(call)
         call.is_known = mark_call(leaves(results), mark)
@@ -247,16 +248,16 @@ class ModelCalls:
         here = self.here  # a backward inside of a call, as in a training step that optimizes by itself
         waiting = list(_calls_in(roots)) if here is None else [here]
         known = set(map(id, waiting))
-        found: ModelCall | None = None
+        counted: ModelCall | None = None
         while waiting:
             call = waiting.pop()
-            found = call if found is None or call.is_counted else found
+            counted = call if counted is None or call.is_counted else counted
             call.has_backward = True
             if not call.is_counted and call.has_ended and call.kind in self._lack_backward:
                 self._forms[call.form].seek(call.kind)
             waiting += [other for other in call.behind if id(other) not in known]
             known.update(map(id, call.behind))
-        return found
+        return counted
 
     @property
     def has_wishes(self) -> bool:
@@ -295,6 +296,8 @@ class ModelCalls:
         """The kind of everything that the step ran outside of calls; None if it ran nothing there."""
         if not has_products and not self.outside.path:
             return None
+        if self.has_graphs:
+            self.outside.path = self.outside.nodes = 0
         self._left -= self._look_up(self.outside)
         return self.outside.kind
 

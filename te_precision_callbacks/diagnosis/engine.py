@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import (
     SEVERITIES,
@@ -146,7 +147,16 @@ class Diagnosis:
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
         in_order = (self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))
         findings = self._ordered(map(self._with_checkpoint, in_order))
-        return Verdict(tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank)
+        return Verdict(
+            tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank, not_observed=self._not_observed
+        )
+
+    @property
+    def _not_observed(self) -> str:
+        """The number of layers that are not observed, with the reasons; empty without such layers."""
+        refused = [layer.refused for layer in self._facts.layers.values() if layer.refused]
+        reasons = dict.fromkeys(text.partition(":")[0] for text in refused)
+        return f"{len(refused)} of {many(len(self._facts.layers), 'layer')} ({', '.join(reasons)})" if refused else ""
 
     def _why_not(self, judge: Judge) -> str:
         """The reason why a rule was not checked; empty if its data are not collected."""
@@ -156,7 +166,12 @@ class Diagnosis:
             return judge.why_not
         layers = self._facts.layers.values()
         if layers and not any(layer.rows or layer.forward is not None for layer in layers):
-            return "no layer was observed in training: call model.train() if the model is in evaluation mode"
+            if refused := next((layer.refused for layer in layers if layer.refused), ""):
+                return f"no layer was observed: {refused}"
+            return (
+                "no layer was observed in training: call model.train() if the model is in evaluation mode. A layer in"
+                " a CUDA graph that was captured before the session started is not observed either"
+            )
         # The first collection step lacks the statistics of scales and of FP8.
         return "only one collection step has run" if self._collected == 1 else ""
 

@@ -51,6 +51,7 @@ class LayerFacts:
         rows: n of its forward product, the rows of its input in a call; 0 if unknown.
         calls: the calls of its forward product in a step.
         is_of_te: whether it is a Transformer Engine layer.
+        refused: why it, or some of its forwards, are not observed; empty if they are.
     """
 
     name: str
@@ -67,6 +68,7 @@ class LayerFacts:
     rows: int = 0
     calls: int = 1
     is_of_te: bool = False
+    refused: str = ""
 
     @property
     def is_explicit(self) -> bool:
@@ -199,6 +201,7 @@ class Facts:
                 never.get(name, {}),
                 *rows_of.get(name, (0, 1)),
                 families.get(name, "") in ("te", "te_ops"),
+                row.get("refused") or "",
             )
         kept: dict[str, set[str]] = defaultdict(set)
         for row in states:

@@ -51,7 +51,7 @@ class Finding:
         until: the last one.
         last_good: the last checked iteration without the problem before ``since``; None without one.
         checkpoint: the iteration of the last checkpoint that is not later than ``last_good``; None without one.
-        seen: a description with the values of the first layer in the step ``seen_at``.
+        seen: a description with the values of one of the layers in the step ``seen_at``.
         why: why it matters.
         remedy: the remedy.
         patch: a section for the config that applies the remedy, in YAML; may be empty.
@@ -101,10 +101,10 @@ class Finding:
 
     @property
     def seen_in_words(self) -> str:
-        """The description, with step and layer if the finding spans others: ``in the first of them at step 2, ``."""
+        """The description, with its step if the finding spans several layers or steps."""
         if self.seen_at is None:
             return self.seen
-        where = "in the first of them " if len(self.layers) > 1 else ""
+        where = "in one of them " if len(self.layers) > 1 else ""
         spans_others = bool(where) or (self.since, self.until) != (self.seen_at, self.seen_at)
         return f"{where}at step {self.seen_at}, {self.seen}" if spans_others else self.seen
 
@@ -218,6 +218,7 @@ class Verdict(Sequence[Finding]):
         is_partial: whether a part of the run cannot be read.
         rank: the rank, one of several, that has checked only its local values, as with ``reduce=False`` in a running
             training; None for a verdict on all ranks.
+        not_observed: the number of layers that are not observed, with the reasons; empty if all are.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -225,6 +226,7 @@ class Verdict(Sequence[Finding]):
     not_judged: tuple[NotJudged, ...] = ()
     is_partial: bool = False
     rank: int | None = None
+    not_observed: str = ""
 
     def __getitem__(self, index: Any) -> Any:
         return self.findings[index]
@@ -262,6 +264,7 @@ class Verdict(Sequence[Finding]):
         total = len(self.judged) + len(self.not_judged)
         partial = "; a part of the run cannot be read" if self.is_partial else ""
         partial += f"; by the numbers of rank {self.rank} alone" if self.rank is not None else ""
+        partial += f"; not observed: {self.not_observed}" if self.not_observed else ""
         counts = [
             many(count, severity)
             for severity in SEVERITIES

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -25,6 +25,7 @@ from te_precision_callbacks.instrumentation.refusals import (
     DebugRefusal,
     RefusedLayers,
     has_quantized_input,
+    in_graph,
     is_captured,
     refusal_of,
 )
@@ -33,6 +34,7 @@ from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.stale_weights import stale_shares
 from te_precision_callbacks.instrumentation.watched import WatchedModules
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
+from te_precision_callbacks.statistics.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,12 @@ class Answers:
         self._checked_cache: set[int] = set()
         self._failures = failures
         self._idle_in_evaluation: dict[int, int] = {}
+        self._captured: dict[int, tuple[torch.nn.Module, tuple[Schedule, ...] | None]] = {}
+
+    @property
+    def ran(self) -> Collection[int]:
+        """The ids of the modules with training forwards in this iteration."""
+        return self._forwards.keys()
 
     def forget_forwards(self) -> None:
         """Reset the counts of forwards, for a new iteration."""
@@ -95,6 +103,7 @@ class Answers:
         """Reset the state of modules, before others are watched."""
         self.unwatched.clear()
         self._idle_in_evaluation.clear()
+        self._captured.clear()
 
     def forget(self) -> None:
         self.unwatched.clear()
@@ -126,8 +135,7 @@ class Answers:
             self._check_cached(module, frame)
         if self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
             if is_captured():
-                self.watched.leave_alone(module)
-                self._note_refusal(module, CUDA_GRAPH)
+                self._leave_captured(module)
             return False
         if kind is ForwardKind.EVALUATION:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
@@ -218,10 +226,37 @@ class Answers:
         module, refusal = forward.module, refusal_of(forward)
         if refusal is None or (idle and not refusal.lasts):
             return idle
-        if refusal.lasts:
-            self.watched.leave_alone(module)
-        self._note_refusal(module, refusal)
+        if refusal is CUDA_GRAPH:
+            self._leave_captured(module)
+        else:
+            self._note_refusal(module, refusal)
         return True
+
+    def _leave_captured(self, module: torch.nn.Module) -> None:
+        """Leave a module that is captured in a graph alone. A graph that can be bypassed is known after the capture."""
+        self._captured[id(module)] = module, self.watched.fused.get(id(module))
+        self.watched.leave_alone(module)
+        if self.refused.strict:
+            self._note_refusal(module, CUDA_GRAPH)
+
+    def resolve_captured(self, bypassable: Collection[int], refused: Iterable[tuple[torch.nn.Module, str]]) -> None:
+        """Refuse the modules captured in a step, except in graphs that can be bypassed.
+
+        Args:
+            bypassable: the ids of modules in graphs that can be bypassed.
+            refused: the modules in other graphs, with the reason.
+        """
+        for module, why_not in refused:
+            if id(module) in self.watched.modules and not self.watched.is_left_alone(module):
+                self.watched.leave_alone(module)
+                self._note_refusal(module, in_graph(why_not))
+            self._captured.pop(id(module), None)
+        captured, self._captured = self._captured, {}
+        for key, (module, changed_steps) in captured.items():
+            if key in bypassable:
+                self.watched.take_back(module, changed_steps)
+            else:
+                self._note_refusal(module, CUDA_GRAPH)
 
     def _note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         if id(module) in self.watched.modules:

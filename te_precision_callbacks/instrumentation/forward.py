@@ -11,7 +11,8 @@ read from Transformer Engine 2.20.2:
 
 Layers that Transformer Engine refuses in debug mode (``refusals.py``) stay unchanged. The refusal of CPU offloading for
 the whole process is removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``.
-``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) is wrapped to detect CUDA graphs.
+``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) is wrapped to detect CUDA graphs, and ``set_capture_start`` and
+``set_capture_end`` (``pytorch/graph.py``), between which ``make_graphed_callables`` runs layers without training.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors
 from te_precision_callbacks.instrumentation.gemm_records import GemmRecords
+from te_precision_callbacks.instrumentation.graphs import CudaGraphs
+from te_precision_callbacks.instrumentation.refusals import is_captured
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
@@ -99,8 +102,9 @@ class ForwardHooks:
             silent=self.products.note_silent,
             attention=self.products,
         )
+        self._graphs = CudaGraphs()
         self._seams = Replaced()
-        self._has_ranges = False
+        self._has_ranges = self._is_capturing = self._paused_before = False
 
     def put_ranges(self, *, wanted: bool) -> None:
         """Add or remove torch.profiler ranges around the layers of Transformer Engine and their GEMMs."""
@@ -114,6 +118,7 @@ class ForwardHooks:
         refused: Iterable[int] = (),
         operations: Sequence[NamedOperation] = (),
         fused: Mapping[int, tuple[Schedule, ...]] = MappingProxyType({}),
+        roots: Iterable[torch.nn.Module] = (),
     ) -> None:
         """Set the modules that the session acts on.
 
@@ -123,6 +128,7 @@ class ForwardHooks:
             operations: the operations of ``te.ops`` with GEMMs.
             fused: the ids of modules observed on their fused path -> the steps whose features change their
                 precision.
+            roots: the models of the modules, in which CUDA graphs are looked for.
         """
         self._release()
         self.answers.forget_modules()
@@ -131,11 +137,13 @@ class ForwardHooks:
         self.gemm_errors.watch(modules)
         self._gemm_records.watch(modules)
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
+        in_graphs = *self._watched.modules, *(id(operation.module) for operation in operations)
+        self._graphs.watch(roots, frozenset(in_graphs))
         self.arm()
 
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
-        """Count the matrix products of a model's next step; see :meth:`ModelProducts.watch`."""
-        self.products.watch(model, names, self._tap.operations.layers)
+        """Count the matrix products of a model's next step; see :meth:`ModelProducts.watch_model`."""
+        self.products.watch_model(model, names, self._tap.operations.layers)
         self._listen()
 
     def arm(self) -> None:
@@ -145,6 +153,9 @@ class ForwardHooks:
 
     def begin(self, iteration: int) -> None:
         """Arm the modules with a feature that may act in an iteration; the others rest."""
+        if self._is_capturing:  # the capture has raised
+            self._end_capture()
+        self._graphs.restore(self._watched.armed, self.answers.ran)
         self.answers.forget_forwards()
         self.gemm_errors.begin_iteration()
         other_regions = self._regions.end_step()
@@ -168,6 +179,20 @@ class ForwardHooks:
         else:
             self._tap.observe(self._watched.armed)
         self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges)
+
+        self._bypass_graphs()
+
+    def _bypass_graphs(self) -> None:
+        """Bypass the CUDA graphs of the layers to observe in this step. They replay again from the next step on."""
+        all_graphs = self.products.counting or self._tap.operations.has_new
+        if (self._watched.armed or all_graphs) and not is_captured():
+            self._graphs.bypass(self._watched.armed, all_graphs=all_graphs)
+            self.products.has_graphs = bool(self._graphs)
+
+    def end_step(self) -> None:
+        """Refuse the modules in CUDA graphs that cannot be bypassed."""
+        self._graphs.find()
+        self.answers.resolve_captured(self._graphs.bypassable, self._graphs.refused())
 
     def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Any:
         self._gemm_records.before_sum(layer, gemm, out, kept)
@@ -262,22 +287,52 @@ class ForwardHooks:
 
     def _install_for_refusals(self) -> None:
         """Allow CPU offloading, and detect CUDA graphs."""
-        from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
+        from transformer_engine.pytorch import cpu_offload, cpu_offload_v1, graph
 
         for module in (cpu_offload, cpu_offload_v1):
             require(module, "TEDebugState")
             self._seams.replace(module, "TEDebugState", _NotDebugging)
+        require(graph, "set_capture_start", "set_capture_end", "is_graph_capturing")
+        self._seams.replace(graph, "set_capture_start", self._make_capture_start(graph.set_capture_start))
+        self._seams.replace(graph, "set_capture_end", self._make_capture_end(graph.set_capture_end))
         if hasattr(torch.cuda.CUDAGraph, "capture_begin"):  # the reference backend has no graphs
             self._seams.replace(torch.cuda.CUDAGraph, "capture_begin", self._make_capture_begin(torch.cuda.CUDAGraph))
 
+    def _make_capture_start(self, upstream: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(upstream)
+        def set_capture_start() -> None:
+            self._paused_before = self._classify.paused
+            self._classify.paused = self._is_capturing = True
+            self._graphs.restore()
+            self._watched.rest_all()
+            self._tap.listen()
+            upstream()
+
+        return set_capture_start
+
+    def _end_capture(self) -> None:
+        self._is_capturing, self._classify.paused = False, self._paused_before
+        self.arm()
+
+    def _make_capture_end(self, upstream: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(upstream)
+        def set_capture_end() -> None:
+            upstream()
+            self._end_capture()
+
+        return set_capture_end
+
     def _make_capture_begin(self, graph_class: Any) -> Callable[..., Any]:
+        from transformer_engine.pytorch import graph
+
         upstream = graph_class.capture_begin
 
         @functools.wraps(upstream)
-        def capture_begin(graph: Any, *arguments: Any, **keywords: Any) -> Any:
+        def capture_begin(cuda_graph: Any, *arguments: Any, **keywords: Any) -> Any:
             # Arms all modules, so that each captured module is noticed: its forward is not called in a replay.
-            self.arm()
-            return upstream(graph, *arguments, **keywords)
+            if not graph.is_graph_capturing():
+                self.arm()
+            return upstream(cuda_graph, *arguments, **keywords)
 
         return capture_begin
 
@@ -288,6 +343,7 @@ class ForwardHooks:
         self.answers.forget()
 
     def _release(self) -> None:
+        self._graphs.restore()
         self._watched.release()
         self.products.close()
         self._tap.listen()

@@ -21,6 +21,7 @@ from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import Plan
+from te_precision_callbacks.instrumentation.graphs import why_not_bypassed
 from te_precision_callbacks.layers.naming import Model, NamedModule, named_roots
 
 logger = logging.getLogger(__name__)
@@ -224,23 +225,18 @@ REFUSALS = (
 )
 """The table of refusals. The first row that applies is the reason for a layer."""
 
-_GRAPHED_BY = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
-"""The Python modules with a ``make_graphed_callables`` that replaces the ``forward`` of a module."""
-
 
 class RefusedLayers:
     """The refused layers of a session, with the reasons.
 
-    Args:
-        strict: raise instead.
-
     Attributes:
+        strict: whether a refusal raises.
         modules: the modules that must not take the debug path in any forward, by id.
     """
 
     def __init__(self, *, strict: bool) -> None:
         self.modules: Mapping[int, DebugRefusal] = {}
-        self._strict = strict
+        self.strict = strict
         self._refused: dict[str, dict[DebugRefusal, None]] = {}
         self._acting: dict[int, list[str]] = {}
         self._notices = Notices()
@@ -266,12 +262,12 @@ class RefusedLayers:
             ObservationError: with ``strict=True``, if a layer is refused.
         """
         planned = {entry.layer.name: entry for entry in plan.layers}
-        graphed = set(_graphed(model))
+        graphed = dict(_graphed(model))
         of_modules: dict[int, DebugRefusal] = {}
         before: dict[str, DebugRefusal] = {}
         for named in modules:
             module = named.module
-            refusal = CUDA_GRAPH if id(module) in graphed else None
+            refusal = graphed.get(id(module))
             if id(module) not in fused:
                 refusal = next((row for row in REFUSALS if row.of_module and row.of_module(module)), refusal)
             if refusal is not None:
@@ -283,7 +279,7 @@ class RefusedLayers:
                     found = refusal or next(of_layer, None)
                     if found is not None:
                         before[layer.name] = found
-        if self._strict and before:
+        if self.strict and before:
             raise _error(before)
         self.modules = of_modules
         for layer_name, refusal in before.items():
@@ -305,7 +301,7 @@ class RefusedLayers:
             ObservationError: with ``strict=True``.
         """
         found = dict.fromkeys(self._acting.get(id(module), ()), refusal)
-        if self._strict and found:
+        if self.strict and found:
             raise _error(found)
         for layer in found:
             self._refused.setdefault(layer, {})[refusal] = None
@@ -324,11 +320,20 @@ class RefusedLayers:
         news = [item for item in items if self._notices.first(item)]
         for name, refusal in news:
             log(f"Layer {name} keeps its ordinary path. {refusal}")
-        if news:
+        in_graphs = [item for item in news if item[1].what == CUDA_GRAPH.what]
+        others = [item for item in news if item not in in_graphs]
+        if in_graphs:
+            logger.warning(
+                "Some layers run in a CUDA graph that cannot be bypassed. No feature acts on them, and they are not"
+                " observed: %s. Graphs of make_graphed_callables are bypassed in collection steps; run other captures"
+                " after the steps to observe.",
+                _format(in_graphs),
+            )
+        if others:
             logger.warning(
                 "Transformer Engine's debug path does not support some layers. No feature acts on them, and they are"
                 " not observed: %s.",
-                _format(news),
+                _format(others),
             )
         return bool(news)
 
@@ -358,9 +363,15 @@ def _format(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
     return "; ".join(parts)
 
 
-def _graphed(model: Model) -> Iterator[int]:
-    """Yield the ids of modules in a forward that was captured as a CUDA graph."""
+def in_graph(why_not: str) -> DebugRefusal:
+    """Return the refusal of a layer in a graph that cannot be bypassed."""
+    return replace(CUDA_GRAPH, why=f"{CUDA_GRAPH.why}; {why_not}")
+
+
+def _graphed(model: Model) -> Iterator[tuple[int, DebugRefusal]]:
+    """Yield the ids of modules in CUDA graphs that cannot be bypassed, with the refusal."""
     for _, root in named_roots(model) or ():
         for module in root.modules():
-            if getattr(module.__dict__.get("forward"), "__module__", None) in _GRAPHED_BY:
-                yield from map(id, module.modules())
+            if why_not := why_not_bypassed(module):
+                refusal = in_graph(why_not)
+                yield from ((id(part), refusal) for part in module.modules())

@@ -97,6 +97,11 @@ class WatchedModules:
         for module in self.modules.values():
             self.query_again(module)
 
+    def rest_all(self) -> None:
+        """Let all armed modules rest, until :meth:`arm_all`."""
+        for module in list(self.armed.values()):
+            self._rest(module)
+
     def begin(self, iteration: int, ran: Mapping[int, Collection[bool]], *, all_at_once: bool, excluded: bool) -> None:
         """Arm the modules with a feature that may act in an iteration; the others rest.
 
@@ -126,6 +131,21 @@ class WatchedModules:
         if id(module) not in self._refused:
             reset_schedule(module)
             self._arm(module)
+
+    def is_left_alone(self, module: torch.nn.Module) -> bool:
+        return id(module) in self._refused
+
+    def take_back(self, module: torch.nn.Module, changed_steps: tuple[Schedule, ...] | None) -> None:
+        """Watch a module again after :meth:`leave_alone`.
+
+        Args:
+            module: the module.
+            changed_steps: its value in ``fused``; None if it is observed on the debug path.
+        """
+        self._refused.discard(id(module))
+        if changed_steps is not None:
+            self.fused[id(module)] = changed_steps
+        self.query_again(module)
 
     def leave_alone(self, module: torch.nn.Module) -> None:
         """Let a module run as in a process without debugging."""

@@ -160,11 +160,6 @@ def test_a_run_that_ends_before_is_judged_at_its_end(tmp_path: Path) -> None:
     assert events(tmp_path) == [("warning", str(caught.value))]
 
 
-def test_a_run_that_ends_before_and_holds(tmp_path: Path) -> None:
-    assert run(tmp_path, "fp8 >= 50%", steps=2) == 2
-    assert events(tmp_path) == [("info", "The run holds its precision contract.")]
-
-
 def test_a_run_whose_loop_calls_no_step_is_judged_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(PrecisionContractError, match=r"checked at its end, without any step\(\):\n.*it is 50.0 %"):
         run(tmp_path, "fp8 >= 95%", calls_step=False)

@@ -1,0 +1,251 @@
+"""Runs the original forward of layers in CUDA graphs in collection steps, and their graph in all others.
+
+A replay runs no Python, so it cannot be observed. Read from Transformer Engine 2.20.2 (``pytorch/graph.py``), torch
+2.13 (``cuda/graphs.py``) and Megatron-LM (``transformer/module.py``, August 2026):
+
+- ``make_graphed_callables`` of the first two replaces a module's ``forward`` by ``new_fwd``, a closure over the
+  original, ``orig_fwd``.
+- Megatron's layers keep the graphs of ``cuda_graph_impl="transformer_engine"`` in the list ``cuda_graphs``. While it is
+  empty, a layer calls its own forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MAKERS = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
+"""The Python modules with a ``make_graphed_callables`` that replaces the ``forward`` of a module."""
+
+_OF_STREAMS = ("cuda_graph_stream", "cuda_graph_event")
+"""Arguments that a graphed forward takes, and the original does not."""
+
+
+def why_not_bypassed(module: Any) -> str | None:
+    """Return why the graph of a module cannot be bypassed; empty if it can, None without a graph."""
+    attributes = module.__dict__
+    forward = attributes.get("forward")
+    if _graphs_of_megatron(module) or isinstance(forward, _Bypass):
+        return ""
+    if not _is_graphed(forward):
+        wraps_graph = callable(forward) and _is_graphed(inspect.unwrap(forward))
+        return "its forward was wrapped after its graph was made" if wraps_graph else None
+    if "orig_fwd" not in _closure(forward):
+        return "the original forward cannot be found"
+    if _closure(attributes.get("backward_dw")).get("need_bwd_dw"):
+        return "a second graph computes its weight gradients (delay_wgrad_compute)"
+    return ""
+
+
+def _is_graphed(forward: Any) -> bool:
+    return getattr(forward, "__module__", None) in _MAKERS
+
+
+def _graphs_of_megatron(module: Any) -> list[Any]:
+    graphs = module.__dict__.get("cuda_graphs")
+    return graphs if isinstance(graphs, list) else []
+
+
+def _closure(function: Any) -> Mapping[str, Any]:
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _original(forward: Any) -> Any:
+    """Return the forward of a module before its first graph. It may have another graph for evaluation."""
+    while isinstance(forward, _Bypass) or (_is_graphed(forward) and "orig_fwd" in _closure(forward)):
+        forward = forward.original if isinstance(forward, _Bypass) else _closure(forward)["orig_fwd"]
+    return forward
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """The precision in which the layers of a graph were captured.
+
+    Attributes:
+        fp8: whether a layer ran in low precision.
+        state: the recipe's state of such a layer.
+    """
+
+    fp8: bool
+    state: Any
+
+    @classmethod
+    def of(cls, layers: Collection[Any]) -> _Captured:
+        metas = [layer.fp8_meta for layer in layers if getattr(layer, "fp8", False)]
+        metas += [meta["forward"] for layer in layers if (meta := getattr(layer, "_fp8_metas", None))]  # of te.ops
+        states = [meta["scaling_fwd"] for meta in metas if meta and "scaling_fwd" in meta]
+        return cls(bool(states), states[0] if states else None)
+
+    @property
+    def is_in_force(self) -> bool:
+        """Return whether the original forward would run in this precision here.
+
+        A graph runs in the precision of its capture, in any region of ``te.autocast``.
+        """
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        if FP8GlobalStateManager.is_fp8_enabled() != self.fp8:
+            return False
+        if not self.fp8:
+            return True
+        recipe: Any = FP8GlobalStateManager.get_fp8_recipe()
+        names = {f"{kind.__name__.removesuffix('Recipe')}RecipeState" for kind in type(recipe).__mro__}
+        if type(self.state).__name__ not in names:
+            return False
+        history = getattr(self.state, "amax_history", None)
+        return history is None or len(history) == getattr(recipe, "amax_history_len", len(history))
+
+
+class _Bypass:
+    """The ``forward`` of a module in a collection step.
+
+    Attributes:
+        original: the forward before the graph was made.
+        graphed: the forward with the graph.
+    """
+
+    def __init__(self, module: torch.nn.Module, captured: _Captured, report: Callable[[], None]) -> None:
+        self.graphed = module.__dict__["forward"]
+        self.original = _original(self.graphed)
+        self._module = module
+        self._captured = captured
+        self._report = report
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if not self._module.training:
+            return self.graphed(*arguments, **keywords)
+        if not self._captured.is_in_force:
+            self._report()
+            return self.graphed(*arguments, **keywords)
+        return self.original(*arguments, **{name: value for name, value in keywords.items() if name not in _OF_STREAMS})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module gets the forward that it would get without a session."""
+        return self.graphed
+
+
+class _Graph:
+    """The graph, or graphs, of a module.
+
+    Attributes:
+        layers: the watched modules in it, by id.
+        why_not: why it cannot be bypassed; empty if it can.
+    """
+
+    def __init__(self, module: torch.nn.Module, layers: Mapping[int, torch.nn.Module], why_not: str) -> None:
+        self._module = module
+        self._attributes: dict[str, Any] = module.__dict__
+        self.layers = layers
+        self.why_not = why_not
+        self._captured = _Captured.of(layers.values())
+        self._name = "cuda_graphs" if _graphs_of_megatron(module) else "forward"
+        self._own = self._attributes[self._name]
+        self._instead: Any = None
+        self._cached: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    @property
+    def is_bypassed(self) -> bool:
+        return self._instead is not None
+
+    def is_of(self, attributes: Mapping[str, Any]) -> bool:
+        """Return whether a module still has this graph."""
+        return attributes.get(self._name) is self._own or self.is_bypassed
+
+    def bypass(self) -> None:
+        """Run the original forward from now on.
+
+        A graph updates and reads weights that its layers have cached in low precision, at fixed addresses. Features may
+        replace them in the meantime.
+        """
+        workspaces = [vars(layer).get("_fp8_workspaces") for layer in self.layers.values()]
+        self._cached = [(cache, dict(cache)) for cache in workspaces if cache is not None]
+        self._instead = []
+        if self._name == "forward":
+            self._instead = _Bypass(self._module, self._captured, self._note_other_recipe)
+        self._attributes[self._name] = self._instead
+
+    def restore(self) -> None:
+        """Run the graph again."""
+        if self._attributes.get(self._name) is self._instead:  # else the script has made other graphs, or deleted them
+            self._attributes[self._name] = self._own
+        self._instead = None
+        for cache, before in self._cached:
+            cache.clear()
+            cache.update(before)
+        self._cached = []
+
+    def _note_other_recipe(self) -> None:
+        self.why_not = "te.autocast around its call has another recipe than at its capture"
+
+
+class CudaGraphs:
+    """The graphs of a model."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[Any, Mapping[int, torch.nn.Module]]] = []
+        self._graphs: dict[int, _Graph] = {}
+        self._unused: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._graphs)
+
+    def watch(self, roots: Iterable[torch.nn.Module], watched: Collection[int]) -> None:
+        """Set the models, and the ids of their modules to observe, after :meth:`restore`."""
+        self._places = []
+        self._graphs, self._unused = {}, set()
+        for root in roots:
+            for module in root.modules():
+                layers = {id(part): part for part in module.modules() if id(part) in watched}
+                if layers:
+                    self._places.append((module, layers))
+
+    def find(self) -> None:
+        """Look for graphs that were made or deleted since the last call."""
+        before, self._graphs = self._graphs, {}
+        for module, layers in self._places:
+            if "forward" not in module.__dict__ and "cuda_graphs" not in module.__dict__:
+                continue
+            known = before.get(id(module))
+            if known is not None and known.is_of(module.__dict__):
+                self._graphs[id(module)] = known
+            elif (why_not := why_not_bypassed(module)) is not None:
+                self._graphs[id(module)] = _Graph(module, layers, why_not)
+
+    def bypass(self, armed: Collection[int], *, all_graphs: bool) -> None:
+        """Bypass the graphs of modules to observe in this step, and all of them with ``all_graphs``."""
+        self.find()
+        for graph in self._graphs.values():
+            wanted = all_graphs or any(key in armed and key not in self._unused for key in graph.layers)
+            if wanted and not graph.why_not and not graph.is_bypassed:
+                graph.bypass()
+
+    def restore(self, armed: Collection[int] = (), ran: Collection[int] = ()) -> None:
+        """Run all graphs again.
+
+        Args:
+            armed: the modules that were to be observed.
+            ran: the modules that have run in the step. Others of a graph that has run are unused.
+        """
+        for graph in self._graphs.values():
+            if graph.is_bypassed:
+                graph.restore()
+                if any(key in ran for key in graph.layers):
+                    self._unused.update(key for key in graph.layers if key in armed and key not in ran)
+
+    @property
+    def bypassable(self) -> set[int]:
+        """Return the ids of the modules in graphs that can be bypassed."""
+        return {key for graph in self._graphs.values() if not graph.why_not for key in graph.layers}
+
+    def refused(self) -> Iterator[tuple[torch.nn.Module, str]]:
+        """Yield the modules in graphs that cannot be bypassed, with the reason."""
+        for graph in self._graphs.values():
+            if graph.why_not:
+                for layer in graph.layers.values():
+                    yield layer, graph.why_not
