@@ -5,7 +5,7 @@
 # make install   only set up the environment for tests and checks
 # make docs   the docs site, in site/; open site/index.html
 # make te-suite TE_SRC=<checkout of NVIDIA/TransformerEngine>   Transformer Engine's own tests on the reference backend
-# make gpu-check   on a machine with a GPU: whether all is right there, and what it costs; about eight minutes.
+# make gpu-check   on a machine with a GPU: whether all is right there, and what it costs; at most nine minutes.
 #                  ARGS="--device cpu" GPU_PYTHON=.venv/bin/python runs the same code on a CPU
 # make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; tests/clients/README.md
 # make proof   what the diagnosis says of planted defects and of healthy trainings, into docs/proof.md; about an hour

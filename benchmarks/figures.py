@@ -71,8 +71,8 @@ def measured(name: str) -> None:
     if done.returncode:
         sys.exit(f"{name}.py failed with exit code {done.returncode}: see above. {name}.json is as before.")
     KEPT.mkdir(exist_ok=True)
-    found = {"commit": _commit(), "cases": json.loads(done.stdout)}
-    (KEPT / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    results = {"commit": _commit(), "cases": json.loads(done.stdout)}
+    (KEPT / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _commit() -> str:
@@ -85,8 +85,8 @@ def _commit() -> str:
 
 def kept(name: str) -> Figures:
     """Return the stored results of a benchmark."""
-    found = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
-    return Figures([{key: _read(value) for key, value in case.items()} for case in found["cases"]], found["commit"])
+    results = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
+    return Figures([{key: _read(value) for key, value in case.items()} for case in results["cases"]], results["commit"])
 
 
 def _read(value: Any) -> Any:
@@ -101,7 +101,7 @@ def readme() -> str:
     step, overflow = kept("step"), kept("overflow")
     both = step.case("tensor and FP8 statistics")
     fused = step.case("fused, tensor and FP8 statistics")
-    found = overflow.case("float32")
+    results = overflow.case("float32")
     rows = [
         (
             "tensor and FP8 statistics, fused path",
@@ -115,8 +115,8 @@ def readme() -> str:
         ),
         (
             "activation overflow detection, float32",
-            _percent(found["ours_added_percent"]),
-            f"{found['upstream_added_percent'].value:.0f} %",
+            _percent(results["ours_added_percent"]),
+            f"{results['upstream_added_percent'].value:.0f} %",
         ),
     ]
     header = ("added to a step", "here", "the same in Transformer Engine 2.20 or transformers")
@@ -191,7 +191,7 @@ def _percent(interval: Interval) -> str:
     return f"{interval.value:.2g} % ({interval.low:.2g} to {interval.high:.2g})"
 
 
-def _cases(found: Figures, columns: Mapping[str, str]) -> str:
+def _cases(results: Figures, columns: Mapping[str, str]) -> str:
     """A row for each case.
 
     Args:
@@ -201,11 +201,11 @@ def _cases(found: Figures, columns: Mapping[str, str]) -> str:
     Raises:
         KeyError: all cases lack a number.
     """
-    unknown = [column for column in columns.values() if not any(column in case for case in found.cases)]
+    unknown = [column for column in columns.values() if not any(column in case for case in results.cases)]
     if unknown:
-        raise KeyError(f"no case has {', '.join(unknown)}; the cases are of {found.where}")
-    rows = ([case.get(column) for column in columns.values()] for case in found.cases)
-    return _table(tuple(columns), rows) + _below(found)
+        raise KeyError(f"no case has {', '.join(unknown)}; the cases are of {results.where}")
+    rows = ([case.get(column) for column in columns.values()] for case in results.cases)
+    return _table(tuple(columns), rows) + _below(results)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

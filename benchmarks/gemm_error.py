@@ -1,7 +1,7 @@
 """Accuracy, missed faults and false alarms of LogGemmError, and its cost.
 
     python benchmarks/gemm_error.py [--json] [--trials 1000] [--healthy 100000]
-        [--parts trials modules faults healthy cost] [--layers 1 --hidden 768] [--seconds 300]
+        [--parts trials faults healthy cost] [--layers 1 --hidden 768] [--seconds 300]
 
 Parts:
   trials   each recipe and GEMM on the reference backend: the error of the kernel and of the format, against whole
@@ -139,7 +139,7 @@ def trials(number: int) -> Iterator[dict[str, Any]]:
     for recipe in RECIPES:
         for kind in LAYOUTS:
             begin = time.process_time()
-            found: dict[str, list[float]] = {"kernel": [], "format": []}
+            results: dict[str, list[float]] = {"kernel": [], "format": []}
             ratios = []
             for seed in range(number):
                 gemm = gemm_of(recipe, kind, seed)
@@ -148,11 +148,11 @@ def trials(number: int) -> Iterator[dict[str, Any]]:
                 x = probes(M, PROBES, seed_of(seed, "x"), CPU)
                 one = judge(gemm, gemm.out, seed)
                 ratios.append(float(one.ratio))
-                found["kernel"].append(deviation(float(one.error_square) / PROBES, gemm.out.double() - decoded))
+                results["kernel"].append(deviation(float(one.error_square) / PROBES, gemm.out.double() - decoded))
                 v_hp = gemm.high_left @ (gemm.high_right.t() @ x.double())
                 v_deq = gemm.left.matrix() @ (gemm.right.matrix().t() @ x.double())
-                found["format"].append(deviation(float((v_deq - v_hp).square().sum()) / PROBES, decoded - exact))
-            for what, deviations in found.items():
+                results["format"].append(deviation(float((v_deq - v_hp).square().sum()) / PROBES, decoded - exact))
+            for what, deviations in results.items():
                 yield _estimates(f"{recipe}, {kind}: {what}", deviations, ratios, begin)
 
 
@@ -299,7 +299,7 @@ def cost(layers: int, hidden: int, seconds: float, least: int) -> Iterator[dict[
             path = Path(folder) / f"{schedule}.yaml"
             path.write_text(yaml.safe_dump({"s": section}))
             runs[name] = functools.partial(with_ours, training.model, path, "auto")
-        due, other = (found.ratio("processor") for found in measure(training, runs, seconds, least).values())
+        due, other = (results.ratio("processor") for results in measure(training, runs, seconds, least).values())
         added = [
             100 * (one / freq + rest * (1 - 1 / freq) - 1)
             for one, rest in zip(dataclasses.astuple(due), dataclasses.astuple(other), strict=True)

@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py [--parts kernels,parity] [--json] [--out benchmarks/gpu]
     python benchmarks/gpu_check.py --device cpu    # the same code on a CPU, with the sizes of a test; three minutes
 
-It takes about seven minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in its own process
+It takes at most nine minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in its own process
 with a time limit. Parts that check correctness run four at a time, then parts that measure time run one by one. A
 failing check is a row, and the part continues with its next check. After ``--seconds`` no part starts, and running
 parts are stopped. Parts use the compiled Transformer Engine if it can be imported, otherwise the reference backend.

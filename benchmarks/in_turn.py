@@ -166,7 +166,7 @@ Enough = Callable[[str, Pairs], bool]
 
 def to_within(share: float) -> Enough:
     """Enough once the interval of the ratio is that share of the ratio to either side."""
-    return lambda _, pairs: (found := pairs.ratio()).high - found.low <= 2 * share * found.value
+    return lambda _, pairs: (ratio := pairs.ratio()).high - ratio.low <= 2 * share * ratio.value
 
 
 def claimed(claims: Mapping[str, float], share: float) -> Enough:
@@ -204,19 +204,19 @@ def in_turn(
         least: pairs of each way.
         seed: of the order.
     """
-    order, found = random.Random(seed), {name: Pairs() for name in ways}
+    order, results = random.Random(seed), {name: Pairs() for name in ways}
     open_ways, end = list(ways), time.monotonic() + seconds
     number = 0
     while open_ways and (number < least or time.monotonic() < end):
         number += 1
         order.shuffle(open_ways)
         for name in open_ways:
-            both = [(found[name].ways, ways[name]), (found[name].bases, base)]
+            both = [(results[name].ways, ways[name]), (results[name].bases, base)]
             order.shuffle(both)
             for times, way in both:
                 times.append(_timed(way, device))
         if number >= least:
-            open_ways = [name for name in open_ways if not enough(name, found[name])]
-        said = [f"{name} {_short(found[name].latest)}" for name in sorted(open_ways)]
+            open_ways = [name for name in open_ways if not enough(name, results[name])]
+        said = [f"{name} {_short(results[name].latest)}" for name in sorted(open_ways)]
         progress(f"round {number}: " + (", ".join(said) if said else "all ways are resolved"))
-    return found
+    return results

@@ -180,7 +180,7 @@ def losses(steps: int, recipe: Recipe | None = None, rounding_seed: int | None =
     text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
     drawn = torch.Generator().manual_seed(0)
     made = recipe.make() if recipe is not None and rounding_seed is None else None
-    found = []
+    results = []
     with contextlib.ExitStack() as stack:
         session = None
         if recipe is not None and rounding_seed is not None:
@@ -199,10 +199,10 @@ def losses(steps: int, recipe: Recipe | None = None, rounding_seed: int | None =
             loss.backward()  # type: ignore[no-untyped-call]
             if step >= 0:
                 optimizer.step()
-                found.append(loss.item())
+                results.append(loss.item())
             if session is not None:
                 session.step()
-    return found
+    return results
 
 
 def _rounding_config(recipe: Recipe, seed: int) -> dict[str, Any]:
@@ -225,8 +225,8 @@ def _rounding_config(recipe: Recipe, seed: int) -> dict[str, Any]:
 def compare(recipe: Recipe, steps: int, in_bf16: Sequence[float], draws: int) -> Trained:
     """Compare a recipe, and BF16 with operands rounded to its format, with BF16."""
 
-    def distance(found: Sequence[float]) -> float:
-        return sum(abs(one - other) for one, other in zip(found, in_bf16, strict=True)) / steps
+    def distance(results: Sequence[float]) -> float:
+        return sum(abs(one - other) for one, other in zip(results, in_bf16, strict=True)) / steps
 
     quantized = losses(steps, recipe)
     rounded = [distance(losses(steps, recipe, seed)) for seed in range(1, draws + 1)]
@@ -249,12 +249,12 @@ def _measure_in_child(capability: str, steps: int, draws: int) -> list[Trained]:
     return [Trained(**row) for row in json.loads(done.stdout)]
 
 
-def as_table(found: Sequence[Trained], steps: int) -> Table:
+def as_table(results: Sequence[Trained], steps: int) -> Table:
     """One row a recipe."""
     table = Table(title=f"{steps} steps of a TransformerLayer, beside BF16")
     for heading in ("recipe", "GPU", "last loss", "in BF16", "distance", "of its format", ""):
         table.add_column(heading, justify="left" if heading in ("recipe", "") else "right")
-    for row in found:
+    for row in results:
         explained = f"{min(row.explained):.4f} to {max(row.explained):.4f}"
         verdict = "explained" if row.holds else "MORE THAN THE FORMAT EXPLAINS"
         numbers = (f"{row.last_loss:.3f}", f"{row.last_loss_bf16:.3f}", f"{row.distance:.4f}")
@@ -271,17 +271,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--capability", help="only the recipes of this compute capability, in this process")
     options = parser.parse_args(arguments)
     if options.capability is not None:
-        found = measure(options.capability, options.steps, options.draws)
+        results = measure(options.capability, options.steps, options.draws)
     else:
         capabilities = dict.fromkeys(recipe.capability for recipe in RECIPES)
-        found = [
+        results = [
             row for capability in capabilities for row in _measure_in_child(capability, options.steps, options.draws)
         ]
     if options.json:
-        sys.stdout.write(json.dumps([dataclasses.asdict(row) for row in found], indent=1) + "\n")
+        sys.stdout.write(json.dumps([dataclasses.asdict(row) for row in results], indent=1) + "\n")
     else:
-        Console(width=120).print(as_table(found, options.steps))
-    return 0 if all(row.holds for row in found) else 1
+        Console(width=120).print(as_table(results, options.steps))
+    return 0 if all(row.holds for row in results) else 1
 
 
 if __name__ == "__main__":

@@ -226,15 +226,15 @@ def fitted() -> dict[str, Constants]:
     Both have the larger scatter of the two: the H200's single shapes are not published. The error of a transfer is that
     of speed-ups on the H200 NVL by the constants of the B300.
     """
-    found = {name: fit(name) for name in SUMS}
+    results = {name: fit(name) for name in SUMS}
     errors = [
-        value - 1 for name, row in transferred(found["b300"]).items() if name != HIGH for value in row["speed-up"]
+        value - 1 for name, row in transferred(results["b300"]).items() if name != HIGH for value in row["speed-up"]
     ]
     transfer = round(math.sqrt(statistics.mean(one**2 for one in errors)), 4)
-    scatters = [one.scatter for one in found.values()]
+    scatters = [one.scatter for one in results.values()]
     worst = {key: max(getattr(one, key) for one in scatters) for key in ("kernel", "cast", "run", "quantile")}
     scatter = Scatter(**worst, transfer=transfer)
-    return {name: one.model_copy(update={"scatter": scatter}) for name, one in found.items()}
+    return {name: one.model_copy(update={"scatter": scatter}) for name, one in results.items()}
 
 
 def transferred(constants: Constants) -> dict[str, dict[str, list[float]]]:
@@ -242,12 +242,12 @@ def transferred(constants: Constants) -> dict[str, dict[str, list[float]]]:
     same of speed-ups."""
     device = device_named("h200_nvl").model_copy(update={"constants": constants})
     sums = SUMS["h200_nvl"]
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     for recipe in (HIGH, CURRENT, DELAYED):
         times = [sum(expected(s, recipe, device) for s in SHAPES[one]) / sums[recipe][one] for one in SHAPES]
-        high = found[HIGH]["time"] if found else times
-        found[recipe] = {"time": times, "speed-up": [h / t for h, t in zip(high, times, strict=True)]}
-    return found
+        high = results[HIGH]["time"] if results else times
+        results[recipe] = {"time": times, "speed-up": [h / t for h, t in zip(high, times, strict=True)]}
+    return results
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class Cell:
 def cells(constants: Constants) -> list[Cell]:
     """Return the 20 cells with the model's times."""
     device = device_named("b300").model_copy(update={"constants": constants})
-    found = []
+    results = []
     for recipe, measured in CELLS.items():
         for name, shape, time, high in zip(LAYERS, SHAPES["fprop"], measured, CELLS[HIGH], strict=True):
             speedup, around = 1.0, (1.0, 1.0)
@@ -285,29 +285,29 @@ def cells(constants: Constants) -> list[Cell]:
                 costs, in_high = call_cost(shape, recipe, device), gemm_ms(shape, "", device)
                 speedup = in_high / sum(costs)
                 around = speedup_interval(in_high, sum(costs), [(in_high, *costs)], device)
-            found.append(Cell(name, recipe, time, expected(shape, recipe, device), high / time, speedup, around))
-    return found
+            results.append(Cell(name, recipe, time, expected(shape, recipe, device), high / time, speedup, around))
+    return results
 
 
 def tables() -> Iterator[str]:
     """The lines of the tables of docs/speed.md."""
-    found = fitted()
+    results = fitted()
     yield "Constants:"
     yield ""
-    yield from _constants(found)
+    yield from _constants(results)
     yield ""
-    yield from _cells(cells(found["b300"]))
+    yield from _cells(cells(results["b300"]))
 
 
-def _constants(found: Mapping[str, Constants]) -> Iterator[str]:
+def _constants(results: Mapping[str, Constants]) -> Iterator[str]:
     shares = "kernels, share of the peak | kernels, share of the bandwidth | casts, share of the bandwidth"
     yield f"| measured on | {shares} | a launch of a cast, ms |"
     yield "|---|---|---|---|---|"
-    for one in found.values():
+    for one in results.values():
         kernel = ", ".join(f"{name} {value:.2f}" for name, value in one.kernel.items())
         cast = ", ".join(f"{name} {value:.2f}" for name, value in one.cast.items())
         yield f"| {one.measured_on} | {kernel} | {one.bandwidth:.2f} | {cast} | {one.launch_ms:.4f} |"
-    scatter = next(iter(found.values())).scatter
+    scatter = next(iter(results.values())).scatter
     yield ""
     yield (
         f"Relative standard deviations: of a shape's kernel {scatter.kernel:.3f}, of its casts {scatter.cast:.3f}, of a"
@@ -315,19 +315,19 @@ def _constants(found: Mapping[str, Constants]) -> Iterator[str]:
     )
 
 
-def _cells(found: Sequence[Cell]) -> Iterator[str]:
+def _cells(results: Sequence[Cell]) -> Iterator[str]:
     yield "The 20 cells that are in no fit, B300, both operands cast: expected / measured ms, and the error:"
     yield ""
     yield f"| shape | {' | '.join(CELLS)} |"
     yield "|---" * (1 + len(CELLS)) + "|"
     for layer, shape in zip(LAYERS, SHAPES["fprop"], strict=True):
-        row = [one for one in found if one.layer == layer]
+        row = [one for one in results if one.layer == layer]
         texts = (f"{one.expected:.3f} / {one.measured:.3f}, {100 * one.error:+.0f} %" for one in row)
         yield f"| {layer} {shape} | {' | '.join(texts)} |"
-    errors = [abs(one.error) for one in found]
-    low = [one for one in found if one.recipe != HIGH]
+    errors = [abs(one.error) for one in results]
+    low = [one for one in results if one.recipe != HIGH]
     inside = sum(one.interval[0] <= one.measured_speedup <= one.interval[1] for one in low)
-    worst = max(found, key=lambda one: abs(one.error))
+    worst = max(results, key=lambda one: abs(one.error))
     yield ""
     yield (
         f"The median error is {100 * statistics.median(errors):.1f} %, the worst {100 * max(errors):.1f} %"

@@ -132,19 +132,19 @@ class Measured:
         """Call each function of Transformer Engine's buffers once: a buffer for each feature."""
         from transformer_engine.debug.features.utils.stats_computation import DEPENDENCIES, STATS
 
-        found = {"": self.quantized}
+        results = {"": self.quantized}
         for statistics in (self.case.tensor, self.case.quantized):
             for name in set().union(*(DEPENDENCIES[statistic] for statistic in statistics)):
-                STATS[name][0](self.values, found)
+                STATS[name][0](self.values, results)
 
     def run(self, seconds: float, least: int) -> dict[str, Any]:
         """The numbers of the case."""
         with _plain_torch() if self.case.eager else contextlib.nullcontext():
             self._engine = StatisticsEngine(on_failure=_fail)
             self.ours()
-            found = len(self._engine.flush(reduce=False))
-            if found != sum(map(len, self._notes)):
-                raise RuntimeError(f"{self.case.name}: the engine gave {found} statistics of {self._notes}")
+            results = len(self._engine.flush(reduce=False))
+            if results != sum(map(len, self._notes)):
+                raise RuntimeError(f"{self.case.name}: the engine gave {results} statistics of {self._notes}")
             modes = MODES if self.case.tensor else MODES[:1]  # nothing of the FP8 statistics is ever compiled
             ways: dict[str, Way] = {"ours": plainly(self.ours)}
             ways |= {mode: functools.partial(self._in_mode, mode) for mode in modes}

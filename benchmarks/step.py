@@ -379,7 +379,7 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
     }
     base, others = functools.partial(training.within, without), Pairs()
     with in_plain_torch():
-        found = in_turn(
+        results = in_turn(
             once, base, training.device, enough=to_within(_SHARE), seconds=options.seconds, least=options.least
         )
         for number in range(3 * options.least):
@@ -390,8 +390,8 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
                     step()
                     times.append(_middle([spent(step, training.device) for _ in range(_STEPS)]))
             progress(f"another step, pair {number + 1}: {others.latest:.3f}")
-    found["another step"] = others
-    first, collection, other = (pairs.ratio("processor").scaled(100, -1) for pairs in found.values())
+    results["another step"] = others
+    first, collection, other = (pairs.ratio("processor").scaled(100, -1) for pairs in results.values())
     schedule = Schedule.of(
         DEFAULT_CONFIG["default_statistics"]["transformer_engine"]["LogTensorStats"]["freq"]
     ).with_early(EARLY_STEPS)
@@ -411,7 +411,7 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
                 "collection_steps": collected + 1,
             }
         )
-    parts = zip(found.items(), (first, collection, other), strict=True)
+    parts = zip(results.items(), (first, collection, other), strict=True)
     return [*(_alone(name, pairs) | {"ours_processor_percent": part} for (name, pairs), part in parts), *wholes]
 
 

@@ -1,4 +1,4 @@
-"""Runs each backward in a thread of its own, as torch runs it on a GPU: in the device's thread."""
+"""Run each backward in a second thread, as torch does on a GPU."""
 
 from __future__ import annotations
 

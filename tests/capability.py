@@ -1,4 +1,4 @@
-"""The reference backend as another GPU, in a process whose Transformer Engine has asked for it before."""
+"""Let the reference backend emulate another GPU after Transformer Engine has cached the first one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def any_capability() -> Iterator[None]:
 
 
 def stand_for(capability: tuple[int, int]) -> None:
-    """What Transformer Engine remembers of the GPU is forgotten. Read from TE 2.20.2."""
+    """Clear Transformer Engine's cached facts about the GPU. Read from TE 2.20.2."""
     target.choose(capability)
     utils._get_device_compute_capability.cache_clear()
     utils.is_non_tn_fp8_gemm_supported.cache_clear()

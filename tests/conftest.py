@@ -1,4 +1,4 @@
-"""What the tests share: the reference backend where there is no GPU, a sink that keeps, a look at the global state."""
+"""Shared fixtures: the reference backend without a GPU, a sink that keeps records, checks of global state."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def fresh_accelerate_state() -> Iterator[None]:
 
 @pytest.fixture
 def any_gpu() -> Iterator[None]:
-    """The reference backend stands for whatever GPU a test asks for."""
+    """Let the reference backend emulate any GPU."""
     from tests.capability import any_capability
 
     with any_capability():

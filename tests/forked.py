@@ -1,4 +1,4 @@
-"""Processes that need not import everything anew: forked from one that has done it.
+"""Processes that start in a tenth of a second: forked from a process with all imports.
 
 Importing torch, Transformer Engine and a trainer takes a process up to ten seconds, of which a test that is about
 something else has nothing. A test of what holds from a process's start on, such as the order of imports, uses
@@ -76,7 +76,7 @@ def executable(*, whole: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a script ended; ``returncode`` is that of ``subprocess``."""
+    """Result of a script; ``returncode`` as in ``subprocess``."""
 
     returncode: int
     stdout: str
@@ -84,7 +84,7 @@ class Ended:
 
 
 class Running:
-    """A script that runs beside this process, with what ``executable`` has imported."""
+    """A script in another process, with the imports of ``executable``."""
 
     def __init__(self, script: Path, arguments: Sequence[str], *, whole: bool = True, **environment: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -97,7 +97,7 @@ class Running:
             )
 
     def end(self, timeout: float = TIMEOUT) -> Ended:
-        """Wait for its end; it is killed after so many seconds."""
+        """Wait for the script to end; kill it after the timeout."""
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:

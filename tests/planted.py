@@ -14,11 +14,11 @@ BAD = "blocks.3.fc"
 
 
 def defective(path: Path, *, prefix: str = "", steps: int = 40, power: int = -18, **more: Any) -> Path:
-    """A run of ten blocks, of which one has other gradients than the others.
+    """Record a run of ten blocks; the gradients of one block differ from the others.
 
     Args:
         path: the log folder.
-        prefix: what the names of all layers begin with.
+        prefix: prefix of all layers' names.
         steps: the steps.
         power: the gradients are multiplied by this power of two; 0 makes a healthy run.
         **more: as for :func:`tests.compare.recorded.record`.

@@ -1,4 +1,4 @@
-"""What a process of the tests does first."""
+"""Set up a process of the tests."""
 
 from __future__ import annotations
 

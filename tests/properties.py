@@ -1,4 +1,4 @@
-"""Tests over generated values: what they generate, the same in every run.
+"""Generated values, the same in every run.
 
 @given(draw=randoms())
 @examples(20)

@@ -21,7 +21,7 @@ from public_names import PACKAGE, public_names  # noqa: E402
 
 
 def listed() -> str:
-    """The whole list: module and name, with the parameters of what can be called."""
+    """Return the list: module and name, with the parameters of callables."""
     lines = []
     homes: dict[int, str] = {}
     for module, names in sorted(public_names(ROOT).items(), reverse=True):
@@ -46,7 +46,7 @@ def _lines(path: str, value: Any) -> Iterator[str]:
 
 
 def _constructor(value: type) -> str:
-    """The parameters, unless they are those of a framework's class."""
+    """Return the parameters, except inherited ones of a framework's class."""
     if issubclass(value, tuple):
         return _parameters(value)
     if getattr(value, "_is_protocol", False) or any(map(is_dataclass, _foreign(value))):
@@ -60,7 +60,7 @@ def _foreign(value: type) -> list[type]:
 
 
 def _attributes(value: type) -> list[str]:
-    """What the package itself defines: without what a framework's base class has and the package overrides."""
+    """Return the names that the package defines, without overridden names of a framework's base class."""
     foreign = {name for base in _foreign(value) for name in dir(base)}
     ours = [base for base in value.__mro__ if base not in _foreign(value)]
     names = {
@@ -70,7 +70,7 @@ def _attributes(value: type) -> list[str]:
 
 
 def _documented(value: type) -> list[str]:
-    """What the docstring's section of attributes names: also those that a constructor sets."""
+    """Return the names in the docstring's section of attributes, including those set by a constructor."""
     section = inspect.cleandoc(value.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     return [name for names in re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE) for name in names.split(", ")]
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, and their JSON says what their readers rely on. No time is asserted: machines differ."""
+"""The benchmarks run, and their JSON has the expected keys. Times are not asserted: machines differ."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ NAMES = (
 def gpu_check(
     folder: Path, *arguments: str, whole: bool = True
 ) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
-    """What the command writes on a CPU at the sizes of a test, and how it ended."""
+    """Run the command on a CPU with the sizes of a test; return its JSON and the finished process."""
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     options = ["--device", "cpu", "--small", "--out", str(folder), *arguments]
     command = [executable(whole=whole), str(BENCHMARKS / "gpu_check.py"), *options]

@@ -1,4 +1,4 @@
-"""The grammar of conditions: what a text means, and of which numbers it holds."""
+"""The grammar of conditions, and the values that satisfy them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading a config, selecting layers, and planning: what a user gets wrong is said before the run, with its place."""
+"""Loading a config, selecting layers, and planning: mistakes raise before the run, with their place."""
 
 from __future__ import annotations
 

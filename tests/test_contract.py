@@ -1,4 +1,4 @@
-"""A contract as users write it, and what is said of one that cannot be meant."""
+"""Contracts as users write them, and errors for invalid contracts."""
 
 from __future__ import annotations
 

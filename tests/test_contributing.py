@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: what it says to do to add a statistic, a feature, a format or an integration, done in a copy."""
+"""CONTRIBUTING.md: its steps to add a statistic, a feature, a format and an integration work in a copy."""
 
 from __future__ import annotations
 

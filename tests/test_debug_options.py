@@ -1,4 +1,4 @@
-"""What debug= takes, and --debug for any argparse parser."""
+"""Values of debug=, and --debug for any argparse parser."""
 
 from __future__ import annotations
 

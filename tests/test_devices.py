@@ -53,7 +53,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def lost() -> Exception:
-    """What torch raises for an assertion in a kernel."""
+    """The error that torch raises for an assertion in a kernel."""
     return torch.AcceleratorError(ASSERTED)
 
 

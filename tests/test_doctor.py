@@ -1,4 +1,4 @@
-"""``te-precision doctor``: on this machine, without Transformer Engine, with another version, and what it finds.
+"""``te-precision doctor``: on this machine, without Transformer Engine, with another version, and its findings.
 
 Processes see what is real: an environment whose packages lack Transformer Engine, metadata of another version first on
 the path, a log folder below a file.

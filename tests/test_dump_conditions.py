@@ -1,4 +1,4 @@
-"""Conditions and sizes of DumpTensors: which can hold, and the words and lines of those that cannot."""
+"""Conditions and sizes of DumpTensors: valid ones, and the errors with lines of invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/figures.py: the tables of README and docs are those of what was measured."""
+"""benchmarks/figures.py: the tables of README and docs have the stored results."""
 
 from __future__ import annotations
 

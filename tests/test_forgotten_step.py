@@ -1,4 +1,4 @@
-"""Optimizer steps of which the debug iteration does not hear: every integration says so, once."""
+"""Optimizer steps without a step() of the session: every integration warns once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the frames on the stack say of the forward that runs."""
+"""The kind of the running forward, read from the frames on the stack."""
 
 from __future__ import annotations
 

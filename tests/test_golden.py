@@ -1,4 +1,4 @@
-"""The outputs that users read are those of tests/golden/."""
+"""Outputs of commands equal the files in tests/golden/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module may import which: no circle, and facts, readers and overflow detection know no session."""
+"""Import rules: no cycles, and no imports upwards in the table of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files() -> Mapping[str, Path]:
 
 
 def imports(node: ast.AST) -> Iterator[str]:
-    """What a module imports wherever it does, in functions and for the checker of types too."""
+    """Yield the imports of a module, including those in functions and for type checkers."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
@@ -106,7 +106,7 @@ def test_no_part_imports_one_of_a_line_above() -> None:
 
 
 def test_doctor_loads_no_session() -> None:
-    """The line of the table that has ``cli`` may import the session, so the table does not say this."""
+    """The line of ``cli`` may import the session, so the test of the table does not cover this."""
     modules = [module for module in graph() if f"{module}.".startswith(f"{PACKAGE}.cli.doctor.")]
     assert modules
     above = {"session", "lightning", "fabric", "transformers", "debug_options"}

@@ -1,4 +1,4 @@
-"""The clock of the benchmarks, on a machine that is drawn: its intervals hold the truth, and it stops when it knows."""
+"""The clock of the benchmarks, on a simulated machine: coverage of its intervals, and when it stops."""
 
 from __future__ import annotations
 

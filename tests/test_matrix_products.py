@@ -88,7 +88,7 @@ def test_a_frozen_weight_has_no_wgrad() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_fused_attention(causal: bool) -> None:
-    """What its definition multiplies: two products forward, two for each of them backward."""
+    """By its definition: two products forward, two for each of them backward."""
     batch, heads, rows, columns, size = 2, 3, 5, 5 if causal else 7, 8
 
     def compute() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What of a run's numbers goes to a trainer's loggers, under which names, and which of them are the worst."""
+"""Metrics of a trainer's loggers: selection, names, and the worst values."""
 
 from __future__ import annotations
 

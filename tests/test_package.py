@@ -1,4 +1,4 @@
-"""What is installed and imported: the package from a wheel, quick imports, and errors where an extra is missing."""
+"""Installation and imports: the package from a wheel, quick imports, and errors of missing extras."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FRAMEWORKS = ("lightning", "accelerate", "transformers", "transformer_engine", "
 
 
 def python(code: str, folder: Path = ROOT.parent, *, fresh: bool = False) -> str:
-    """Run code in a process of its own, which does not inherit the reference backend of this one.
+    """Run code in another process, without this process's reference backend.
 
     Args:
         fresh: whether no library may be imported before; without it, the process starts sooner.

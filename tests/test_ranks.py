@@ -33,7 +33,7 @@ def name(rank: int) -> str:
 
 
 def on_all(size: int, run: Callable[[int], Any]) -> list[Any]:
-    """What each rank returns, or its exception; in threads."""
+    """Run each rank in a thread; return its result or exception."""
 
     def guarded(rank: int) -> Any:
         try:
@@ -46,7 +46,7 @@ def on_all(size: int, run: Callable[[int], Any]) -> list[Any]:
 
 
 def forked(folder: Path, size: int, run: Callable[[Messages], Any], *, is_open: bool = True) -> list[Any]:
-    """What each rank returns, or its exception; None of a rank that was killed. Each is a process of its own."""
+    """Run each rank in a process; return its result or exception, None if it was killed."""
     children = [os.fork() or _rank(folder, rank, size, run, is_open) for rank in range(size)]
     for child in children:
         os.waitpid(child, 0)
@@ -248,7 +248,7 @@ def test_a_rank_that_fails_to_connect_is_named(tmp_path: Path, failing: int) -> 
 
 @contextlib.contextmanager
 def listeners() -> Any:
-    """The addresses on which a socket was opened meanwhile that listens."""
+    """Collect the addresses of listening sockets opened in the block."""
     addresses: list[Any] = []
     before = group._sockets().values()
     yield addresses

@@ -61,7 +61,7 @@ def test_the_log_has_every_digit_and_no_exponent(tmp_path: Path, value: float) -
 
 
 def log_once(folder: Path, value: float) -> list[str]:
-    """What the statistics log of a folder holds after a run of one number."""
+    """Return the content of a folder's statistics log after a run with one value."""
     log = StatisticsLog()
     log.start(run_info(folder))
     log.write(records(Row("a", "activation", None, "max", value)))

@@ -1,4 +1,4 @@
-"""The features' schemas: what loads, what is refused and with which words, and the page that is made from them."""
+"""The features' schemas: valid keys, errors, and the generated page."""
 
 from __future__ import annotations
 

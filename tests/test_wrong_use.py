@@ -1,4 +1,4 @@
-"""What every command that prints JSON does with wrong use: the error is on stderr, and no JSON is on stdout."""
+"""Wrong use of commands with --json: the error is on stderr, and stdout is empty."""
 
 from __future__ import annotations
 

@@ -32,15 +32,15 @@ def check(settings: Settings, rows: Rows) -> None:
     size, least = (160, 1) if settings.small else (8192, 8)
     for case in (Case(torch.bfloat16, TENSOR_STATISTICS), Case(torch.bfloat16, (), FP8_STATISTICS, CURRENT)):
         with as_in_a_long_run():
-            found = Measured(case, size, settings.device).run(0.0 if settings.small else 20.0, least)
+            results = Measured(case, size, settings.device).run(0.0 if settings.small else 20.0, least)
         name = f"{case.name}, {size} x {size}"
         if settings.on_gpu:
-            rows.equal(f"{name}: path", found["path"], "triton")
+            rows.equal(f"{name}: path", results["path"], "triton")
         else:
-            rows.measured(f"{name}: path", found["path"])
+            rows.measured(f"{name}: path", results["path"])
         for key, unit in UNITS.items():
-            if found.get(key) is not None:
-                value, notes = found[key], [found["te_mode"]] if key in ("te_ms", "ratio") else []
+            if results.get(key) is not None:
+                value, notes = results[key], [results["te_mode"]] if key in ("te_ms", "ratio") else []
                 if isinstance(value, Interval):
                     notes.append(f"{value.low:.3g} to {value.high:.3g}")
                     value = value.value

@@ -74,15 +74,15 @@ def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[st
     values = (drawn(*shape, seed=4) * 10).to(dtype)
     places = kernels.ColumnPlaces(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)
     of_blocks = BlockPlaces(14, 18, 21, 23, 23 + SCALES.number, 5, 6, 8, 10)
-    found = []
+    results = []
     for device in (settings.device, torch.device("cpu")):
         sums = torch.zeros(23 + SCALES.number + RANGES.number, dtype=torch.float64, device=device)
         maxima = torch.full((12,), kernels.NOTHING, dtype=torch.float64, device=device)
         in_blocks = _in_blocks(form, shape, device)
         pending = kernels.Pending(values.to(device), None, None, False, places, in_blocks, of_blocks)
         kernels.add([pending], sums, maxima)
-        found.append((sums.cpu(), maxima.cpu()))
-    (sums, maxima), (right, right_maxima) = found
+        results.append((sums.cpu(), maxima.cpu()))
+    (sums, maxima), (right, right_maxima) = results
     names = [*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS, *LIMIT_SUMS, *LOSS_SUMS, *RANGE_SUMS]
     wrong = []
     for place, (value, expected) in enumerate(zip(sums.tolist(), right.tolist(), strict=True)):

@@ -163,7 +163,7 @@ def exact(
     finite = np.isfinite(x)
     kept = x[finite]
     magnitudes = np.abs(kept[kept != 0])
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "finite": kept.size,
         "nonfinite": x.size - kept.size,
         "zeros": kept.size - magnitudes.size,
@@ -176,22 +176,22 @@ def exact(
         "variance": _sum((kept - _sum(kept) / kept.size) ** 2) / kept.size if kept.size else 0.0,
     }
     bins = np.clip(np.frexp(magnitudes)[1] + 126, 0, EXPONENT_BINS - 1)  # frexp: 0.5 <= mantissa < 1
-    found["histogram"] = np.bincount(bins, minlength=EXPONENT_BINS).tolist()
+    results["histogram"] = np.bincount(bins, minlength=EXPONENT_BINS).tolist()
     if codes is not None and scale_inv is not None:
         dtype, largest = FORMATS[e5m2]
         y = _array(codes.contiguous().view(dtype).float() * scale_inv)[finite]
         limit = float(torch.tensor(largest) * scale_inv)
-        found |= {
+        results |= {
             "compared": kept.size,
             "underflows": int(((kept != 0) & (y == 0)).sum()),
             "overflows": int((np.abs(kept) > limit).sum()),
             "error_square_sum": _sum((kept - y) ** 2),
-            "signal_square_sum": found["square_sum"],
+            "signal_square_sum": results["square_sum"],
         }
         factor = scale_inv.item()
-        found |= {"scales": 1, "scale_sum": factor, "scale_square_sum": factor * factor}
-        found |= {"scale_max": factor, "negated_scale_min": -factor}
-    return found
+        results |= {"scales": 1, "scale_sum": factor, "scale_square_sum": factor * factor}
+        results |= {"scale_max": factor, "negated_scale_min": -factor}
+    return results
 
 
 def _array(values: torch.Tensor) -> Array:
@@ -213,19 +213,21 @@ def _named(sums: torch.Tensor, maxima: torch.Tensor, case: Case) -> dict[str, An
         EXPONENT_BINS * case.histogram
     ):
         raise RuntimeError(f"{case.name}: {len(numbers)} sums of {sums.dtype}, maxima of {maxima.dtype}")
-    found: dict[str, Any] = dict(zip(names, numbers, strict=False)) | dict(zip(extremes, maxima.tolist(), strict=True))
+    results: dict[str, Any] = dict(zip(names, numbers, strict=False)) | dict(
+        zip(extremes, maxima.tolist(), strict=True)
+    )
     if case.histogram:
-        found["histogram"] = numbers[len(names) :]
-    count = max(1.0, found["finite"])
-    mean = found["sum"] / count
-    found["variance"] = found["square_sum"] / count - mean * mean
-    return found
+        results["histogram"] = numbers[len(names) :]
+    count = max(1.0, results["finite"])
+    mean = results["sum"] / count
+    results["variance"] = results["square_sum"] / count - mean * mean
+    return results
 
 
-def compared(found: dict[str, Any], expected: dict[str, Any], bounds: dict[str, float]) -> tuple[float, list[str]]:
+def compared(results: dict[str, Any], expected: dict[str, Any], bounds: dict[str, float]) -> tuple[float, list[str]]:
     """The largest error as a share of its bound, and the columns that are wrong."""
     worst, wrong = 0.0, []
-    for name, value in found.items():
+    for name, value in results.items():
         right = expected[name]
         if name not in bounds:
             if value != right:
@@ -255,8 +257,8 @@ def _run(case: Case, device: torch.device) -> tuple[dict[str, Any], dict[str, An
             codes = case.codes_view(codes)
         arguments.append((values, codes, None if scale_inv is None else scale_inv.to(place)))
     e5m2 = bool(case.codes)
-    found = _named(*kernels.measure(*arguments[0], e5m2=e5m2, histogram=case.histogram), case)
-    return found, exact(*arguments[1], e5m2)
+    results = _named(*kernels.measure(*arguments[0], e5m2=e5m2, histogram=case.histogram), case)
+    return results, exact(*arguments[1], e5m2)
 
 
 def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: bool) -> int:

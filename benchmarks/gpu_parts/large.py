@@ -42,26 +42,26 @@ def _made(settings: Settings) -> torch.Tensor:
 def _expected(values: torch.Tensor) -> dict[str, float]:
     """By pieces, in float64."""
     flat = values.view(-1)
-    found = dict.fromkeys(MOMENT_SUMS, 0.0)
+    results = dict.fromkeys(MOMENT_SUMS, 0.0)
     for begin in range(0, flat.numel(), _PIECE):
         piece = flat[begin : begin + _PIECE].double()
         finite = piece[piece.isfinite()]
-        found["finite"] += finite.numel()
-        found["nonfinite"] += piece.numel() - finite.numel()
-        found["zeros"] += int((finite == 0).sum())
-        found["sum"] += float(finite.sum())
-        found["square_sum"] += float(finite.square().sum())
-        found["abs_sum"] += float(finite.abs().sum())
-    return found | {"max": 1000.0, "negated_min": 3008.0, "negated_min_nonzero": -1.0}  # -3000 in bfloat16 is -3008
+        results["finite"] += finite.numel()
+        results["nonfinite"] += piece.numel() - finite.numel()
+        results["zeros"] += int((finite == 0).sum())
+        results["sum"] += float(finite.sum())
+        results["square_sum"] += float(finite.square().sum())
+        results["abs_sum"] += float(finite.abs().sum())
+    return results | {"max": 1000.0, "negated_min": 3008.0, "negated_min_nonzero": -1.0}  # -3000 in bfloat16 is -3008
 
 
 def _judge(name: str, measured: tuple[torch.Tensor, torch.Tensor], expected: dict[str, float], rows: Rows) -> None:
     sums, maxima = measured
-    found = dict(zip(MOMENT_SUMS, sums.tolist(), strict=False)) | dict(zip(MAXIMA, maxima.tolist(), strict=False))
+    results = dict(zip(MOMENT_SUMS, sums.tolist(), strict=False)) | dict(zip(MAXIMA, maxima.tolist(), strict=False))
     wrong = [
-        f"{column} is {found[column]}, not {right}"
+        f"{column} is {results[column]}, not {right}"
         for column, right in expected.items()
-        if abs(found[column] - right)
+        if abs(results[column] - right)
         > (_BOUND * (expected["abs_sum"] if column == "sum" else abs(right)) if column.endswith("sum") else 0)
     ]
     rows.add(name, len(wrong), "columns wrong", 0, not wrong, "; ".join(wrong)[:400])

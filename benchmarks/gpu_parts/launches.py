@@ -59,10 +59,10 @@ def check(settings: Settings, rows: Rows) -> None:
     for path in PATHS:
         ways[path] = functools.partial(watched, training.model, statistics_of_all(path, fp8=False), path)
     with as_in_a_long_run():
-        found = {name: counted(training, way, settings) for name, way in ways.items()}
-    alone = found["without"]
+        results = {name: counted(training, way, settings) for name, way in ways.items()}
+    alone = results["without"]
     note = f"{layers} layers, hidden {hidden}; {settings.backend_note}".removesuffix("; ")
-    for name, one in found.items():
+    for name, one in results.items():
         if not settings.on_gpu:
             rows.measured(f"{name}: operations in a step", one.before.operations + one.end.operations, note=note)
         waits = f"{name}: host waits in forward and backward"

@@ -37,7 +37,7 @@ _FP8_FROM = (8, 9)
 def facts(device: str) -> dict[str, Any]:
     """Return hardware and versions; ``gpu`` is None on a CPU, ``error`` is the reason for a missing GPU."""
     backend, why = _backend(device)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "device": device,
         "gpu": None,
         "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -51,8 +51,8 @@ def facts(device: str) -> dict[str, Any]:
         "layouts": "10.0" if device == "cuda" and torch.cuda.get_device_capability(0) >= (10, 0) else "9.0",
     }
     if device == "cuda":
-        found["gpu"] = _gpu()
-    return found
+        results["gpu"] = _gpu()
+    return results
 
 
 def _gpu() -> dict[str, Any]:

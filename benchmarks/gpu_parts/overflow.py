@@ -83,16 +83,16 @@ def _without(model: torch.nn.Module) -> AbstractContextManager[object]:
 @contextlib.contextmanager
 def _copies() -> Iterator[list[None]]:
     """An entry for each copy of the extremes to the host: on a CPU nothing else shows it."""
-    found: list[None] = []
+    results: list[None] = []
     to_host = extreme_slots.to_host
 
     def noted(rows: torch.Tensor) -> object:
-        found.append(None)
+        results.append(None)
         return to_host(rows)
 
     extreme_slots.to_host = noted  # type: ignore[assignment]
     try:
-        yield found
+        yield results
     finally:
         extreme_slots.to_host = to_host
 

@@ -63,46 +63,46 @@ def dumped(sides: Sequence[Side], capability: str, folder: Path) -> list[dict[st
             command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         started.append((side, path, process))
-    found, failures = [], []
+    results, failures = [], []
     for side, path, process in started:
         _, errors = process.communicate()
         if process.returncode:
             failures.append(f"{side.name} at {capability}: {(errors.strip().splitlines() or ['?'])[-1]}")
         else:
-            found.append(torch.load(path, weights_only=True))
+            results.append(torch.load(path, weights_only=True))
     if failures:
         raise RuntimeError("; ".join(failures))
-    return found
+    return results
 
 
 def compare(sides: Sequence[Side], made: Sequence[dict[str, Any]], capability: str, rows: Rows) -> None:
     """Rows for each quantizer: the bytes that differ, and the errors of the GEMM."""
     (one, other), (mine, theirs) = sides, made
     for name, right in theirs.items():
-        found = mine[name]
+        results = mine[name]
         check = f"{name}, {capability}: {one.name} and {other.name}"
-        refused = found.get("refused") or right.get("refused")
+        refused = results.get("refused") or right.get("refused")
         if refused is not None:
             rows.left_out(check, refused)
             continue
         differing, total, where = 0, 0, []
         for part, expected in right["parts"].items():
-            value = found["parts"].get(part)
+            value = results["parts"].get(part)
             total += expected.nbytes
             here = expected.nbytes if value is None else _differing(value, expected)
             differing += here
             where += [f"{part}: {here}"] if here else []
-        more = found["parts"].keys() - right["parts"].keys()
+        more = results["parts"].keys() - right["parts"].keys()
         where += [f"only {one.name}: {part}" for part in sorted(more)]
-        for side, made_there in ((one, found), (other, right)):
+        for side, made_there in ((one, results), (other, right)):
             where += [f"{side.name}, {of}: {why}" for of, why in made_there["failures"].items()]
         rows.add(f"{check}, bytes that differ", differing, f"of {total}", 0, not where, "; ".join(where)[:400])
-        if "product" in right and "product" in found:
+        if "product" in right and "product" in results:
             exact, magnitudes = _product(right)
             limit = IN_TENSOR_CORES if one.backend == "compiled" else IN_FLOAT32
-            error = float(((found["product"].double() - exact).abs() / magnitudes).max())
+            error = float(((results["product"].double() - exact).abs() / magnitudes).max())
             rows.at_most(f"{name}, {capability}: GEMM, {one.name}", error, limit, "of the magnitudes")
-            apart = float((found["product"].double() - right["product"].double()).abs().max())
+            apart = float((results["product"].double() - right["product"].double()).abs().max())
             largest = float(exact.abs().max())
             rows.measured(
                 f"{name}, {capability}: GEMM, largest difference", apart, note=f"of numbers up to {largest:.3g}"

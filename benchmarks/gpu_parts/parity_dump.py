@@ -79,7 +79,7 @@ def quantizers(capability: str, device: torch.device) -> dict[str, tuple[str, Ca
     def nvfp4(**options: Any) -> Callable[[bool], Any]:
         return lambda weight: te.NVFP4Quantizer(with_2d_quantization=weight, **options)
 
-    found: dict[str, tuple[str, Callable[[bool], Any]]] = {
+    results: dict[str, tuple[str, Callable[[bool], Any]]] = {
         "delayed scaling, E4M3": ("fp8", delayed(False)),
         "delayed scaling, E5M2": ("fp8", delayed(True)),
         "current scaling, E4M3": ("fp8", current(False)),
@@ -87,12 +87,12 @@ def quantizers(capability: str, device: torch.device) -> dict[str, tuple[str, Ca
         "current scaling, powers of two": ("fp8", current(False, force_pow_2_scales=True)),
     }
     if capability == "9.0":
-        return found | {
+        return results | {
             "FP8 blocks, E4M3": ("fp8_block_scaling", blocks(False)),
             "FP8 blocks, E5M2": ("fp8_block_scaling", blocks(True)),
             "FP8 blocks, float32 scales": ("fp8_block_scaling", blocks(False, force_pow_2_scales=False)),
         }
-    return found | {
+    return results | {
         "MXFP8, E4M3": ("mxfp8", mxfp8(False)),
         "MXFP8, E5M2": ("mxfp8", mxfp8(True)),
         "NVFP4": ("nvfp4", nvfp4()),
@@ -104,21 +104,21 @@ def _refusals() -> dict[str, str]:
     """Recipe -> why it does not run on this GPU, by Transformer Engine's own checks."""
     from transformer_engine.pytorch import quantization
 
-    found = {}
+    results = {}
     for recipe in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling"):
         runs, why = getattr(quantization, f"check_{recipe}_support")()
         if not runs:
-            found[recipe] = str(why)
-    return found
+            results[recipe] = str(why)
+    return results
 
 
 def made(capability: str, device: torch.device) -> dict[str, Any]:
     """For each quantizer: ``refused``, or the parts of each quantized tensor, what failed, and the result of a GEMM."""
     refusals = _refusals()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (recipe, make) in quantizers(capability, device).items():
         if recipe in refusals:
-            found[name] = {"refused": refusals[recipe]}
+            results[name] = {"refused": refusals[recipe]}
             continue
         parts, operands, failures = {}, {}, {}
         for of, tensor in tensors().items():
@@ -132,15 +132,15 @@ def made(capability: str, device: torch.device) -> dict[str, Any]:
                 failures[of] = in_one_line(error)
                 continue
             operands[of] = quantized
-        found[name] = {"parts": parts, "failures": failures}
+        results[name] = {"parts": parts, "failures": failures}
         if {WEIGHT, ACTIVATION} <= operands.keys():
             try:
-                found[name]["product"] = _product(operands[WEIGHT], operands[ACTIVATION]).cpu()
+                results[name]["product"] = _product(operands[WEIGHT], operands[ACTIVATION]).cpu()
             except Exception as error:
                 failures["GEMM"] = in_one_line(error)
             for of in (WEIGHT, ACTIVATION):
-                found[name][of] = _dequantized(operands[of]).cpu()
-    return found
+                results[name][of] = _dequantized(operands[of]).cpu()
+    return results
 
 
 def _parts(quantized: Any, quantizer: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -93,8 +93,8 @@ def _expected(step: int) -> dict[str, float]:
     }
 
 
-def _judge(name: str, found: list[dict[str, Any]], rows: Rows, note: str) -> None:
-    for rank, of_rank in enumerate(found):
+def _judge(name: str, results: list[dict[str, Any]], rows: Rows, note: str) -> None:
+    for rank, of_rank in enumerate(results):
         same = of_rank["alone"]["weight"] == of_rank["beside"]["weight"]
         rows.equal(f"{name}: weights of rank {rank} with a session", "same" if same else "other", "same", note=note)
         steps = of_rank["beside"]["steps"]
@@ -104,7 +104,7 @@ def _judge(name: str, found: list[dict[str, Any]], rows: Rows, note: str) -> Non
                 value = step.get(key, float("nan"))
                 near = abs(value - right) <= _TOLERANCE * max(1.0, abs(right))
                 rows.add(f"{name}: {key}, step {number}, rank {rank}", value, expected=right, ok=near)
-    same = found[0]["beside"]["steps"] == found[1]["beside"]["steps"]
+    same = results[0]["beside"]["steps"] == results[1]["beside"]["steps"]
     rows.equal(f"{name}: numbers of both ranks", "same" if same else "other", "same")
 
 

@@ -162,13 +162,13 @@ def _check_recipe(settings: Settings, rows: Rows, name: str) -> None:
     for tensor in TENSORS:
         for statistic in ("mse", "underflows%", "max"):
             key = f"{tensor} {statistic}"
-            found, right = ours.get(key), theirs.get(key)
-            if found is None or right is None:
-                rows.add(f"{name}: {key}", found, expected=right, ok=False, note="one of the two is missing")
+            value, right = ours.get(key), theirs.get(key)
+            if value is None or right is None:
+                rows.add(f"{name}: {key}", value, expected=right, ok=False, note="one of the two is missing")
                 continue
             # A count in a hundredth of an element is the same count; a mean squared error has some digits.
             allowed = _TOLERANCE * right if statistic == "mse" else 1e-9 * max(1.0, abs(right))
-            rows.add(f"{name}: {key}", found, expected=right, ok=abs(found - right) <= allowed, note=note)
+            rows.add(f"{name}: {key}", value, expected=right, ok=abs(value - right) <= allowed, note=note)
 
 
 def check(settings: Settings, rows: Rows) -> None:

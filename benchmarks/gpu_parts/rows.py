@@ -170,9 +170,9 @@ class Rows:
         note: str = "",
     ) -> None:
         """Any row."""
-        found = row(self._part, check, value, unit, expected, ok, note)
+        entry = row(self._part, check, value, unit, expected, ok, note)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
 
 def row(

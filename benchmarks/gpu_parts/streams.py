@@ -68,10 +68,10 @@ def _wrong_statistics(settings: Settings, *, ends_on_second: bool, grows: bool) 
             expected |= {(name, "max"): number + 1.0, (name, "mean"): (number + 2.0) / 2}
         if ends_on_second and second.stream is not None:
             with torch.cuda.stream(second.stream):
-                found = engine.flush(reduce=False)
+                results = engine.flush(reduce=False)
         else:
-            found = engine.flush(reduce=False)
-        values_of = {(name, label): found.value(name, "activation", label) for name, label in expected}
+            results = engine.flush(reduce=False)
+        values_of = {(name, label): results.value(name, "activation", label) for name, label in expected}
         wrong += sum(values_of[key] != right for key, right in expected.items())
     return wrong
 
@@ -86,8 +86,10 @@ def _wrong_extremes(settings: Settings) -> int:
                 values = torch.full((16,), float(place), device=settings.device)
                 values[0] = -number
                 measured.append((slots.measure(values), -float(number), float(place)))
-        found = slots.read()
-        wrong += sum(not isinstance(slot, Slot) or found.extremes(slot) != (low, high) for slot, low, high in measured)
+        results = slots.read()
+        wrong += sum(
+            not isinstance(slot, Slot) or results.extremes(slot) != (low, high) for slot, low, high in measured
+        )
         slots.reset()
     return wrong
 

@@ -50,20 +50,22 @@ class Healthy:
 
 def all_healthy() -> Sequence[Healthy]:
     """The trainings of the proof."""
-    found: list[Healthy] = []
+    trainings: list[Healthy] = []
     lengths = (31, 21, 41, 31)
     for at, model in enumerate(MODELS):
         for recipe_at, recipe in enumerate((*RECIPES, "none")):
             turn = at + recipe_at
             precision = _precision(model, recipe, turn)
             freq = 2 if turn % 2 else None
-            found.append(Healthy("plain", model, recipe, precision, lengths[turn % 4], len(found), freq))
+            trainings.append(Healthy("plain", model, recipe, precision, lengths[turn % 4], len(trainings), freq))
     for at, model in enumerate(MODELS):
         for count_at, count in enumerate(count for count in BLOCK_COUNTS if count != BLOCKS):
             for twice in range(2):
                 recipe = RECIPES[(at + count_at + 2 * twice) % len(RECIPES)]
                 precision = _precision(model, recipe, count_at + twice)
-                found.append(Healthy("plain", model, recipe, precision, 31, len(found), (None, 2)[twice], count))
+                trainings.append(
+                    Healthy("plain", model, recipe, precision, 31, len(trainings), (None, 2)[twice], count)
+                )
     shapes: tuple[tuple[Shape, int], ...] = (
         ("lora", 31),
         ("moe", 31),
@@ -75,22 +77,22 @@ def all_healthy() -> Sequence[Healthy]:
     )
     for shape, steps in shapes:
         for at in range(4):
-            turn = len(found)
+            turn = len(trainings)
             recipe = RECIPES[(turn + at) % (3 if shape == "grouped" else 5)]
             model = MODELS[(turn + at // 2) % len(MODELS)]
             precision = _precision(model, recipe, at)
             if shape in ("moe", "grouped"):
                 model = "bytes"
-            found.append(Healthy(shape, model, recipe, precision, steps, turn, 2 if at % 2 else None))
-    found.append(Healthy("plain", "bytes", "current", "bfloat16", 31, len(found)))
-    found.append(Healthy("plain", "gpt", "mxfp8", "bfloat16", 31, len(found), 2))
-    found.append(Healthy("two-ranks", "bytes", "delayed", "float32", 31, len(found)))
-    found.append(Healthy("two-ranks", "gpt", "mxfp8", "autocast", 21, len(found), 2))
-    found.append(Healthy("long", "bytes", "delayed", "float32", 500, len(found)))
-    found.append(Healthy("long", "vit", "current", "autocast", 300, len(found)))
-    found.append(Healthy("long", "gpt", "delayed", "autocast", 200, len(found)))
-    found.append(Healthy("long", "llama", "blocks", "float32", 150, len(found)))
-    return found
+            trainings.append(Healthy(shape, model, recipe, precision, steps, turn, 2 if at % 2 else None))
+    trainings.append(Healthy("plain", "bytes", "current", "bfloat16", 31, len(trainings)))
+    trainings.append(Healthy("plain", "gpt", "mxfp8", "bfloat16", 31, len(trainings), 2))
+    trainings.append(Healthy("two-ranks", "bytes", "delayed", "float32", 31, len(trainings)))
+    trainings.append(Healthy("two-ranks", "gpt", "mxfp8", "autocast", 21, len(trainings), 2))
+    trainings.append(Healthy("long", "bytes", "delayed", "float32", 500, len(trainings)))
+    trainings.append(Healthy("long", "vit", "current", "autocast", 300, len(trainings)))
+    trainings.append(Healthy("long", "gpt", "delayed", "autocast", 200, len(trainings)))
+    trainings.append(Healthy("long", "llama", "blocks", "float32", 150, len(trainings)))
+    return trainings
 
 
 def _precision(model: ModelName, recipe: RecipeName, turn: int) -> Precision:
@@ -161,10 +163,10 @@ class Experts(torch.nn.Module):
                 self.down[at](torch.nn.functional.gelu(self.up[at](part))) if len(part) else part
                 for at, part in enumerate(parts)
             ]
-        found = torch.cat([part[:count] for part, count in zip(mixed, counts, strict=True)])
+        joined = torch.cat([part[:count] for part, count in zip(mixed, counts, strict=True)])
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
-        out: torch.Tensor = (found[back] * share[:, None]).view(x.shape)
+        out: torch.Tensor = (joined[back] * share[:, None]).view(x.shape)
         return out
 
 

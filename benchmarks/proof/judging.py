@@ -31,10 +31,10 @@ class _Noting(Diagnosis):
     def step(self, numbers: StepNumbers) -> list[Finding]:
         return self._note(super().step(numbers), numbers.iteration)
 
-    def _note(self, found: list[Finding], iteration: int) -> list[Finding]:
-        for each in found:
+    def _note(self, results: list[Finding], iteration: int) -> list[Finding]:
+        for each in results:
             self.came.setdefault((each.rule, each.tensor, each.layers[:1]), iteration)
-        return found
+        return results
 
 
 def judged(log_dir: Path) -> tuple[Verdict, dict[tuple[str, str, tuple[str, ...]], int]]:
@@ -168,13 +168,13 @@ def silence_of(log_dir: Path) -> Silence:
     return Silence(log_dir.name, truth["shape"], loud, notes)
 
 
-def silence_table(found: Sequence[Silence]) -> str:
+def silence_table(results: Sequence[Silence]) -> str:
     """A line for each shape of training, in Markdown."""
     lines = ["| training | runs | with a false alarm | notes |", "|---|---|---|---|"]
     groups: dict[str, list[Silence]] = {}
-    for each in found:
+    for each in results:
         groups.setdefault(each.shape, []).append(each)
-    for name, group in [*groups.items(), ("all", list(found))]:
+    for name, group in [*groups.items(), ("all", list(results))]:
         alarms = sum(bool(each.alarms) for each in group)
         lines.append(f"| {name} | {len(group)} | {alarms} | {sum(len(each.notes) for each in group)} |")
     return "\n".join(lines)

@@ -113,8 +113,8 @@ def is_trained(log_dir: Path) -> bool:
 
 def truth_of(log_dir: Path) -> dict[str, Any]:
     """Return the truth about a recorded training."""
-    found: dict[str, Any] = json.loads((log_dir / TRUTH).read_text())
-    return found
+    results: dict[str, Any] = json.loads((log_dir / TRUTH).read_text())
+    return results
 
 
 def _train(job: Job, log_dir: Path) -> dict[str, Any]:

@@ -42,12 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
             record(jobs, folder, processes=options.processes)
         if options.only_record:
             return 0
-        found = [silence_of(folder / each.name) for each in trainings if is_trained(folder / each.name)]
-    alarms = [f"{each.name}: {alarm}" for each in found for alarm in each.alarms]
-    table = silence_table(found)
+        results = [silence_of(folder / each.name) for each in trainings if is_trained(folder / each.name)]
+    alarms = [f"{each.name}: {alarm}" for each in results for alarm in each.alarms]
+    table = silence_table(results)
     lines = "\n".join(f"- {alarm}" for alarm in alarms) or "There are no false alarms."
     if options.json:
-        print(json.dumps(as_json(found), indent=1))
+        print(json.dumps(as_json(results), indent=1))
     else:
         print(table, lines, sep="\n\n")
     if options.page:

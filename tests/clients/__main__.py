@@ -1,13 +1,13 @@
-"""Run what is known of a folder of other people's scripts, without the debugger and with it, and compare.
+"""Run other people's scripts without the debugger and with it, and compare.
 
 Usage::
 
     python -m tests.clients --src FOLDER [--cache FOLDER] [--table tests/clients/README.md] [NAME ...]
 
-Each client gets an environment of its own in the cache, outside of this repository, and runs in a copy of its folder.
+Each client gets its own environment in the cache, outside of this repository, and runs in a copy of its folder.
 Rows of clients that this call does not run stay as they are.
 
-Exits with 0 if every client gave what the table says, 1 if not, 2 on wrong use.
+Exits with 0 if every client has the results in the table, 1 if not, 2 on wrong use.
 """
 
 from __future__ import annotations

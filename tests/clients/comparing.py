@@ -1,4 +1,4 @@
-"""What the spy noted of two runs, compared; and the debugger's statistics beside the spy's own.
+"""Compare the spy's notes of two runs, and the debugger's statistics with the spy's.
 
 Usage::
 
@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Notes:
-    """What the spies of all ranks of a run noted, a list for each rank."""
+    """Return the notes of all ranks of a run, a list for each rank."""
 
     ranks: tuple[tuple[dict[str, Any], ...], ...]
 
@@ -93,7 +93,7 @@ def _shown(part: Any) -> str:
 
 @dataclass
 class Checked:
-    """How statistics of the debugger's log compare with the spy's.
+    """Comparison of the debugger's log with the spy's statistics.
 
     Attributes:
         equal: how many were within the tolerance.

@@ -1,4 +1,4 @@
-"""The clients: where each lies in a folder of sources, what it needs, how it is started and watched.
+"""The clients: folder, requirements, start, and integration of each.
 
 A script is run as it is, with arguments that make it small. ``launcher`` and ``arguments`` are what its README says,
 with the size taken down.
@@ -22,7 +22,7 @@ class Client:
     """A training script of somebody else's.
 
     Attributes:
-        name: what it is called here.
+        name: name in the table.
         marker: the end of its path in a folder of sources; its folder is that of the marker.
         what: what the row of the table says of it: front door of its training, recipe, processes.
         environment: the name of its environment, which clients with the same packages share.
@@ -30,10 +30,10 @@ class Client:
         arguments: the script and its arguments.
         launcher: what starts it, with its arguments; empty: Python.
         front_door: how the debugger comes around it, see inside/watching.py.
-        stand_ins: what is made for it before it runs; each gets the folder that it runs in, and its Python.
+        stand_ins: functions that prepare its data; each gets the folder that it runs in, and its Python.
         stands_in: the same in words.
         capability: compute capability that the reference backend stands for.
-        variables: what is added to its environment.
+        variables: additional environment variables.
         said: packages whose versions the table has.
         from_index: the client is a library of the package index; its script lies in this repository.
         up: how many folders above that of the marker it runs in.

@@ -34,7 +34,7 @@ class Run:
         code: its exit code; None if it ran past the limit.
         record: the folder of the spy's notes.
         logs: the folder of the debugger's logs, whether or not there are any.
-        output: what it printed, standard output and error together.
+        output: standard output and error together.
         seconds: how long it took.
     """
 
@@ -51,7 +51,7 @@ def run(client: Client, source: Path, environment: Environment, folder: Path, *,
     Args:
         client: which one.
         source: its folder; it is copied, and not written to.
-        environment: what it runs in.
+        environment: its environment variables.
         folder: where it runs; emptied first.
         watched: with the debugger.
     """

@@ -22,7 +22,7 @@ HEAD = ("client", "what trains", "runs", "losses and parameters", "GEMMs", "stat
 
 
 def not_a_page(page: Path) -> str:
-    """Why a file cannot take the table; empty if it can."""
+    """Return the reason why a file cannot take the table; empty if it can."""
     if not page.is_file():
         return "there is no such file"
     text = page.read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def table(trials: Sequence[Trial], old: str = "") -> str:
     """The table, the versions under it, and what explains rows.
 
     Args:
-        trials: what is new.
+        trials: new results.
         old: an earlier table, of which the lines of other clients are kept.
     """
     parts = [_lines(trials, part) for part in (_row_of, _versions, _differs, _fails)]

@@ -1,4 +1,4 @@
-"""The runner itself, without a client: what it finds, what it tells apart, what it says of bad input."""
+"""The runner itself, without a client: search, comparison, and errors for bad input."""
 
 from __future__ import annotations
 

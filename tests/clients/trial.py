@@ -30,7 +30,7 @@ RAN = "runs"
 
 @dataclass
 class Trial:
-    """What became of a client. Texts are empty where nothing is wrong.
+    """Result of a client. Texts are empty without a problem.
 
     Attributes:
         name, what, stands_in, differs, fails: the client's.

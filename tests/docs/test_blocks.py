@@ -1,4 +1,4 @@
-"""Every block of code of the README and of docs/: run as it stands, read by what it is for, or run by another test."""
+"""Every block of code of the README and of docs/ runs, is parsed by its tool, or is run by another test."""
 
 from __future__ import annotations
 

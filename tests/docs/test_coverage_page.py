@@ -1,4 +1,4 @@
-"""docs/coverage.md: its code as it stands there, what it prints, and the contract that it shows."""
+"""docs/coverage.md: its code, the output of the code, and its contract."""
 
 from __future__ import annotations
 

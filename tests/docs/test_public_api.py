@@ -1,4 +1,4 @@
-"""What is public, by the rule of docs/options.md: the list, and that the pages and examples use nothing else."""
+"""The list of public names, by the rule of docs/options.md; pages and examples use only these."""
 
 from __future__ import annotations
 

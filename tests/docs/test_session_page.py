@@ -1,4 +1,4 @@
-"""docs/session.md: its code as it stands there, and what it says of names, starts and errors."""
+"""docs/session.md: its code, and its statements about names, starts and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT, ACCUMULATION, PIECES, RUNNING, SEVERAL, EVALUATION, KNOWN = blocks(PAGE,
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The names that the first block leaves, and what it has printed, in a folder with the page's config."""
+    """Return the names and the output of the first block, in a folder with the page's config."""
     monkeypatch.chdir(tmp_path)
     (config,) = blocks(PAGE, "yaml", "# config.yaml")
     Path("config.yaml").write_text(config)

@@ -21,7 +21,7 @@ NUMBERS = 2 * 2 * 2  # layers, tensors, statistics
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The names that the first block leaves, and what it has printed.
+    """Return the names and the output of the first block.
 
     What the page takes from docs/session.md is given: a model, its optimizer, four batches, and a config.
     """

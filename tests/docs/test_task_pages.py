@@ -1,4 +1,4 @@
-"""Pages on one task each: their code, and what they show of its output."""
+"""Pages on one task each: their code and its output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def command(line: str) -> tuple[int, str]:
-    """The exit code of a line of the page, and what it prints on a wide terminal."""
+    """Return the exit code and the output of a line of the page, on a wide terminal."""
     program, *arguments = shlex.split(line)
     assert program == "te-precision"
     result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})

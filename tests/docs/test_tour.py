@@ -1,4 +1,4 @@
-"""docs/start.md and docs/tour.md: the pages run as they are, and what comes out is what they show; pictures too."""
+"""docs/start.md and docs/tour.md: the outputs and pictures on the pages are current."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The program of :func:`tests.forked.executable`: a process that forks, and what is called in place of ``python``."""
+"""The program of :func:`tests.forked.executable`: a server that forks, and a client called in place of ``python``."""

@@ -1,4 +1,4 @@
-"""What is imported in every forked process: what the tests import, but Transformer Engine and this project."""
+"""Imports of every forked process: all libraries of the tests except Transformer Engine and this project."""
 
 # ruff: noqa: F401  # imported to be there
 

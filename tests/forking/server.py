@@ -1,4 +1,4 @@
-"""The process that others are forked from: imports a module, and runs what tests/forking/client.py asks for.
+"""Import a module, and fork a process for each request of tests/forking/client.py.
 
     python -m tests.forking.server OWNER PROGRAM LISTENER MODULE
 

@@ -1,4 +1,4 @@
-"""What is imported beside the libraries where a process need not begin without Transformer Engine and this project."""
+"""Further imports of a "whole" process: Transformer Engine and this project."""
 
 # ruff: noqa: E402, F401, I001  # imported to be there; the reference backend before Transformer Engine
 

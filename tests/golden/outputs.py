@@ -121,7 +121,7 @@ def environment() -> Iterator[None]:
 
 
 def printed(command: str) -> str:
-    """A command and what it prints, with its exit code."""
+    """Return a command with its output and exit code."""
     result = CliRunner().invoke(cli.app, command.split(), env=ENVIRONMENT)
     error = f"{result.exception}\n" if isinstance(result.exception, cli.PrecisionDebugError) else ""
     lines = "".join(f"{line.rstrip()}\n" for line in f"{result.output}{error}".splitlines())
@@ -137,7 +137,7 @@ def masked(text: str, folder: Path) -> str:
 
 
 def closing_lines(run: Callable[[], object]) -> str:
-    """What a training prints from the verdict on."""
+    """Return the output of a training from the verdict on."""
     with redirect_stderr(io.StringIO()) as printed_lines, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run()

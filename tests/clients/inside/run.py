@@ -1,4 +1,4 @@
-"""Runs a client's script under the spy, and under the debugger where the runner asks for it.
+"""Run a client's script under the spy, and optionally under the debugger.
 
 Usage::
 

@@ -1,4 +1,4 @@
-"""What a client computes, noted from below: the GEMMs, the losses, the parameters after each step.
+"""Record a client's GEMMs, losses, and parameters after each step.
 
 The spy stands at the entries of the compiled extension (``transformer_engine_torch``, here the reference backend) and
 at torch's global hooks, so that it sees the same with the debugger and without.

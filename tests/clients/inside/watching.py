@@ -1,4 +1,4 @@
-"""The debugger around a training that knows nothing of it, through the front door that its user would take.
+"""Attach the debugger to an unmodified training, through the integration for its loop.
 
 ==============  ========================================================================================================
 front door      where it is put
@@ -44,7 +44,7 @@ class Loop:
         self._stop: Stop | None = None
 
     def install(self) -> None:
-        """Follow what is trained, for the rest of the process."""
+        """Observe trained models for the rest of the process."""
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave, always_call=True)
         register_optimizer_step_post_hook(self._stepped)
@@ -76,14 +76,14 @@ class Loop:
 
 
 def has_layers(model: torch.nn.Module) -> bool:
-    """Whether any module is Transformer Engine's or derives from one of its."""
+    """Return whether any module is one of Transformer Engine's, or derived from it."""
     return any(
         base.__module__.startswith("transformer_engine") for module in model.modules() for base in type(module).__mro__
     )
 
 
 def watch(front_door: str, config: Path, folder: Path) -> None:
-    """Put the debugger around what the rest of the process trains.
+    """Attach the debugger to all trainings of the process.
 
     Args:
         front_door: "session", "megatron", "accelerate", "lightning" or "transformers".
