@@ -103,6 +103,8 @@ class ScriptWatch:
         self._replace(Optimizer, "add_param_group", after=lambda *_: self._search_again())
         self._replace(torch.amp.GradScaler, "scale", after=self._after_scale)
         self._replace(torch.amp.GradScaler, "step", self._before_scaler_step, after=self._after_scaler_step)
+        if torch.distributed.is_available():
+            self._replace(torch.distributed, "destroy_process_group", self._before_group_ends)
         self._replace(os, "_exit", lambda *_: self.stop())
         self._at_exit = Finalize(None, self.stop, exitpriority=101)  # before a session's own, which reports an error
 
@@ -120,6 +122,19 @@ class ScriptWatch:
         session, self.session = self.session, None
         if session is not None:
             session.stop(error)
+
+    def _end_training(self) -> None:
+        """Stop the session; the next training is a run of its own."""
+        session, self.session = self.session, None
+        self._models, self._iterations = [], 0
+        self._waiting.clear()
+        if session is not None:
+            session.stop()
+
+    def _before_group_ends(self, group: Any = None, *_: Any) -> None:
+        """Stop while the ranks are known: later each would take itself for the first, print and write the summary."""
+        if group is None or group is torch.distributed.group.WORLD:
+            self._end_training()
 
     def _guard(self, function: Any) -> Any:
         """Report failures of the watch without raising; errors of the session, such as ConfigError, still raise."""
@@ -204,10 +219,8 @@ class ScriptWatch:
         from te_precision_callbacks.session import InspectSession
 
         gc.collect()
-        if self.session is not None and not self._waiting:  # another training has ended, with its optimizers
-            self.session.stop()
-            self.session, self._models = None, []
-            self._iterations = 0
+        if not self._waiting:  # another training has ended, with its optimizers
+            self._end_training()
         self._models.append(model)
         for optimizer in optimizers:
             self._others.discard(optimizer)

@@ -300,6 +300,21 @@ def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert [diagnose(each).state for each in records] == ["no problems found"] * 2
 
 
+def test_the_run_ends_before_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    running = []
+    monkeypatch.setattr(
+        torch.distributed, "destroy_process_group", lambda *_: running.append(watch.session is not None)
+    )
+    with watched(tmp_path) as watch:
+        train(model, sgd(model))
+        torch.distributed.destroy_process_group(object())  # type: ignore[arg-type]
+        torch.distributed.destroy_process_group()
+        assert open_run(tmp_path).segments[-1].status == "ended"
+    assert running == [True, False]
+    assert len(losses_of(tmp_path)) == STEPS
+
+
 # ---------------------------------------------------------------------- scripts that cannot be watched
 
 
