@@ -88,7 +88,8 @@ class ScriptWatch:
         self._search = Replaced()
         self._replaced = Replaced(yields=True)
         self._handles: list[Any] = []
-        self._has_ended = False
+        self._has_called = self._has_attached = self._has_ended = False
+        self._process = os.getpid()
 
     # ------------------------------------------------------------------ begin and end
 
@@ -109,7 +110,12 @@ class ScriptWatch:
         self._at_exit = Finalize(None, self.stop, exitpriority=101)  # before a session's own, which reports an error
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop the session and remove the hooks."""
+        """Stop the session and remove the hooks. Warn if a model was called and nothing was observed."""
+        if self._has_called and not (self._has_attached or self._has_ended) and os.getpid() == self._process:
+            if not self._backwards:
+                logger.warning("The script has ended without a backward pass, so no training was observed.")
+            elif self._backwards < BACKWARDS:
+                self._warn()
         for handle in self._handles:
             handle.remove()
         self._end(error)
@@ -180,7 +186,10 @@ class ScriptWatch:
 
         @functools.wraps(original)
         def call(module: torch.nn.Module, *args: Any, **keywords: Any) -> Any:
-            if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                return original(module, *args, **keywords)
+            self._has_called = True
+            if not module.training or not torch.is_grad_enabled():
                 return original(module, *args, **keywords)
             self._guard(self._consider)(module)
             try:
@@ -221,6 +230,7 @@ class ScriptWatch:
         gc.collect()
         if not self._waiting:  # another training has ended, with its optimizers
             self._end_training()
+        self._has_attached = True
         self._models.append(model)
         for optimizer in optimizers:
             self._others.discard(optimizer)

@@ -356,6 +356,19 @@ def test_one_warning_where_nothing_is_found(
     assert "session.step()" in record.getMessage()
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_script_that_never_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int) -> None:
+    model = Model()
+    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
+        with torch.no_grad():
+            loss_of(model, 0)
+        for step in range(steps):
+            loss_of(model, step).backward()
+    (record,) = caplog.records
+    expected = "After 2 backward passes no model was found" if steps else "ended without a backward pass"
+    assert expected in record.getMessage()
+
+
 def test_a_failure_of_the_watch_does_not_reach_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
