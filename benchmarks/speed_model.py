@@ -1,23 +1,23 @@
-"""The constants of the speed model, fitted to published times, and how well the model then agrees with others of them.
+"""Fit the constants of the speed model to published times, and compare the model with other published times.
 
     python benchmarks/speed_model.py            # prints the tables of docs/speed.md
     python benchmarks/speed_model.py --write    # writes constants.yaml and the tables in docs/speed.md
 
-The times are those of Transformer Engine's GEMM profiling tutorial (docs/examples/gemm_profiling, commit d0067d0): its
+The times come from Transformer Engine's GEMM profiling tutorial (docs/examples/gemm_profiling, commit d0067d0): its
 benchmark_gemm.py on a B300 and on an H200 NVL, in milliseconds, at hidden 4096, intermediate 16384 and 31 x 512 tokens.
 BF16 is torch.matmul. Low precision is the forward of te.Linear, which casts both operands in each call, or a GEMM of
 operands that were quantized before. The benchmark's "dgrad" and "wgrad" are such forwards on swapped shapes.
 
-What is fitted, in this order, and to what:
+Fitted constants, in this order, and their data:
 
 - the share of the peak that kernels reach: the sums of fprop, dgrad and wgrad with operands quantized before;
 - the share of the bandwidth that each recipe's casts reach, and one time of a launch for all recipes: the sums of dgrad
   and wgrad with casts, by least squares of relative errors, with shares of at most 1;
 - how far single shapes are from the model: the spread of the three sums quantized before, of the residuals of the
   casts, and of BF16's two measurements. A sum of four shapes spreads less than each of them; the spread of a shape is
-  that of the sum divided by the root of the sum of the squared weights.
+  the sum's deviation divided by the root of the sum of the squared weights.
 
-FP8 block scaling has no times quantized before: the bandwidth's share is that of current scaling, and the kernels'
+FP8 block scaling has no times quantized before: the bandwidth's share is taken from current scaling, and the kernels'
 share is fitted to dgrad and wgrad. The 20 times of single shapes of the fprop on the B300 are used in no fit.
 """
 
@@ -115,7 +115,7 @@ def _operations(shapes: Iterable[Shape]) -> float:
 
 
 def _concentration() -> float:
-    """How much less the sum of four shapes spreads than each of them."""
+    """Ratio of the relative spread of the sum of four shapes to a single shape's."""
     weights = [shape.operations / _operations(SHAPES["fprop"]) for shape in SHAPES["fprop"]]
     return math.sqrt(sum(weight**2 for weight in weights))
 
@@ -164,7 +164,7 @@ def _relative(sums: Mapping[str, float]) -> list[float]:
 
 
 def _with(device: Device, **changed: object) -> Device:
-    """The device with some constants, whose scatter does not matter."""
+    """Return the device with some constants, without scatter."""
     given = {
         "measured_on": device.title,
         "bandwidth": 1.0,
@@ -275,7 +275,7 @@ class Cell:
 
 
 def cells(constants: Constants) -> list[Cell]:
-    """The 20 cells, with what the model expects."""
+    """Return the 20 cells with the model's times."""
     device = device_named("b300").model_copy(update={"constants": constants})
     found = []
     for recipe, measured in CELLS.items():

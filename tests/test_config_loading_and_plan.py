@@ -118,7 +118,7 @@ def test_a_malformed_file_is_refused_with_its_place(tmp_path: Path, text: str, m
     assert isinstance(caught.value, PrecisionDebugError)
 
 
-def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:
+def test_a_missing_file_names_similar_files(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ConfigError, match=r"config\.yml' does not exist.*Did you mean 'config\.yaml'"):
         load_config(tmp_path / "config.yml")
@@ -136,7 +136,7 @@ def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:
             load_config(nothing)  # type: ignore[arg-type]
 
 
-def test_a_loaded_config_a_mapping_and_none_are_taken(tmp_path: Path) -> None:
+def test_a_loaded_config_a_mapping_and_none_are_accepted(tmp_path: Path) -> None:
     config = load_config({"s": feature("DisableFP8Layer", ["fc1"])})
     assert load_config(config) is config
     assert config.source is None
@@ -236,7 +236,7 @@ def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.Log
         ({"layer_types": ["LayerNormMPL"]}, r"Similar names: .*'LayerNormMLP'"),
     ],
 )
-def test_a_suggestion_is_what_the_selector_takes(block: dict[str, Any], told: str) -> None:
+def test_a_suggestion_is_valid_for_its_selector(block: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
         plan(block)
     if "layer_name_regex_pattern" in block and "class" not in told:
@@ -257,7 +257,7 @@ def test_a_suggestion_is_what_the_selector_takes(block: dict[str, Any], told: st
         ({"layer_numbers": ["all"], "layer_types": ["fc1"]}, None),
     ],
 )
-def test_what_a_selector_asks_for_in_vain_is_warned_about(
+def test_a_selector_entry_without_a_match_warns(
     caplog: pytest.LogCaptureFixture, block: dict[str, Any], told: str | None
 ) -> None:
     """One config may be for several models, so that it is not refused."""

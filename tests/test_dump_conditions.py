@@ -193,7 +193,7 @@ def test_the_element_format_in_a_name_is_part_of_it() -> None:
         *("10 Mo", "2 Kio", "1e9", 1e9, "1_000_000", "10MB and more", "10kbit", "0", "0.5"),
     ],
 )
-def test_a_size_that_means_nothing_is_refused(size: Any) -> None:
+def test_an_invalid_size_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match=r"must be a number of bytes >= 1") as caught:
         size_in_bytes(size)
     assert str(caught.value).endswith(f"not {size!r}.")

@@ -120,11 +120,11 @@ def test_a_bare_name_is_handed_over_as_a_list_and_no_default_is_filled_in(tmp_pa
         ("FakeQuant", "quant_format: FP8E4M3\ngemms_struct: [{gemm: dgrad, tensors_struct: [{tensor: dgrad}]}]"),
     ],
 )
-def test_what_is_allowed_loads(tmp_path: Path, name: str, options: str) -> None:
+def test_valid_keys_load(tmp_path: Path, name: str, options: str) -> None:
     assert load(tmp_path, name, options).enabled_sections
 
 
-def test_what_is_off_or_a_users_own_is_not_checked(tmp_path: Path) -> None:
+def test_disabled_and_custom_features_are_not_checked(tmp_path: Path) -> None:
     assert handed_over(tmp_path, "Own", "frequency: 3") == {"enabled": True, "frequency": 3}
     off = {"enabled": False, "frequency": 3}
     load_config({"s": {**feature("LogTensorStats", ["fc1"], frequency=3), "enabled": False}})
@@ -409,7 +409,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ),
     ],
 )
-def test_what_a_schema_does_not_take_is_refused_with_its_place(
+def test_invalid_keys_are_refused_with_their_place(
     tmp_path: Path, name: str, options: str, line: int, message: str
 ) -> None:
     place = rf"config\.yaml, line {line}(?: column \d+)? \(section 'my_section'\): "
@@ -483,7 +483,7 @@ PROBLEMS = [
 ]
 
 
-def test_all_problems_of_a_file_are_told_at_once_each_with_its_line(tmp_path: Path) -> None:
+def test_all_problems_of_a_file_are_reported_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(SEVERAL)
     with pytest.raises(ConfigError) as caught:

@@ -24,6 +24,7 @@ from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.watch import BACKWARDS, ScriptWatch, read_options
+from tests.forked import executable
 
 STEPS = 6
 ROOT = Path(__file__).parent.parent
@@ -342,7 +343,7 @@ def test_a_session_that_starts_later_replaces_the_watch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_optimizer", [False, True])
-def test_one_warning_where_nothing_is_found(
+def test_one_warning_without_a_model_or_an_optimizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, has_optimizer: bool
 ) -> None:
     model = Model()
@@ -427,7 +428,7 @@ def call(folder: Path, command: list[str], **variables: str) -> subprocess.Compl
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TE_PRECISION_QUIET": "0", **variables}
     environment.pop(inherited.ENVIRONMENT_VARIABLE, None)
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [executable(), *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 

@@ -10,7 +10,7 @@ import re
 from pydantic import ByteSize, TypeAdapter
 
 SIZE_PATTERN = r"^\s*(?!0+(?:\.0*)?(?!\.?\d))\d+(?:\.\d+)?\s*(?:[bB]|[kKmMgGtT](?:[iI]?[bB])?)?\s*$"
-"""A pattern of sizes for JSON Schema, which does not check the range. pydantic also accepts bits and suffixes."""
+"""A pattern of sizes, without their range. pydantic also accepts bits and suffixes."""
 
 LARGEST_SIZE = (1 << 63) - 1
 """The largest size that a file system supports."""

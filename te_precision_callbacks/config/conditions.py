@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,12 +26,10 @@ from te_precision_callbacks.base import debug_values
 from te_precision_callbacks.base.vocabulary import PRECISIONS
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.statistics.names import (
-    BLOCKWISE_LABEL,
     PREFIXES,
     Request,
     UnknownStatisticError,
     named_request,
-    quantized_pattern,
 )
 from te_precision_callbacks.statistics.table import (
     BLOCKWISE,
@@ -118,11 +116,6 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
 }
 
-_DIGITS = r"\d(?:_?\d)*"
-_NUMBER = (
-    rf"[+-]?(?:(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?{_DIGITS})?|[iI][nN][fF](?:[iI][nN][iI][tT][yY])?)"
-)
-
 _FORMS = (
     f"A condition is {NONFINITE!r}, {ACTIVATION_OVERFLOW!r}, or a statistic and a number with >, >=, < or <= between"
     " them, such as 'underflows% > 5'."
@@ -195,17 +188,3 @@ def _statistic(entry: str, name: str) -> Request:
     if request.statistic.value is None:
         raise ValueError(f"has {entry!r}: {name} is a histogram, not a number.")
     return request
-
-
-def comparison_pattern() -> str:
-    """Return a regular expression for thresholds, valid in Python and in ECMA 262."""
-
-    def numbers(names: Iterable[str]) -> list[str]:
-        return [name for name in names if STATISTICS[name].value is not None]
-
-    statistics = [
-        *map(re.escape, [*numbers(TENSOR_STATISTICS), BLOCKWISE, *GEMM_STATISTICS]),
-        BLOCKWISE_LABEL.pattern,
-        quantized_pattern(statistics=numbers(QUANTIZED_STATISTICS)),
-    ]
-    return rf"^\s*(?:{'|'.join(statistics)})\s*(?:<=|>=|<|>)\s*{_NUMBER}\s*$"

@@ -11,7 +11,7 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from te_precision_callbacks.base.vocabulary import OperandName
-from te_precision_callbacks.coverage.seeing import modes_are_active, unseen
+from te_precision_callbacks.coverage.model_watch import modes_are_active, unseen
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmOperand
 from te_precision_callbacks.speed.trace.range_names import layer_range, module_of

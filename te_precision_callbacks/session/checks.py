@@ -16,9 +16,13 @@ from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.coverage.contract_keeper import ContractKeeper, PrecisionContractError, require_layers
+from te_precision_callbacks.coverage.contract_keeper import (
+    ContractKeeper,
+    PrecisionContractError,
+    require_layers,
+    shared_products,
+)
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD, NOTHING, Coverage
-from te_precision_callbacks.coverage.shared_products import shared_products
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.options import SessionOptions

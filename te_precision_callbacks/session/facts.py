@@ -92,7 +92,7 @@ class RunFacts:
         begun = time.perf_counter()
         self._taken = self._state
         infos = self._results.layers
-        precision = list(self._results.audit.spans())
+        precision = list(self._results.audit.history.spans())
         gemms, operands = self._products(precision)
         layer_rows = list(self._layers(infos, gemms))
         scopes = {row["layer"]: row["scope"] for row in layer_rows}
@@ -115,7 +115,7 @@ class RunFacts:
         formats: dict[int, list[str]] = defaultdict(list)
         recipes: dict[int, list[str]] = defaultdict(list)
         last = self._changes_until
-        for entry in self._results.audit.spans():
+        for entry in self._results.audit.history.spans():
             earlier = before.get((entry.layer, entry.gemm))
             before[entry.layer, entry.gemm] = entry
             self._changes_until = max(entry.since, -1 if self._changes_until is None else self._changes_until)

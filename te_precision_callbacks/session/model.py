@@ -13,14 +13,14 @@ from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.config.differences import FlatConfig, flat_config
+from te_precision_callbacks.base.ranks.together import Ranks
+from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_alike
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.idle import idle_in_words
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
-from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
@@ -249,7 +249,7 @@ class ObservedModel:
         sections = flat_config(options.config.enabled_sections, planned.sections)
         config = {"layer_names": repr(options.layer_names), **sections}
         agreed = {name: getattr(options, name) for name in ("strict", "debug", "require", "early_steps")}
-        ranks.require_alike({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration)
+        require_alike({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration, ranks)
         self.flat_config = config
         watched = ACTIVATION_OVERFLOW in options.debug
         goes_on = "with activation overflow detection alone" if watched else "without precision debugging"
@@ -378,7 +378,7 @@ class ObservedModel:
 
     def note_products(self) -> None:
         outside = self._hooks.products.recomputed_outside
-        step = self._hooks.products.end_step()
+        step = self._hooks.products.take_step()
         if step is None:
             return
         self._warn_of_recomputed(outside)

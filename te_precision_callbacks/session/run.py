@@ -20,9 +20,10 @@ from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.base.ranks.together import Ranks, leads
 from te_precision_callbacks.config.idle import never_due_in_words
+from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
-from te_precision_callbacks.coverage.parallel import Ranks, leads
 from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_failure
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
@@ -175,7 +176,7 @@ class Run:
         """Implement ``InspectSession.attach``."""
         context, ranks = self.context, self.context.ranks
         ranks.meet()
-        with ranks.together("attaching a session", agree=ranks.several, error=SessionError):
+        with ranks.together("attaching a session", SessionError, ConfigError, agree=ranks.several):
             self.observation.engine.reduce_over(ranks.messages)
             context.inspector.events.begin(in_full=self._files.in_full)
             self._files.attach()
@@ -245,8 +246,9 @@ class Run:
         try:
             with context.ranks.together(
                 "step()",
+                ObservationError,
+                ConfigError,
                 agree=context.options.strict and context.ranks.several,
-                error=ObservationError,
                 on_all=(PrecisionContractError, PrecisionFindingError),
             ):
                 if collector.ending is not None:  # a step that was interrupted

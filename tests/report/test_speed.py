@@ -119,7 +119,7 @@ def test_no_number_without_a_device(run: RecordedRun, gpu: str | None, why: str)
     assert why in facts["unknown"]
     assert "te-precision report RUN --device h200" in facts["unknown"]
     assert not {"total", "kinds", "advice"} & set(facts)
-    assert look_at(on(run, gpu)).speed == ""
+    assert look_at(on(run, gpu)).check.speed == ""
     assert speed_facts(on(run, gpu), device_named("h200"))["device"] == "NVIDIA H200 SXM"
 
 

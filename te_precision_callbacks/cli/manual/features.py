@@ -4,7 +4,7 @@
     (found,) = find("FakeQuant")     # in any case
     found.keys[0].name               # "enabled"
 
-docs/features.md, ``te-precision features`` and the JSON Schema of configs are made from it.
+docs/features.md and ``te-precision features`` are made from it.
 """
 
 from __future__ import annotations

@@ -160,14 +160,15 @@ RULES = (
             " process contains it. A parameter with requires_grad=False in an optimizer is a note"
         ),
         silent=(
-            "frozen parameters outside of optimizers; copies outside of optimizers, such as an EMA; optimizers that step"
-            " less often than others; gradients that are 0, or removed before the optimizer step"
+            "frozen parameters outside of optimizers; copies outside of optimizers, such as an EMA; optimizers that"
+            " step less often than others; gradients that are 0, or removed before the optimizer step"
         ),
         severity="warning",
         source="Megatron-LM issue 4765, TransformerEngine pull requests 3178 and 3234; the numbers of steps are ours",
         why="the parameter does not train, although the loss may still fall",
         disproof=(
-            "the parameter is unused or fixed on purpose: then set requires_grad=False, and remove it from the optimizer"
+            "the parameter is unused or fixed on purpose: then set requires_grad=False, and remove it from the"
+            " optimizer"
         ),
         remedy=(
             "Look for a detach() or no_grad() after the layer, a tensor passed by keyword through te.checkpoint (pass"

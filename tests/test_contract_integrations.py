@@ -54,15 +54,15 @@ def by_argparse(folder: Path, require: Any) -> Callable[[], Coverage]:
     return train
 
 
-FRONT_DOORS = {
+INTEGRATIONS = {
     "Lightning": by_lightning,
     "Transformers, by the flag": by_transformers_flag,
     "argparse": by_argparse,
 }
 
 
-@pytest.mark.parametrize("front_door", FRONT_DOORS)
-def test_a_broken_contract_ends_the_training(front_door: str, tmp_path: Path) -> None:
-    train = FRONT_DOORS[front_door](tmp_path, BROKEN)
+@pytest.mark.parametrize("integration", INTEGRATIONS)
+def test_a_broken_contract_ends_the_training(integration: str, tmp_path: Path) -> None:
+    train = INTEGRATIONS[integration](tmp_path, BROKEN)
     with pytest.raises(PrecisionContractError, match=r"checked after step 2:\n- fp8 >= 95%: it is 0 %"):
         train()
