@@ -88,7 +88,8 @@ class ScriptWatch:
         self._search = Replaced()
         self._replaced = Replaced(yields=True)
         self._handles: list[Any] = []
-        self._has_ended = False
+        self._has_called = self._has_attached = self._has_ended = False
+        self._process = os.getpid()
 
     # ------------------------------------------------------------------ begin and end
 
@@ -103,11 +104,18 @@ class ScriptWatch:
         self._replace(Optimizer, "add_param_group", after=lambda *_: self._search_again())
         self._replace(torch.amp.GradScaler, "scale", after=self._after_scale)
         self._replace(torch.amp.GradScaler, "step", self._before_scaler_step, after=self._after_scaler_step)
+        if torch.distributed.is_available():
+            self._replace(torch.distributed, "destroy_process_group", self._before_group_ends)
         self._replace(os, "_exit", lambda *_: self.stop())
         self._at_exit = Finalize(None, self.stop, exitpriority=101)  # before a session's own, which reports an error
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop the session and remove the hooks."""
+        """Stop the session and remove the hooks. Warn if a model was called and nothing was observed."""
+        if self._has_called and not (self._has_attached or self._has_ended) and os.getpid() == self._process:
+            if not self._backwards:
+                logger.warning("The script has ended without a backward pass, so no training was observed.")
+            elif self._backwards < BACKWARDS:
+                self._warn()
         for handle in self._handles:
             handle.remove()
         self._end(error)
@@ -120,6 +128,19 @@ class ScriptWatch:
         session, self.session = self.session, None
         if session is not None:
             session.stop(error)
+
+    def _end_training(self) -> None:
+        """Stop the session; the next training is a run of its own."""
+        session, self.session = self.session, None
+        self._models, self._iterations = [], 0
+        self._waiting.clear()
+        if session is not None:
+            session.stop()
+
+    def _before_group_ends(self, group: Any = None, *_: Any) -> None:
+        """Stop while the ranks are known: later each would take itself for the first, print and write the summary."""
+        if group is None or group is torch.distributed.group.WORLD:
+            self._end_training()
 
     def _guard(self, function: Any) -> Any:
         """Report failures of the watch without raising; errors of the session, such as ConfigError, still raise."""
@@ -165,7 +186,10 @@ class ScriptWatch:
 
         @functools.wraps(original)
         def call(module: torch.nn.Module, *args: Any, **keywords: Any) -> Any:
-            if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                return original(module, *args, **keywords)
+            self._has_called = True
+            if not module.training or not torch.is_grad_enabled():
                 return original(module, *args, **keywords)
             self._guard(self._consider)(module)
             try:
@@ -204,10 +228,9 @@ class ScriptWatch:
         from te_precision_callbacks.session import InspectSession
 
         gc.collect()
-        if self.session is not None and not self._waiting:  # another training has ended, with its optimizers
-            self.session.stop()
-            self.session, self._models = None, []
-            self._iterations = 0
+        if not self._waiting:  # another training has ended, with its optimizers
+            self._end_training()
+        self._has_attached = True
         self._models.append(model)
         for optimizer in optimizers:
             self._others.discard(optimizer)

@@ -301,6 +301,21 @@ def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert [diagnose(each).state for each in records] == ["no problems found"] * 2
 
 
+def test_the_run_ends_before_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    running = []
+    monkeypatch.setattr(
+        torch.distributed, "destroy_process_group", lambda *_: running.append(watch.session is not None)
+    )
+    with watched(tmp_path) as watch:
+        train(model, sgd(model))
+        torch.distributed.destroy_process_group(object())  # type: ignore[arg-type]
+        torch.distributed.destroy_process_group()
+        assert open_run(tmp_path).segments[-1].status == "ended"
+    assert running == [True, False]
+    assert len(losses_of(tmp_path)) == STEPS
+
+
 # ---------------------------------------------------------------------- scripts that cannot be watched
 
 
@@ -340,6 +355,19 @@ def test_one_warning_without_a_model_or_an_optimizer(
     expected = "no optimizer of the model has stepped" if optimizer else "no model was found"
     assert f"After {BACKWARDS} backward passes {expected}" in record.getMessage()
     assert "session.step()" in record.getMessage()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_script_that_never_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int) -> None:
+    model = Model()
+    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
+        with torch.no_grad():
+            loss_of(model, 0)
+        for step in range(steps):
+            loss_of(model, step).backward()
+    (record,) = caplog.records
+    expected = "After 2 backward passes no model was found" if steps else "ended without a backward pass"
+    assert expected in record.getMessage()
 
 
 def test_a_failure_of_the_watch_does_not_reach_the_training(
