@@ -81,7 +81,7 @@ PARTS = (
     Part("hopper", "gpu_parts.recipes", 60, capability="9.0"),
     Part("blackwell", "gpu_parts.recipes", 60, capability="10.0"),
     Part("gemm_error", "gpu_parts.gemm_error", 60),
-    Part("capture", "gpu_parts.capture", 45),
+    Part("capture", "gpu_parts.capture", 120),
     Part("ranks", "gpu_parts.ranks", 60, gpus=2),
     Part("parity", "gpu_parts.parity", 60),
     Part("launches", "gpu_parts.launches", 40),

@@ -52,6 +52,7 @@ class LayerFacts:
         calls: the calls of its forward product in a step.
         is_of_te: whether it is a Transformer Engine layer.
         refused: why it, or some of its forwards, are not observed; empty if they are.
+        is_quantized_only: whether its weights exist in quantized form only (``te.quantized_model_init``).
     """
 
     name: str
@@ -69,6 +70,7 @@ class LayerFacts:
     calls: int = 1
     is_of_te: bool = False
     refused: str = ""
+    is_quantized_only: bool = False
 
     @property
     def is_explicit(self) -> bool:
@@ -202,6 +204,7 @@ class Facts:
                 *rows_of.get(name, (0, 1)),
                 families.get(name, "") in ("te", "te_ops"),
                 row.get("refused") or "",
+                row.get("primary_weights") == "quantized",
             )
         kept: dict[str, set[str]] = defaultdict(set)
         for row in states:
