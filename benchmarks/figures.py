@@ -1,10 +1,10 @@
-"""Measures the figures of README and docs, keeps them in ``benchmarks/figures``, and writes them into the pages.
+"""Measure the figures of README and docs, store them in ``benchmarks/figures``, and write them into the pages.
 
     python benchmarks/figures.py                  # measures all, about an hour on an idle machine, and writes the pages
     python benchmarks/figures.py step overflow    # these alone
-    python benchmarks/figures.py --write          # measures nothing: the pages from what is kept
+    python benchmarks/figures.py --write          # only write the pages from the stored results
 
-Each benchmark runs in a process of its own with its defaults, and its file is written when it is done, with the machine
+Each benchmark runs in its own process with its defaults, and its file is written when it is done, with the machine
 and the commit. A page has a table between ``<!-- figures: NAME -->`` and ``<!-- figures: end -->``, where NAME is a
 function of ``TABLES``.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -34,30 +33,13 @@ _MARKED = re.compile(r"(?P<begin><!-- figures: (?P<name>[\w-]+) -->\n).*?(?P<end
 Case = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """A benchmark as the pages show it.
-
-    Attributes:
-        script: beside this one.
-        environment: variables that it runs with.
-    """
-
-    script: str
-    environment: Mapping[str, str]
-
-
-BENCHMARKS = {
-    "stats": Benchmark("stats.py", {}),
-    "stats-avx2": Benchmark("stats.py", {"ATEN_CPU_CAPABILITY": "avx2"}),
-    **{name: Benchmark(f"{name}.py", {}) for name in ("step", "overflow")},
-}
-"""With the policy of threads that everybody has: where they wait passively, each operation of torch wakes them up."""
+BENCHMARKS = ("stats", "step", "overflow")
+"""They run with the default policy of threads: where threads wait passively, each operation of torch wakes them up."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a benchmark has measured.
+    """Results of a benchmark.
 
     Attributes:
         cases: as its ``--json`` prints them; intervals are :class:`Interval`.
@@ -78,18 +60,16 @@ class Figures:
 
 
 def measured(name: str) -> None:
-    """Run a benchmark and keep what it prints."""
-    benchmark = BENCHMARKS[name]
-    progress(f"{name}: {benchmark.script}")
+    """Run a benchmark and store its output."""
+    progress(name)
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(benchmark.script)), "--json"],
+        [sys.executable, str(Path(__file__).with_name(f"{name}.py")), "--json"],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
-        env=os.environ | benchmark.environment,
     )
     if done.returncode:
-        sys.exit(f"{benchmark.script} failed with exit code {done.returncode}: see above. {name}.json is as before.")
+        sys.exit(f"{name}.py failed with exit code {done.returncode}: see above. {name}.json is as before.")
     KEPT.mkdir(exist_ok=True)
     found = {"commit": _commit(), "cases": json.loads(done.stdout)}
     (KEPT / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -104,7 +84,7 @@ def _commit() -> str:
 
 
 def kept(name: str) -> Figures:
-    """What a benchmark has measured last."""
+    """Return the stored results of a benchmark."""
     found = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
     return Figures([{key: _read(value) for key, value in case.items()} for case in found["cases"]], found["commit"])
 
@@ -117,7 +97,7 @@ def _read(value: Any) -> Any:
 
 
 def readme() -> str:
-    """What is added to a step, in three rows."""
+    """Table of the README: the cost of three kinds of debugging."""
     step, overflow = kept("step"), kept("overflow")
     both = step.case("tensor and FP8 statistics")
     fused = step.case("fused, tensor and FP8 statistics")
@@ -145,36 +125,32 @@ def readme() -> str:
 
 def stats() -> str:
     """Statistics of a tensor, in reads of it."""
-    wide, narrow = kept("stats"), kept("stats-avx2")
+    measured_last = kept("stats")
     rows = [
         (
             case["case"],
             case["ours_ms"],
             case["ours_reads"],
             case["claim"],
-            narrow.case(case["case"])["ours_reads"],
             case["te_ms"],
             f"{case['ratio']:.0f}",
-            f"{narrow.case(case['case'])['ratio']:.0f}",
         )
-        for case in wide.cases
+        for case in measured_last.cases
     ]
-    size = " x ".join(map(str, wide.cases[0]["shape"]))
+    size = " x ".join(map(str, measured_last.cases[0]["shape"]))
     header = (
         f"statistics of a {size} tensor",
         "here, ms",
         "in reads of the tensor",
         "at most",
-        "reads, AVX2",
         "Transformer Engine, ms",
         "ratio",
-        "ratio, AVX2",
     )
-    return _table(header, rows) + _below(wide, narrow)
+    return _table(header, rows) + _below(measured_last)
 
 
 def step() -> str:
-    """What debugging adds to a step."""
+    """Table of the cost of debugging in a step."""
     columns = {
         "every step": "case",
         "without, ms": "none_ms",
@@ -189,7 +165,7 @@ def step() -> str:
 
 
 def overflow() -> str:
-    """What activation overflow detection adds."""
+    """Table of the cost of activation overflow detection."""
     columns = {
         "dtype": "case",
         "none, ms": "none_ms",
@@ -243,12 +219,12 @@ def _cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _below(*of: Figures) -> str:
-    return "\n" + "".join(f"{where}.\n" for where in dict.fromkeys(each.where for each in of))
+def _below(figures: Figures) -> str:
+    return f"\n{figures.where}.\n"
 
 
 def rendered(text: str) -> str:
-    """A page with the tables of what is kept.
+    """Return a page with the tables of the stored figures.
 
     Raises:
         KeyError: a mark names no table.

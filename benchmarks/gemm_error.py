@@ -1,4 +1,4 @@
-"""The error of GEMMs, as LogGemmError measures it: how far off its estimates are, what it misses, and false alarms.
+"""Accuracy, missed faults and false alarms of LogGemmError, and its cost.
 
     python benchmarks/gemm_error.py [--json] [--trials 1000] [--healthy 100000]
         [--parts trials modules faults healthy cost] [--layers 1 --hidden 768] [--seconds 300]
@@ -6,13 +6,11 @@
 Parts:
   trials   each recipe and GEMM on the reference backend: the error of the kernel and of the format, against whole
            products in float64, in standard deviations of the estimate.
-  modules  the same through Transformer Engine's modules in a session: fused and debug path, with a bias, added to
-           main_grad, and of experts; of each recipe. The whole products are those of what the extension is handed, and
-           of the module's own input, weights and gradient.
+           tests/instrumentation/test_gemm_errors.py checks the same through modules in a session.
   faults   faults of a kernel in a result of the reference backend: how many are missed, and of how many the rows and
-           columns are those of the fault.
-  healthy  GEMMs of operands of many kinds, summed by the models of the accumulators, whose error is within rounding.
-  cost     what a session with LogGemmError adds to a training step of examples/byte_lm.py, as step.py trains it: in a
+           columns are located.
+  healthy  GEMMs of operands of many kinds, summed by the models of the accumulators, with errors within rounding.
+  cost     cost of a session with LogGemmError in a training step of examples/byte_lm.py, as step.py trains it: in a
            step in which all GEMMs are measured, in another one, and at the default freq; with default options. Its
            processor time, and the most memory that torch holds in a step. OMP_NUM_THREADS=1 where other work runs:
            threads that wait for a core use processor time.
@@ -28,9 +26,8 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -40,13 +37,12 @@ from step import Run, Training, measure, with_ours, without
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.recipes import round_blocks
-from te_precision_callbacks.base.vocabulary import RESULT, GemmName
+from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.config.keys import PROBES
 from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, Accumulator, accumulated
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
 from te_precision_callbacks.gemm_error.judging import GemmCall, Judged, judged, probes, product, seed_of, thin
 from te_precision_callbacks.reference import target
-from te_precision_callbacks.sinks.step_records import Sink, StepRecords
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -128,7 +124,7 @@ def judge(gemm: Gemm, out: torch.Tensor, seed: int, accumulator: Accumulator = F
 
 
 def relative_variance(matrix: torch.Tensor) -> float:
-    """That of an estimate of |E|^2: 2 / (s r)."""
+    """Relative variance of an estimate of |E|^2: 2 / (s r)."""
     r = matrix.square().sum() ** 2 / (matrix.t() @ matrix).square().sum()
     return 2 / (PROBES * float(r))
 
@@ -161,7 +157,7 @@ def trials(number: int) -> Iterator[dict[str, Any]]:
 
 
 def _estimates(case: str, deviations: Sequence[float], ratios: Sequence[float], begin: float) -> dict[str, Any]:
-    """What is told of estimates, by their deviations and the ratios of the errors to their tolerances."""
+    """Return a case, from the deviations of estimates and the ratios of errors to tolerances."""
     return {
         "case": case,
         "number": len(deviations),
@@ -171,178 +167,6 @@ def _estimates(case: str, deviations: Sequence[float], ratios: Sequence[float], 
         "largest_ratio": max(ratios),
         "seconds": time.process_time() - begin,
     }
-
-
-class Whole(NamedTuple):
-    """A GEMM that the extension has run, in float64: the product of its operands, and the error of its result;
-    [n, m]."""
-
-    gemm: GemmName
-    expert: int
-    product: torch.Tensor
-    error: torch.Tensor
-
-
-@contextmanager
-def whole_gemms() -> Iterator[list[Whole]]:
-    """The GEMMs that the extension runs meanwhile, of the operands that it is handed; to be cleared after each step."""
-    import transformer_engine_torch as tex
-
-    found: list[Whole] = []
-    one, grouped = tex.generic_gemm, tex.te_general_grouped_gemm
-
-    def note(a: Any, transa: bool, b: Any, transb: bool, added: Any, out: torch.Tensor) -> None:
-        left, right = factor_of(b, columnwise=transb), factor_of(a, columnwise=not transa)
-        whole = left.matrix() @ right.matrix().t()
-        gemm = next(name for name, layout in LAYOUTS.items() if layout == "NT"[transa] + "NT"[transb])
-        expert = sum(before.gemm == gemm for before in found)
-        found.append(Whole(gemm, expert, whole, out.double().reshape(whole.shape) - added - whole))
-
-    def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, *more: Any, **keywords: Any) -> Any:
-        bias, grad, accumulate = more[2], more[6], more[9]
-        added = out.double() if accumulate else 0.0 if bias is None or grad else bias.double()
-        result = one(a, transa, b, transb, out, *more, **keywords)
-        note(a, transa, b, transb, added, result[0])
-        return result
-
-    def te_general_grouped_gemm(a: Any, transa: bool, b: Any, transb: bool, outs: Any, *more: Any) -> Any:
-        splits, biases, single, grad, accumulate = more[1], more[2], more[4], more[6], more[9]
-        before = [out.double() for out in outs] if accumulate else []
-        result = grouped(a, transa, b, transb, outs, *more)
-        parts = torch.split(outs[0], list(splits)) if single else outs
-        for expert, part in enumerate(parts):
-            bias = 0.0 if grad or not biases[expert].numel() else biases[expert].double()
-            note(a[expert], transa, b[expert], transb, before[expert] if accumulate else bias, part)
-        return result
-
-    tex.generic_gemm, tex.te_general_grouped_gemm = generic_gemm, te_general_grouped_gemm
-    try:
-        yield found
-    finally:
-        tex.generic_gemm, tex.te_general_grouped_gemm = one, grouped
-
-
-MODULES = ("Linear, bias", "Linear, added to main_grad", "LayerNormLinear, bias", "GroupedLinear, bias")
-
-
-def module_of(kind: str) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """A module of Transformer Engine, with biases that are not 0, and what its wgrad is added to."""
-    import transformer_engine.pytorch as te
-
-    settings: dict[str, Any] = {"params_dtype": BF16, "fuse_wgrad_accumulation": "main_grad" in kind}
-    settings["bias"] = "bias" in kind
-    module: Any = te.GroupedLinear(2, K, M, **settings) if "Grouped" in kind else None
-    if module is None:
-        module = (te.LayerNormLinear if "Norm" in kind else te.Linear)(K, M, **settings)
-    for parameter in module.parameters():
-        if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter)
-        parameter.main_grad = torch.empty_like(parameter)
-    return module, [parameter.main_grad for parameter in module.parameters()]
-
-
-def exact_products(
-    module: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor
-) -> dict[tuple[GemmName, int], torch.Tensor]:
-    """(GEMM, expert) -> the product of what a module's operands are before quantization, in float64.
-
-    Args:
-        module: of :func:`module_of`.
-        x: its input, [rows, K].
-        gradient: of its output, [rows, M].
-    """
-    named = {name: parameter.detach().double() for name, parameter in module.named_parameters()}
-    activation = x.detach().double()
-    if "layer_norm_weight" in named:
-        norm = named["layer_norm_weight"], named["layer_norm_bias"]
-        activation = torch.nn.functional.layer_norm(activation, (K,), *norm, eps=1e-5).to(BF16).double()
-    weights = [parameter for parameter in named.values() if parameter.ndim == 2]
-    parts = (each.chunk(len(weights)) for each in (activation, gradient.double()))
-    found: dict[tuple[GemmName, int], torch.Tensor] = {}
-    for expert, (weight, ours, theirs) in enumerate(zip(weights, *parts, strict=True)):
-        found["fprop", expert] = ours @ weight.t()
-        found["dgrad", expert] = theirs @ weight
-        found["wgrad", expert] = theirs.t() @ ours
-    return found
-
-
-class Kept(Sink):
-    """The statistics of the last step: (expert, tensor, statistic) -> value."""
-
-    def __init__(self) -> None:
-        self.values: dict[tuple[int, str, str], float] = {}
-
-    def write(self, records: StepRecords) -> None:
-        """Keep them."""
-        self.values = {
-            (int(row.layer.partition(".gemm_")[2] or 0), row.tensor, row.statistic): row.value for row in records
-        }
-
-
-def modules(number: int) -> Iterator[dict[str, Any]]:
-    """Estimates of the error of the kernel and of the format in a session, against whole products."""
-    from transformer_engine.common import recipe as recipes
-
-    makes = (
-        recipes.DelayedScaling,
-        recipes.Float8CurrentScaling,
-        recipes.Float8BlockScaling,
-        recipes.MXFP8BlockScaling,
-        recipes.NVFP4BlockScaling,
-    )
-    for kind in MODULES:
-        for path in ("fused", "debug"):
-            for make in makes:
-                begin = time.process_time()
-                found, ratios = _in_session(kind, path, make(), number)
-                for lane, deviations in found.items():
-                    yield _estimates(f"{kind}, {path} path, {make.__name__}: {lane}", deviations, ratios, begin)
-
-
-def _in_session(
-    kind: str, path: Literal["fused", "debug"], recipe: Any, number: int
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Train a module until so many GEMMs are measured.
-
-    Returns:
-        The deviations of the estimates of each lane, and the ratios of the kernel's errors to their tolerances.
-
-    Raises:
-        KeyError: a GEMM lacks a lane.
-    """
-    import transformer_engine.pytorch as te
-
-    from te_precision_callbacks.session import InspectSession
-
-    options = {"enabled": True, "gemms": list(LAYOUTS), "freq": 1}
-    section = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": {"LogGemmError": options}}
-    torch.manual_seed(seed_of(kind, path, type(recipe).__name__) % 2**31)
-    (net, main_grads), kept = module_of(kind), Kept()
-    found: dict[str, list[float]] = {"kernel": [], "format": []}
-    ratios = list[float]()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        InspectSession({"s": section}, model=net, log_dir=folder, sinks=[kept], observe=path) as session,
-        whole_gemms() as seen,
-    ):
-        while len(ratios) < number:
-            seen.clear()
-            for sums in main_grads:
-                torch.nn.init.normal_(sums)
-            x, gradient = torch.randn(2 * N, K).to(BF16).requires_grad_(), torch.randn(2 * N, M).to(BF16)
-            with te.autocast(enabled=True, recipe=recipe):
-                out = net(x, *(([N, N],) if "Grouped" in kind else ()))
-            out.backward(gradient)
-            session.step()
-            exact = exact_products(net, x, gradient)
-            for gemm, expert, whole, error in seen:
-                high, tensor = exact[gemm, expert], RESULT[gemm]
-                ratios.append(kept.values[expert, tensor, "gemm_kernel_ratio"])
-                for lane, off, of in (("kernel", error, whole), ("format", whole - high, high)):
-                    spread = math.sqrt(relative_variance(off) + relative_variance(of))
-                    estimate = kept.values[expert, tensor, f"gemm_{lane}_error"] ** 2
-                    found[lane].append((estimate / float(off.square().sum() / of.square().sum()) - 1) / spread)
-    return found, ratios
 
 
 def _elements(out: torch.Tensor) -> None:
@@ -411,7 +235,7 @@ DRAWS: Mapping[str, Callable[[int, int], torch.Tensor]] = {
 
 
 def healthy(number: int) -> Iterator[dict[str, Any]]:
-    """GEMMs whose sums are those of a modelled accumulator."""
+    """Healthy GEMMs, summed by the models of the accumulators."""
     from te_precision_callbacks.base.numerics.recipes import RECIPES as ARITHMETIC
 
     settings = ARITHMETIC["mxfp8"].defaults("activation")
@@ -457,7 +281,7 @@ SEQUENCE, BATCH = 512, 4
 
 
 def cost(layers: int, hidden: int, seconds: float, least: int) -> Iterator[dict[str, Any]]:
-    """What measuring adds to steps of training."""
+    """Cost of measuring GEMMs in training steps."""
     from te_precision_callbacks.config.schemas import LogGemmErrorItem
 
     training = Training(layers, hidden, SEQUENCE, BATCH, CPU)
@@ -505,7 +329,6 @@ def most_held(training: Training, run: Run) -> float:
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "trials": lambda given: trials(given.trials),
-    "modules": lambda given: modules(given.trials),
     "faults": lambda given: faults(given.trials),
     "healthy": lambda given: healthy(given.healthy),
     "cost": lambda given: cost(given.layers, given.hidden, given.seconds, given.least),
@@ -526,7 +349,7 @@ def main() -> None:
     target.choose((10, 0))  # which has every recipe
     cases = [case for part in given.parts for case in PARTS[part](given)]
     notes = (
-        "worst: the largest deviation in standard deviations (trials, modules), the least (faults) or largest (healthy)"
+        "worst: the largest deviation in standard deviations (trials), the least (faults) or largest (healthy)"
         " ratio to the tolerance, what is measured (cost; processor time). beyond: estimates more than 6"
         " standard deviations off, faults missed, false alarms. An error of 3"
         " times its tolerance is missed in less than one of 100,000 cases."

@@ -1,18 +1,17 @@
-"""All that can only be known on a GPU, in one command: what must be right there, and what it costs.
+"""Check on a GPU what cannot be checked without one, and measure costs.
 
     python benchmarks/gpu_check.py [--parts kernels,parity] [--json] [--out benchmarks/gpu]
-    python benchmarks/gpu_check.py --device cpu    # the same code on a CPU at the sizes of a test; three minutes
+    python benchmarks/gpu_check.py --device cpu    # the same code on a CPU, with the sizes of a test; three minutes
 
-It takes about eight minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in a process of its
-own, so that one that fails, breaks the CUDA context or does not end fails by itself. Within a part a check that raises
-is a row, and the next one runs. After ``--seconds`` no further part begins, and the last one is ended. The parts use
-the compiled Transformer Engine if it can be imported, and the reference backend otherwise. The table is printed, and
-written with the machine and the versions to ``<out>/<name of the GPU>.json``. The exit status is 1 if a number is wrong
-or a part has failed.
+It takes about seven minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in its own process
+with a time limit. Parts that check correctness run four at a time, then parts that measure time run one by one. A
+failing check is a row, and the part continues with its next check. After ``--seconds`` no part starts, and running
+parts are stopped. Parts use the compiled Transformer Engine if it can be imported, otherwise the reference backend.
 
-A row without a verdict is a measurement, or a check that could not be made; its note says why. In the JSON, ``parts``
-has of each part whether it has ``passed``, ``failed`` or ``cannot run here``, why, and its seconds; ``rows`` has all
-figures.
+The table is printed, and written with the machine and the versions to ``<out>/<name of the GPU>.json``. There,
+``parts`` has the verdict of each part (``passed``, ``failed`` or ``cannot run here``), its reason and its seconds, and
+``rows`` has all values. A row without a verdict is a measurement, or a check that could not run, with the reason in
+its note. The exit status is 1 if a value is wrong or a part has failed, and 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,13 +43,14 @@ BENCHMARKS = Path(__file__).resolve().parent
 COLUMNS = ("part", "check", "value", "unit", "expected", "verdict", "note")
 _VERDICTS = {True: "ok", False: "WRONG", None: ""}
 SECONDS = 540.0
-"""For all parts together."""
+"""Time limit of all parts together."""
+_AT_ONCE = 4
 _SLOWER_ON_A_CPU = 5
-"""How many times as long a part may run there: most of it are imports, on a machine that others may use too."""
+"""Factor on the time limit of a part: most of its time are imports, on a machine that others may use too."""
 _LEAST_SECONDS = 5.0
-"""With less no part begins."""
+"""A part does not start with less time left."""
 _MACHINE_SECONDS = 240.0
-"""In which the machine must have been asked; the compiled Transformer Engine is imported for it once."""
+"""Time limit of gpu_parts.machine, which imports the compiled Transformer Engine for the first time."""
 
 
 @dataclass(frozen=True)
@@ -57,61 +58,63 @@ class Part:
     """A part of the check.
 
     Attributes:
-        name: its name.
-        module: what ``python -m`` runs.
-        seconds: after which it is ended, and has failed.
-        needs_transformer_engine: whether nothing of it can run without Transformer Engine's Python.
-        capability: the compute capability whose recipes it runs: on the reference backend where the GPU has another.
-        gpus: how many GPUs it may see.
+        name: printed name.
+        seconds: time limit on a GPU.
+        module: module of ``gpu_parts``; None for the one with the part's name.
+        needs_transformer_engine: whether the part needs at least Transformer Engine's Python.
+        capability: compute capability of the recipes, run on the reference backend if the GPU has another one.
+        gpus: number of visible GPUs.
+        measures_time: whether the part runs alone, after all checks of correctness.
     """
 
     name: str
-    module: str
     seconds: float
+    module: str | None = None
     needs_transformer_engine: bool = True
     capability: str | None = None
     gpus: int = 1
+    measures_time: bool = False
 
 
 PARTS = (
-    Part("kernels", "gpu_parts.kernels", 200, needs_transformer_engine=False),
-    Part("blocks", "gpu_parts.blocks", 150, needs_transformer_engine=False),
-    Part("large", "gpu_parts.large", 45, needs_transformer_engine=False),
-    Part("streams", "gpu_parts.streams", 25, needs_transformer_engine=False),
-    Part("hopper", "gpu_parts.recipes", 60, capability="9.0"),
-    Part("blackwell", "gpu_parts.recipes", 60, capability="10.0"),
-    Part("gemm_error", "gpu_parts.gemm_error", 60),
-    Part("capture", "gpu_parts.capture", 120),
-    Part("ranks", "gpu_parts.ranks", 60, gpus=2),
-    Part("parity", "gpu_parts.parity", 60),
-    Part("launches", "gpu_parts.launches", 40),
-    Part("healthy", "gpu_parts.healthy", 150),
-    Part("planted", "gpu_parts.planted", 150),
-    Part("overflow", "gpu_parts.overflow", 25, needs_transformer_engine=False),
-    Part("bandwidth", "gpu_parts.bandwidth", 75),
-    Part("speed", "gpu_parts.speed", 60),
-    Part("overhead", "gpu_parts.overhead", 150),
+    Part("planted", 300),
+    Part("healthy", 240),
+    Part("kernels", 200, needs_transformer_engine=False),
+    Part("blocks", 200, needs_transformer_engine=False),
+    Part("parity", 120),
+    Part("capture", 120),
+    Part("launches", 60),
+    Part("gemm_error", 60),
+    Part("ranks", 60, gpus=2),
+    Part("hopper", 60, "recipes", capability="9.0"),
+    Part("blackwell", 60, "recipes", capability="10.0"),
+    Part("streams", 45, needs_transformer_engine=False),
+    Part("overflow", 45, needs_transformer_engine=False),
+    Part("large", 60, needs_transformer_engine=False),
+    Part("bandwidth", 45, measures_time=True),
+    Part("speed", 45, measures_time=True),
+    Part("overhead", 180, measures_time=True),
 )
-"""What must be right comes before what it costs, for which no time may be left."""
+"""The longest ones first, so that none of them starts when the others end."""
 
 
 class CannotRunError(Exception):
-    """There is no GPU where one was asked for, or something that is needed cannot be imported."""
+    """The requested GPU does not exist, or a required package cannot be imported."""
 
 
 class Check:
-    """Runs parts, each in a process of its own.
+    """Run parts in processes.
 
     Args:
         device: ``cuda`` or ``cpu``.
-        small: whether the sizes are those of a test.
-        seconds: for all parts together.
+        small: whether to use the sizes of a test.
+        seconds: time limit of all parts together.
 
     Attributes:
-        machine: what the numbers depend on.
+        machine: hardware and versions that the values depend on.
 
     Raises:
-        CannotRunError: the device is ``cuda``, and there is none; or the machine could not be asked.
+        CannotRunError: the device is ``cuda`` and there is none, or gpu_parts.machine failed.
     """
 
     def __init__(self, device: str, *, small: bool, seconds: float) -> None:
@@ -119,48 +122,57 @@ class Check:
         self._options = ["--device", device, *(["--small"] if small else [])]
         self._until = time.monotonic() + seconds
         self._small = small
-        self.machine = self._ask(device)
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self.machine = self._machine_facts()
 
-    def _ask(self, device: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "gpu_parts.machine", "--device", device]
+    def _machine_facts(self) -> dict[str, Any]:
+        command = [sys.executable, "-m", "gpu_parts.machine", "--device", self._device]
+        environment = _environment(self._device)
         try:
             done = subprocess.run(
-                command, env=_environment(device), capture_output=True, text=True, check=False, timeout=_MACHINE_SECONDS
+                command, env=environment, capture_output=True, text=True, check=False, timeout=_MACHINE_SECONDS
             )
         except subprocess.TimeoutExpired:
-            raise CannotRunError(f"the machine had not answered after {_MACHINE_SECONDS:.0f} s") from None
+            raise CannotRunError(f"gpu_parts.machine did not end within {_MACHINE_SECONDS:.0f} s") from None
         if done.returncode:
-            raise CannotRunError(f"the machine could not be asked: {_last_line(done.stderr)}")
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        if "error" in found:
-            raise CannotRunError(f"{found['error']}. With --device cpu the same code runs on the CPU")
-        return found
+            raise CannotRunError(f"gpu_parts.machine failed: {_last_line(done.stderr)}")
+        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        if "error" in facts:
+            raise CannotRunError(f"{facts['error']}. With --device cpu the same code runs on the CPU")
+        return facts
 
     def run(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """The machine, how each part has ended, and all rows."""
-        rows: list[Row] = []
-        seconds: dict[str, float] = {}
-        ended: dict[str, dict[str, Any]] = {}
-        for part in parts:
-            progress(f"{part.name} ...")
-            start = time.monotonic()
-            found = self._rows_of(part)
-            seconds[part.name] = round(time.monotonic() - start, 1)
-            ended[part.name] = {**verdict(found), "seconds": seconds[part.name]}
-            wrong = sum(one["ok"] is False for one in found)
-            how = ended[part.name]["verdict"]
-            progress(f"{part.name}: {how}, {len(found)} rows, {wrong} wrong, {seconds[part.name]} s")
-            rows += found
+        """Return the machine, the verdict of each part, and all rows."""
+        results: dict[str, tuple[list[Row], float]] = {}
+        for measures_time, at_once in ((False, min(_AT_ONCE, self.machine["cores"])), (True, 1)):
+            chosen = [part for part in parts if part.measures_time is measures_time]
+            with ThreadPoolExecutor(at_once) as pool:
+                try:
+                    results |= zip([part.name for part in chosen], pool.map(self._run_part, chosen), strict=True)
+                except BaseException:
+                    self._until = 0.0  # parts that wait do not start
+                    for process in list(self._running):
+                        _end(process)
+                    raise
+        rows = [row for rows, _ in results.values() for row in rows]
         return {
             "machine": self.machine,
             "commit": commit(),
             "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "small": self._small,
-            "ok": all(one["ok"] is not False for one in rows),
-            "parts": ended,
-            "seconds": seconds,
+            "ok": all(row["ok"] is not False for row in rows),
+            "parts": {name: {**verdict(rows), "seconds": seconds} for name, (rows, seconds) in results.items()},
             "rows": rows,
         }
+
+    def _run_part(self, part: Part) -> tuple[list[Row], float]:
+        """Return the rows of a part, and its seconds."""
+        start = time.monotonic()
+        rows = self._rows_of(part)
+        seconds = round(time.monotonic() - start, 1)
+        wrong = sum(row["ok"] is False for row in rows)
+        progress(f"{part.name}: {verdict(rows)['verdict']}, {len(rows)} rows, {wrong} wrong, {seconds} s")
+        return rows, seconds
 
     def _rows_of(self, part: Part) -> list[Row]:
         left = self._until - time.monotonic()
@@ -171,30 +183,31 @@ class Check:
             return [row(part.name, "all", note=self.machine["why_this_backend"])]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "rows")
-            command = [sys.executable, "-m", part.module, "--rows", str(path), "--backend", backend, *self._options]
+            command = [sys.executable, "-m", f"gpu_parts.{part.module or part.name}", *self._options]
+            command += ["--rows", str(path), "--backend", backend]
             command += [] if part.capability is None else ["--capability", part.capability]
             limit = part.seconds * (1 if self._device == "cuda" else _SLOWER_ON_A_CPU)
-            failure = self._run(command, min(limit, left), Path(folder), part.gpus)
-            found = read_rows(path)
-            for one in found:
-                one["part"] = part.name  # some parts share a module
+            failure = self._run_process(command, min(limit, left), Path(folder), part.gpus)
+            rows = read_rows(path)
+            for read in rows:
+                read["part"] = part.name  # some parts share a module
             begun = path.with_suffix(BEGUN)
             if failure and begun.exists():
                 failure = f"{failure}, in: {begun.read_text(encoding='utf-8')}"
-        if not failure and not found:
-            failure = "it gave no rows"
+        if not failure and not rows:
+            failure = "it wrote no rows"
         if failure:
-            found.append(row(part.name, "the part", "failed", expected="ran to its end", ok=False, note=failure))
-        return found
+            rows.append(row(part.name, "the part", "failed", expected="ran to its end", ok=False, note=failure))
+        return rows
 
     def _backend_of(self, part: Part) -> Backend:
-        """A part that runs another GPU's recipes runs them on the reference backend."""
+        """Return the reference backend for a part with recipes of another GPU."""
         backend: Backend = self.machine["backend"]
-        has = self.machine["layouts"]
-        return "reference" if backend == "compiled" and part.capability not in (None, has) else backend
+        layouts = self.machine["layouts"]
+        return "reference" if backend == "compiled" and part.capability not in (None, layouts) else backend
 
-    def _run(self, command: Sequence[str], limit: float, folder: Path, gpus: int) -> str:
-        """Run a part; how it failed, or nothing."""
+    def _run_process(self, command: Sequence[str], limit: float, folder: Path, gpus: int) -> str:
+        """Run a part, and return its failure; empty if it succeeded."""
         output = folder / "output"
         with output.open("wb") as stream:
             process = subprocess.Popen(
@@ -206,57 +219,53 @@ class Check:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            self._running.add(process)
             try:
                 status = process.wait(limit)
             except subprocess.TimeoutExpired:
                 return f"it had not ended after {limit:.0f} s"
             finally:
                 _end(process)
+                self._running.discard(process)
         text = output.read_text(encoding="utf-8", errors="replace")
-        if status == 0:
-            if "Traceback (most recent call last)" in text:  # of a check that has failed
-                progress(text[-3000:])
-            return ""
-        progress(text[-3000:])
-        return f"status {status}: {_last_line(text)}"
+        if status or "Traceback (most recent call last)" in text:  # a check that raises prints one
+            progress(text[-3000:])
+        return f"status {status}: {_last_line(text)}" if status else ""
 
 
 def _environment(device: str, gpus: int = 1) -> dict[str, str]:
-    """Of the parts: they find these modules, and see so many GPUs, as far as there are any."""
-    found = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
-    path = [str(BENCHMARKS), str(BENCHMARKS / "proof"), *filter(None, [found.get("PYTHONPATH")])]
-    all_gpus = found.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")  # what comes after one that is not there is ignored
-    seen = ",".join(all_gpus[:gpus]) if device == "cuda" else ""
-    return found | {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": seen}
+    """Environment of a part, with ``gpu_parts`` on its path and at most this number of visible GPUs."""
+    environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
+    path = [str(BENCHMARKS), str(BENCHMARKS / "proof"), *filter(None, [environment.get("PYTHONPATH")])]
+    all_gpus = environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")  # CUDA ignores all from a missing one on
+    visible = ",".join(all_gpus[:gpus]) if device == "cuda" else ""
+    return environment | {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": visible}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part that still runs, and the processes that it has started, also where it has ended before them."""
+    """Kill a part and its child processes, also if the part has ended before them."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def verdict(rows: Sequence[Row]) -> dict[str, str]:
-    """How a part has ended: ``passed``, ``failed`` or ``cannot run here``, and why."""
-    wrong = [one for one in rows if one["ok"] is False]
+    """Return the verdict of a part (``passed``, ``failed`` or ``cannot run here``), and the reason."""
+    wrong = [f"{row['check']}: {row['note'] or row['value']}" for row in rows if row["ok"] is False]
     if wrong:
-        return {
-            "verdict": "failed",
-            "why": "; ".join(f"{one['check']}: {one['note'] or one['value']}" for one in wrong),
-        }
-    if all(one["value"] is None for one in rows):
-        return {"verdict": "cannot run here", "why": "; ".join(dict.fromkeys(one["note"] for one in rows))}
+        return {"verdict": "failed", "why": "; ".join(wrong)}
+    if all(row["value"] is None for row in rows):
+        return {"verdict": "cannot run here", "why": "; ".join(dict.fromkeys(row["note"] for row in rows))}
     return {"verdict": "passed", "why": ""}
 
 
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
-    return brief(lines[-1]) if lines else "it said nothing"
+    return brief(lines[-1]) if lines else "no output"
 
 
 def commit() -> str | None:
-    """The commit of the checkout, with ``-dirty`` where files have changed since; None without one."""
+    """Return the commit of the checkout, with ``-dirty`` if files have changed; None without a checkout."""
     command = ["git", "-C", str(BENCHMARKS), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -266,24 +275,22 @@ def commit() -> str | None:
 
 
 def file_name(machine: dict[str, Any]) -> str:
-    """The name of the GPU, or ``cpu``, as a file name."""
+    """Return the name of the GPU, or ``cpu``, as a file name."""
     name = machine["gpu"]["name"] if machine["gpu"] else "cpu"
     return re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("_") + ".json"
 
 
-def in_words(machine: dict[str, Any]) -> str:
-    """The first line of the output."""
+def describe(machine: dict[str, Any]) -> str:
+    """Return the first line of the output."""
     gpu, versions = machine["gpu"], machine["versions"]
     device = f"{gpu['name']}, CUDA {gpu['cuda']}, driver {gpu['driver']}" if gpu else machine["processor"]
     why = f" ({machine['why_this_backend']})" if machine["why_this_backend"] else ""
-    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformer-engine"))
-    return f"{device}; {named}; Transformer Engine: {machine['backend']}{why}"
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformer-engine"))
+    return f"{device}; {packages}; Transformer Engine: {machine['backend']}{why}"
 
 
-def _parts(names: str | None) -> Sequence[Part]:
-    """The parts with these names, in their own order."""
-    if names is None:
-        return PARTS
+def _parse_parts(names: str) -> Sequence[Part]:
+    """Return the parts with these names, in the order of :data:`PARTS`."""
     wanted = {name.strip() for name in names.split(",")}
     unknown = wanted - {part.name for part in PARTS}
     if unknown:
@@ -292,20 +299,19 @@ def _parts(names: str | None) -> Sequence[Part]:
     return [part for part in PARTS if part.name in wanted]
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Exits with 1 if a number is wrong or a part has failed, with 2 where the command cannot run."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 1 if a value is wrong or a part has failed, and 2 if the command cannot run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where tensors are (default: cuda)")
-    parser.add_argument("--parts", type=_parts, default=PARTS, help=f"some of {','.join(one.name for one in PARTS)}")
-    parser.add_argument("--small", action="store_true", help="the sizes of a test, which a CPU has in any case")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device of tensors (default: cuda)")
+    names = ",".join(part.name for part in PARTS)
+    parser.add_argument("--parts", type=_parse_parts, default=PARTS, help=f"some of {names}")
+    parser.add_argument("--small", action="store_true", help="the sizes of a test; always on a CPU")
     parser.add_argument(
-        "--seconds", type=float, help=f"for all parts together (default: {SECONDS:.0f}; on a CPU as long as they take)"
+        "--seconds", type=float, help=f"time limit of all parts together (default: {SECONDS:.0f}; none on a CPU)"
     )
-    parser.add_argument("--json", action="store_true", help="print what is written instead of a table")
-    parser.add_argument(
-        "--out", type=Path, default=BENCHMARKS / "gpu", help="where it is written (default: benchmarks/gpu)"
-    )
-    options = parser.parse_args(given)
+    parser.add_argument("--json", action="store_true", help="print the written JSON instead of a table")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "gpu", help="folder (default: benchmarks/gpu)")
+    options = parser.parse_args(arguments)
     try:
         small = options.small or options.device == "cpu"
         seconds = options.seconds or (SECONDS if options.device == "cuda" else math.inf)
@@ -313,21 +319,21 @@ def main(given: Sequence[str] | None = None) -> int:
     except CannotRunError as error:
         progress(f"{parser.prog}: {error}.")
         return 2
-    found = check.run(options.parts)
+    results = check.run(options.parts)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / file_name(check.machine)
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(results, indent=1))
     else:
-        print(in_words(check.machine), end="\n\n")
-        parts = found["parts"].items()
-        seconds = ", ".join(f"{name} {how['verdict']} ({how['seconds']:.0f} s)" for name, how in parts)
-        wrong = [one for one in found["rows"] if one["ok"] is False]
-        notes = f"{len(found['rows'])} rows, {len(wrong)} wrong. {seconds}. Written to {path.name}."
-        notes += "".join(f"\nWRONG: {one['part']}, {one['check']}: {one['value']}. {one['note']}" for one in wrong)
-        report([{**one, "verdict": _VERDICTS[one["ok"]]} for one in found["rows"]], COLUMNS, notes, as_json=False)
-    return 0 if found["ok"] else 1
+        print(describe(check.machine), end="\n\n")
+        parts = results["parts"].items()
+        summary = ", ".join(f"{name} {part['verdict']} ({part['seconds']:.0f} s)" for name, part in parts)
+        wrong = [row for row in results["rows"] if row["ok"] is False]
+        notes = f"{len(results['rows'])} rows, {len(wrong)} wrong. {summary}. Written to {path.name}."
+        notes += "".join(f"\nWRONG: {row['part']}, {row['check']}: {row['value']}. {row['note']}" for row in wrong)
+        report([{**row, "verdict": _VERDICTS[row["ok"]]} for row in results["rows"]], COLUMNS, notes, as_json=False)
+    return 0 if results["ok"] else 1
 
 
 if __name__ == "__main__":

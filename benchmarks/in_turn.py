@@ -1,4 +1,4 @@
-"""Times ways to do the same thing on a machine that changes its speed, until their difference is resolved.
+"""Time ways to do the same thing on a machine of varying speed, until their difference is resolved.
 
 Usage::
 
@@ -6,13 +6,13 @@ Usage::
     found = in_turn(ways, plainly(step), device, enough=to_within(0.02), seconds=300)
     found["ours"].ratio()  # 1.034 (1.027 to 1.041)
 
-A way is timed once, and the base once beside it, in an order that is drawn anew. Such pairs of all ways take turns, in
+A way is timed once, and the base once, in random order. Such pairs of all ways take turns, in
 an order that is drawn too. A machine that becomes slower for a second changes one pair, or both parts of one. The ratio
-of a way to the base is the median of the ratios of its pairs. Its interval is found by drawing the pairs anew, with
+of a way to the base is the median of the ratios of its pairs. Its interval is found by resampling the pairs with
 replacement (Efron 1979, the percentile bootstrap, 95 %).
 
-After each pair somebody may ask whether a claim is decided. An interval of 95 % would say so by chance in two of five
-runs, if the truth is the claim itself; so that question takes the sign test, at 0.1 %.
+After each pair somebody may ask whether a claim is decided. An interval of 95 % would decide it by chance in two of
+five runs, if the truth is the claim itself; so that question takes the sign test, at 0.1 %.
 
 Two clocks run: wall time, and the processor time of all threads of the process. Other work on the machine changes the
 second one less.
@@ -48,7 +48,7 @@ _BY_CHANCE = 0.001
 
 @dataclass(frozen=True)
 class Interval:
-    """A median, and the interval in which it lies with 95 %."""
+    """A median with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -62,11 +62,11 @@ class Interval:
         return Interval(*(factor * (one + shift) for one in (self.value, self.low, self.high)))
 
     def at_most(self, claim: float) -> Verdict:
-        """Whether it is at most what is claimed."""
+        """Check the claim that the value is at most this."""
         return "holds" if self.high <= claim else "does not hold" if self.low > claim else "not resolved"
 
     def beside(self, claim: float | None, unit: str = "") -> str:
-        """What is claimed, with the verdict: ``3 %: holds``; empty if nothing is."""
+        """Format a claim with its verdict: ``3 %: holds``; empty without a claim."""
         return "" if claim is None else f"{claim:g}{unit}: {self.at_most(claim)}"
 
 
@@ -89,7 +89,7 @@ def interval(samples: Sequence[float], seed: int = 0) -> Interval:
 
 
 def _by_chance(samples: Sequence[float], median: float) -> float:
-    """How probable it is that so many samples, or more, are on one side of their median, if this is it."""
+    """Return the p-value of the two-sided sign test for this median."""
     above = sum(sample > median for sample in samples)
     count, fewer = len(samples), min(above, len(samples) - above)
     return min(1.0, sum(math.comb(count, number) for number in range(fewer + 1)) / 2.0 ** (count - 1))
@@ -116,7 +116,7 @@ class Pairs:
     """The pairs of a way.
 
     Attributes:
-        ways, bases: what the way has taken, and the base beside it.
+        ways, bases: times of the way, and of the base in the same pair.
     """
 
     ways: list[Spent] = field(default_factory=list)
@@ -170,7 +170,7 @@ def to_within(share: float) -> Enough:
 
 
 def claimed(claims: Mapping[str, float], share: float) -> Enough:
-    """Enough once it is known whether the ratio of a way is at most what is claimed; of others as :func:`to_within`.
+    """Stop once the claim on the ratio of a way is decided; without a claim, as :func:`to_within`.
 
     It is known by the exact sign test, two-sided, at :data:`_BY_CHANCE`. So it takes 11 pairs at least.
     """
@@ -193,14 +193,14 @@ def in_turn(
     least: int = LEAST_PAIRS,
     seed: int = 0,
 ) -> dict[str, Pairs]:
-    """Time ways beside a base until each is resolved, or the time is over.
+    """Time ways and a base in pairs until each way is resolved, or the time is over.
 
     Args:
         ways: name -> way.
-        base: beside which each is timed.
-        device: on which they run.
-        enough: whether the pairs of a way, of which there are at least ``least``, are enough.
-        seconds: after which no further round begins, once each way has its least pairs.
+        base: baseline of all ways.
+        device: device to wait for.
+        enough: whether the pairs of a way (at least ``least``) are enough.
+        seconds: time limit of rounds, once each way has its least pairs.
         least: pairs of each way.
         seed: of the order.
     """

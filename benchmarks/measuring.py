@@ -1,4 +1,4 @@
-"""What the benchmarks share: the statistics, Transformer Engine's functions as it wrote them, a clock, tables."""
+"""Shared parts of the benchmarks: statistics, Transformer Engine's original functions, a clock, tables."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _in_mode(function: Callable[..., Any], mode: Mode) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Spent:
-    """What a call has taken, in milliseconds, to the end of what it has started on the device."""
+    """Milliseconds of a call, including the operations it started on the device."""
 
     wall: float
     processor: float
@@ -125,13 +125,13 @@ def spent(function: Callable[[], object], device: torch.device) -> Spent:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait for the end of what has been started on a device."""
+    """Wait for a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_milliseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """How long a call keeps a GPU busy, without what the host needs to start it: calls in a CUDA graph, the best of 10.
+    """Return the time of a call on a GPU without the host's launches: calls in a CUDA graph, the best of 10.
 
     Args:
         calls: alike, on different tensors that together are larger than the GPU's cache; none of them waits for the
@@ -155,7 +155,7 @@ def device_milliseconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def machine(device: torch.device) -> str:
-    """What the numbers were measured on: the first line of the output."""
+    """Return the first line of the output: processor, GPU and versions."""
     vectors = torch.backends.cpu.get_cpu_capability()
     processor = f"{_processor()}, {vectors}, {len(_usable_processors())} cores, {torch.get_num_threads()} threads"
     if device.type == "cuda":
@@ -185,7 +185,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def report(cases: Sequence[dict[str, Any]], columns: Sequence[str], notes: str, *, as_json: bool) -> None:
-    """Print the cases: as JSON, or the given columns as a table in Markdown, with what is to be known of them."""
+    """Print the cases as JSON, or the given columns as a table in Markdown with notes."""
     if as_json:
         print(json.dumps(cases, indent=2, default=dataclasses.asdict))
         return

@@ -1,17 +1,17 @@
-"""What activation overflow detection adds to a training step, beside transformers' DebugUnderflowOverflow.
+"""Cost of activation overflow detection in a training step, compared with transformers' DebugUnderflowOverflow.
 
     python benchmarks/overflow.py [--json] [--layers 4 --hidden 256 --sequence 512 --batch 4] [--seconds 240]
 
 A Llama of transformers, built from a config, trains with AdamW on random tokens, in float32 and in bfloat16. A step is
-forward, backward and optimizer step. What is counted:
+forward, backward and optimizer step. Columns:
   none       the step without detection.
   ours       with DebugActivationOverflow, which watches gradients too.
   upstream   with transformers.debug_utils.DebugUnderflowOverflow, which watches forwards, and the parameters.
-  *_added_percent  a step above a step of none beside it: the median of such pairs with its interval, see in_turn.py.
+  *_added_percent  added to a paired step of none: the median of the pairs with its interval, see in_turn.py.
              One process, one model. *_processor_percent is the same by processor time.
   claim      whether the default adds at most 3 % of wall time.
   *_host_waits     how often a step waits for the device: reads of one element (``_local_scalar_dense``, which is what
-             ``.item()`` and ``bool()`` do) and looks of this project, each of which is one copy.
+             ``.item()`` and ``bool()`` do) and checks of this project, one copy each.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from gpu_parts.waits import HostWaits
 from in_turn import Way, add_arguments, claimed, in_turn, plainly
 from measuring import arguments, as_in_a_long_run, llama, machine, progress, report
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.debug_utils import DebugUnderflowOverflow
 
 from te_precision_callbacks.overflow import DebugActivationOverflow, extreme_slots
@@ -75,22 +75,9 @@ class Training:
         self._optimizer.zero_grad()
 
 
-class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what waits for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default:
-            self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def with_upstream(model: torch.nn.Module) -> Iterator[None]:
-    """transformers' detector on a model; it has no end of its own."""
+    """Attach transformers' detector, and remove its hooks, which it cannot do itself."""
     before = {module: dict(module._forward_hooks) for module in model.modules()}
     DebugUnderflowOverflow(model)  # type: ignore[no-untyped-call]
     try:
@@ -120,14 +107,13 @@ def detected(training: Training, way: Detection) -> Iterator[Callable[[], None]]
 
 
 def host_waits(training: Training, way: Detection) -> int:
-    """How often a step waits for the device."""
-    counting = HostWaits()
+    """Count the waits for the device in a step."""
     copies = mock.Mock(side_effect=extreme_slots.to_host)
     with detected(training, way) as step:
         step()
-        with mock.patch.object(extreme_slots, "to_host", copies), counting:
+        with mock.patch.object(extreme_slots, "to_host", copies), HostWaits(training.device) as waits:
             step()
-    return counting.count + copies.call_count
+    return waits.total + copies.call_count
 
 
 def measure(training: Training, seconds: float, least: int, name: str) -> dict[str, Any]:

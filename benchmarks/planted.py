@@ -1,10 +1,10 @@
-"""Finds drifts that leave what a model computes unchanged: planted in real trainings, named by te-precision compare.
+"""Plant drifts that leave the model's function unchanged, and check that te-precision compare names them.
 
     python benchmarks/planted.py [--draws 20] [--json]
 
 A training is one of a small network of ``te.Linear`` in FP8, with ReLU between them: both keep powers of two, so that a
 planted drift does not change the loss. Behind a planted drift training goes on as it would have: where a parameter is
-scaled by s, its learning rate is by s^2. Each drawn drift is planted in a training with a seed of its own, and that is
+scaled by s, its learning rate is by s^2. Each drawn drift is planted in a training with its own seed, and that is
 compared with a healthy one. A second healthy one, with another seed, is the noise floor. A drift is found if its layer
 and tensor come first, made there, and every other layer is called inherited or not named.
 
@@ -74,7 +74,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Drift:
-    """What is planted.
+    """A planted drift.
 
     Attributes:
         kind: a pair of adjacent weights scaled by 2^12 and 2^-12; a channel of an activation that grows to 2^6 times
@@ -99,12 +99,12 @@ class Drift:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensors of the layer in which it begins."""
+        """Tensors of the drift's first layer."""
         return {"weights": ("weight",), "channel": ("activation", "weight"), "gradient": ("gradient",)}[self.kind]
 
 
 def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """The same tensor, whose gradient is scaled."""
+    """Return a view with a scaled gradient."""
     same = x.view_as(x)
     if same.requires_grad:
         same.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 class Block(torch.nn.Module):
-    """A gain for each channel, and a linear layer whose gradient may be scaled."""
+    """A gain per channel, and a linear layer with a scaled gradient."""
 
     gain: torch.Tensor
 
@@ -137,7 +137,7 @@ class Block(torch.nn.Module):
 
     @torch.no_grad()
     def learn(self) -> None:
-        """A step of plain gradient descent, as it would be without what is planted."""
+        """Do a step of gradient descent, equal to the step without the drift."""
         if self.weight.grad is not None:
             self.weight.sub_(RATE * self.rates * self.weight.grad / self.factor)
         self.weight.grad = None
@@ -193,12 +193,12 @@ def _reset() -> Iterator[None]:
 
 
 def train(seed: int, folder: Path, drift: Drift | None = None, *, rows: int = ROWS) -> RecordedRun:
-    """Train under a session, which records it.
+    """Train under a recording session.
 
     Args:
         seed: of the data, and of the network's weights.
         folder: the log folder.
-        drift: what is planted.
+        drift: the drift to plant.
         rows: of a batch.
     """
     torch.manual_seed(seed)
@@ -222,11 +222,11 @@ def train(seed: int, folder: Path, drift: Drift | None = None, *, rows: int = RO
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the comparison says of a planted drift.
+    """Result of the comparison for a planted drift.
 
     Attributes:
         seed: of the training.
-        kind, layer, tensors: what was planted, and where it begins.
+        kind, layer, tensors: the drift, and the place where it begins.
         first: what comes first, with its step and origin.
         inherited: the tensors that are called inherited.
         found: whether it is first, made there, and no other layer is blamed.
@@ -242,7 +242,7 @@ class Outcome:
 
 
 def judge(seed: int, drift: Drift, comparison: Comparison) -> Outcome:
-    """Whether a comparison has found a drift."""
+    """Judge whether a comparison names the drift."""
     first = comparison.first
     inherited = tuple(parting.name for parting in comparison.parted if parting.origin == "inherited")
     own = {drift.name, f"layers.{drift.layer + 1}.linear"} if drift.kind == "weights" else {drift.name}
@@ -260,7 +260,8 @@ def judge(seed: int, drift: Drift, comparison: Comparison) -> Outcome:
 
 
 def measure(draws: int, folder: Path) -> tuple[list[Outcome], list[str], str]:
-    """The outcomes of all draws, what is found in healthy trainings, and in how many pairs of them without a floor."""
+    """Return the outcomes of all draws, the findings in healthy trainings, and how many of their pairs differ without a
+    noise floor."""
     healthy, noise = train(0, folder / "healthy"), train(1, folder / "noise")
     outcomes = []
     for seed in range(2, 2 + draws):

@@ -1,16 +1,16 @@
-"""How far each recipe takes the loss of a TransformerLayer from its loss in BF16, and how far its format explains.
+"""Distance of each recipe's loss from BF16 for a TransformerLayer, and the distance that its format explains.
 
     python benchmarks/recipes.py [--steps 50] [--draws 3] [--json]
 
 A language model of one TransformerLayer learns bytes, from the same start and on the same data, in BF16 and in each
 recipe. Beside each recipe it learns in BF16 with every GEMM's operands rounded to the recipe's format in a few lines of
 plain torch: to nearest, with a scale for each of the recipe's blocks, lowered by a random factor, up to 2 where the
-recipe has powers of two and a little elsewhere, so that several draws round to several grids. That knows nothing of
+recipe has powers of two and a little elsewhere, so that several draws round to several grids. It does not use
 Transformer Engine's quantizers, of Hadamard transforms, of stochastic rounding. A recipe that is much further away has
 something wrong in it.
 
 The distance is the mean over the steps of the absolute difference to the loss in BF16. Two passes without a step come
-first, from which delayed scaling gets its scales. Each compute capability has a process of its own, since the reference
+first, for the scales of delayed scaling. Each compute capability has its own process, since the reference
 backend stands for one GPU at a time.
 """
 
@@ -45,7 +45,7 @@ TOLERATED = 3.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe of Transformer Engine, and what it rounds to.
+    """A recipe of Transformer Engine, and its formats.
 
     Attributes:
         name: the class in ``transformer_engine.common.recipe``; what comes after a space is only for readers.
@@ -88,7 +88,7 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Trained:
-    """What a recipe gave.
+    """Result of a recipe.
 
     Attributes:
         recipe: its name.
@@ -108,7 +108,7 @@ class Trained:
 
     @property
     def holds(self) -> bool:
-        """Whether the format explains the distance."""
+        """Return whether the format explains the distance."""
         return self.distance <= TOLERATED * max(self.explained)
 
 
@@ -150,7 +150,7 @@ def _blocks(matrix: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _rounded(blocks: torch.Tensor, largest: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """The nearest numbers of a format whose largest number stands for ``largest``."""
+    """Round to a format, scaled so that its largest number represents ``largest``."""
     unit = largest.clamp(min=torch.finfo(torch.float32).tiny) / number_format.max
     scaled = (blocks / unit).clamp(-number_format.max, number_format.max)
     binade = torch.exp2(torch.floor(torch.log2(scaled.abs().clamp(min=number_format.min_normal))))
@@ -223,7 +223,7 @@ def _rounding_config(recipe: Recipe, seed: int) -> dict[str, Any]:
 
 
 def compare(recipe: Recipe, steps: int, in_bf16: Sequence[float], draws: int) -> Trained:
-    """A recipe, and BF16 with operands rounded to its format, beside BF16."""
+    """Compare a recipe, and BF16 with operands rounded to its format, with BF16."""
 
     def distance(found: Sequence[float]) -> float:
         return sum(abs(one - other) for one, other in zip(found, in_bf16, strict=True)) / steps

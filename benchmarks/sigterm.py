@@ -1,9 +1,9 @@
-"""How long a process with a session takes to end after SIGTERM, and what of its numbers is then on the disk.
+"""Time from SIGTERM to the end of a process with a session, and the steps on disk.
 
 python benchmarks/sigterm.py                    # the table of docs/session.md; --states step, --json
 python benchmarks/sigterm.py --without-session  # the same scripts without a session
 
-Each state is a process that trains one layer for a few steps, one of which is gathered and not stepped, and then stays
+Each state is a process that trains one layer for a few steps (the last one is gathered and not stepped), and then stays
 in the state until SIGTERM ends it. After ``--patience`` seconds it gets SIGKILL instead.
 """
 
@@ -34,10 +34,8 @@ LONG = 600
 
 STATES = {
     "idle": "between two steps, asleep",
-    "python": "in a loop of Python code",
     "collective": "in an all-reduce of the training that a rank never joins",
     "step": "in session.step(), waiting for a rank",
-    "store": "in TCPStore.get() of a key that never comes",
     "stop": "in session.stop(), in a sink that never closes",
     "disk": "asleep; every write of the log and the records hangs",
     "loader": "waiting for a worker of a DataLoader",
@@ -90,7 +88,7 @@ def _hang_the_disk() -> None:
 
 
 def _peer(state: str, folder: Path) -> Callable[[], None] | None:
-    """In the state with another rank: fork it; rank 1 gets what it has to do when it has trained as long as rank 0."""
+    """Fork a second rank in states that need it; return, in rank 1, its action after training."""
     if state not in ("collective", "step"):
         return None
     until, held = os.pipe()
@@ -108,7 +106,7 @@ def _peer(state: str, folder: Path) -> Callable[[], None] | None:
 
 
 def be(state: str, folder: Path, *, observed: bool) -> None:
-    """Train, say so, and stay in a state."""
+    """Train, print "ready", and stay in a state."""
     from te_precision_callbacks import reference
 
     reference.install_where_needed()
@@ -145,17 +143,12 @@ def be(state: str, folder: Path, *, observed: bool) -> None:
         batches = iter(torch.utils.data.DataLoader(_Slow(), num_workers=1))
     print("ready", flush=True)
     match state:
-        case "python":
-            while True:
-                sum(range(1000))
         case "collective":
             torch.distributed.all_reduce(torch.ones(1))
         case "step" if session is not None:
             session.step()
         case "step":
             torch.distributed.all_reduce(torch.ones(1))
-        case "store":
-            _wait_for_a_key()
         case "stop" if session is not None:
             session.stop()
         case "loader":
@@ -186,13 +179,13 @@ def _end_a_worker() -> None:
 
 
 def measure(state: str, folder: Path, *, observed: bool, patience: float, before: float) -> dict[str, Any]:
-    """Start a state, send SIGTERM, and look at what is left.
+    """Start a state, send SIGTERM, and read the files.
 
     Args:
         state: of :data:`STATES`.
         folder: for the session's files.
         observed: whether there is a session.
-        patience: the seconds after which SIGKILL comes.
+        patience: seconds until SIGKILL.
         before: the seconds from the start of the state to the signal: fewer than pass before the log is written by
             itself.
     """

@@ -1,23 +1,23 @@
-"""The constants of the speed model, fitted to published times, and how well the model then agrees with others of them.
+"""Fit the constants of the speed model to published times, and compare the model with other published times.
 
     python benchmarks/speed_model.py            # prints the tables of docs/speed.md
     python benchmarks/speed_model.py --write    # writes constants.yaml and the tables in docs/speed.md
 
-The times are those of Transformer Engine's GEMM profiling tutorial (docs/examples/gemm_profiling, commit d0067d0): its
+The times come from Transformer Engine's GEMM profiling tutorial (docs/examples/gemm_profiling, commit d0067d0): its
 benchmark_gemm.py on a B300 and on an H200 NVL, in milliseconds, at hidden 4096, intermediate 16384 and 31 x 512 tokens.
 BF16 is torch.matmul. Low precision is the forward of te.Linear, which casts both operands in each call, or a GEMM of
 operands that were quantized before. The benchmark's "dgrad" and "wgrad" are such forwards on swapped shapes.
 
-What is fitted, in this order, and to what:
+Fitted constants, in this order, and their data:
 
 - the share of the peak that kernels reach: the sums of fprop, dgrad and wgrad with operands quantized before;
 - the share of the bandwidth that each recipe's casts reach, and one time of a launch for all recipes: the sums of dgrad
   and wgrad with casts, by least squares of relative errors, with shares of at most 1;
 - how far single shapes are from the model: the spread of the three sums quantized before, of the residuals of the
   casts, and of BF16's two measurements. A sum of four shapes spreads less than each of them; the spread of a shape is
-  that of the sum divided by the root of the sum of the squared weights.
+  the sum's deviation divided by the root of the sum of the squared weights.
 
-FP8 block scaling has no times quantized before: the bandwidth's share is that of current scaling, and the kernels'
+FP8 block scaling has no times quantized before: the bandwidth's share is taken from current scaling, and the kernels'
 share is fitted to dgrad and wgrad. The 20 times of single shapes of the fprop on the B300 are used in no fit.
 """
 
@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from te_precision_callbacks.speed.costs import Cost, Shape, cast_cost, cast_of, gemm_cost, high_ms
+from te_precision_callbacks.speed.costs import Shape, cast_bytes, cast_ms, gemm_ms
 from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Constants, Device, Scatter, constants, device_named
 from te_precision_callbacks.speed.expected import speedup_interval
 
@@ -98,12 +98,16 @@ CONSTANTS = HERE.parent / "te_precision_callbacks" / "speed" / "constants.yaml"
 PAGE = HERE.parent / "docs" / "speed.md"
 
 
-def call_cost(shape: Shape, recipe: str, device: Device) -> Cost:
+def call_cost(shape: Shape, recipe: str, device: Device) -> tuple[float, float]:
     """Return the time of a forward that casts both operands, as Transformer Engine's benchmark_gemm.py measures: its
-    input in both directions, for a later wgrad, its weight rowwise alone, since the input needs no gradient."""
-    activation = cast_cost(recipe, "activation", shape.m * shape.k * shape.batch, device)
-    weight = cast_cost(recipe, "weight", shape.k * shape.n * shape.batch, device, columnwise=False)
-    return gemm_cost(shape, recipe, device).plus(activation).plus(weight)
+    input in both directions, for a later wgrad, its weight rowwise alone, since the input needs no gradient.
+
+    Returns:
+        Milliseconds of the GEMM and of the casts.
+    """
+    activation = cast_ms(recipe, "activation", shape.m * shape.k * shape.batch, device)
+    weight = cast_ms(recipe, "weight", shape.k * shape.n * shape.batch, device, columnwise=False)
+    return gemm_ms(shape, recipe, device), activation + weight
 
 
 def _operations(shapes: Iterable[Shape]) -> float:
@@ -111,7 +115,7 @@ def _operations(shapes: Iterable[Shape]) -> float:
 
 
 def _concentration() -> float:
-    """How much less the sum of four shapes spreads than each of them."""
+    """Ratio of the relative spread of the sum of four shapes to a single shape's."""
     weights = [shape.operations / _operations(SHAPES["fprop"]) for shape in SHAPES["fprop"]]
     return math.sqrt(sum(weight**2 for weight in weights))
 
@@ -160,7 +164,7 @@ def _relative(sums: Mapping[str, float]) -> list[float]:
 
 
 def _with(device: Device, **changed: object) -> Device:
-    """The device with some constants, whose scatter does not matter."""
+    """Return the device with some constants, without scatter."""
     given = {
         "measured_on": device.title,
         "bandwidth": 1.0,
@@ -181,16 +185,14 @@ def _casts(
     of_casts: list[float] = []
     shares = {}
     for recipe in recipes:
-        kernels = (
-            cast_of(recipe, "activation", 1, device.capability),
-            cast_of(recipe, "weight", 1, device.capability, columnwise=False),
-        )
-        launches = len(LAYERS) * sum(cast.kernels for cast in kernels) * launch
+        _, of_activation = cast_bytes(recipe, "activation", 1, device.capability)
+        _, of_weight = cast_bytes(recipe, "weight", 1, device.capability, columnwise=False)
+        launches = len(LAYERS) * (of_activation + of_weight) * launch
         at_once = _with(device, kernel=dict(kernel), cast={recipe: 1.0}, launch_ms=launch)
-        costs = {one: [call_cost(shape, recipe, at_once) for shape in SHAPES[one]] for one in FITTED}
+        costs = [[call_cost(shape, recipe, at_once) for shape in SHAPES[one]] for one in FITTED]
         sums = np.array([SUMS[name][recipe][one] for one in FITTED])
-        rest = np.array([sum(cost.low_ms - cost.cast_ms for cost in costs[one]) for one in FITTED])
-        moved = np.array([sum(cost.cast_ms for cost in costs[one]) - launches for one in FITTED])
+        rest, moved = np.moveaxis(np.array(costs).sum(axis=1), 1, 0)
+        moved = moved - launches
         a, y = moved / sums, (sums - rest - launches) / sums
         slower = max(float(a @ y / (a @ a)), 1.0)
         shares[recipe] = 1 / slower
@@ -204,8 +206,8 @@ def _share_of_block(device: Device, kernel: dict[str, float], cast: dict[str, fl
     at_once = _with(device, kernel={**kernel, "fp8_block": 1.0}, cast=cast, launch_ms=launch)
     sums = SUMS[_name_of(device)][BLOCK]
     costs = [call_cost(shape, BLOCK, at_once) for one in FITTED for shape in SHAPES[one]]
-    rest = sum(cost.low_ms - cost.kernel_ms for cost in costs)
-    return sum(cost.kernel_ms for cost in costs) / (sum(sums[one] for one in FITTED) - rest)
+    kernels, casts = map(sum, zip(*costs, strict=True))
+    return kernels / (sum(sums[one] for one in FITTED) - casts)
 
 
 def _name_of(device: Device) -> str:
@@ -215,7 +217,7 @@ def _name_of(device: Device) -> str:
 
 def expected(shape: Shape, recipe: str, device: Device) -> float:
     """The model's time with both operands cast."""
-    return high_ms(shape, device) if recipe == HIGH else call_cost(shape, recipe, device).low_ms
+    return gemm_ms(shape, "", device) if recipe == HIGH else sum(call_cost(shape, recipe, device))
 
 
 def fitted() -> dict[str, Constants]:
@@ -273,16 +275,16 @@ class Cell:
 
 
 def cells(constants: Constants) -> list[Cell]:
-    """The 20 cells, with what the model expects."""
+    """Return the 20 cells with the model's times."""
     device = device_named("b300").model_copy(update={"constants": constants})
     found = []
     for recipe, measured in CELLS.items():
         for name, shape, time, high in zip(LAYERS, SHAPES["fprop"], measured, CELLS[HIGH], strict=True):
             speedup, around = 1.0, (1.0, 1.0)
             if recipe != HIGH:
-                cost, in_high = call_cost(shape, recipe, device), high_ms(shape, device)
-                speedup = in_high / cost.low_ms
-                around = speedup_interval(in_high, cost.low_ms, [(in_high, cost)], device)
+                costs, in_high = call_cost(shape, recipe, device), gemm_ms(shape, "", device)
+                speedup = in_high / sum(costs)
+                around = speedup_interval(in_high, sum(costs), [(in_high, *costs)], device)
             found.append(Cell(name, recipe, time, expected(shape, recipe, device), high / time, speedup, around))
     return found
 

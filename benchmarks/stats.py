@@ -1,20 +1,17 @@
-"""Statistics of one tensor: the engine of this project beside Transformer Engine 2.20's functions, in one process.
+"""Statistics of one tensor: this project's engine and Transformer Engine 2.20's functions, in one process.
 
     python benchmarks/stats.py [--json] [--size 4096] [--seconds 20] [--device cpu|cuda]
-    ATEN_CPU_CAPABILITY=avx2 python benchmarks/stats.py
 
-The second is as on a processor without AVX-512: torch's own operations, what its compiler makes, and our pass.
-
-What is counted:
-  ours_ms       what a step spends on the tensor: a note for each feature and the measuring, not only the kernel;
-                flush_ms, once a step for all tensors, is told beside it.
-  te_ms         the functions that Transformer Engine's buffer calls for these statistics (those of their
+Columns:
+  ours_ms       time of a step for the tensor: a note for each feature and the measuring, not only the kernel;
+                flush_ms, once a step for all tensors, is separate.
+  te_ms         the functions that Transformer Engine's buffer calls for these statistics (in their
                 DEPENDENCIES), each once. Its buffer calls each of them twice in the first micro-batch of a step, and
                 copies, waits and logs around them: none of that is counted here (step.py counts all of it).
                 Its torch.compile is on or off, whichever is faster (te_mode); both are warmed up.
                 The quantized tensor of the FP8 cases is made before, by Transformer Engine's own quantizer.
   read_once_ms  x.sum(): the time to read the high-precision tensor once.
-  ours_reads    ours_ms over that of a reading beside it: the median of such pairs with its interval, see in_turn.py.
+  ours_reads    ours_ms over a paired read: the median of the pairs with its interval, see in_turn.py.
   claim         how many readings it takes at most.
 """
 
@@ -22,14 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-import torch._inductor.config
 from in_turn import Way, add_arguments, claimed, in_turn, interval, plainly
 from measuring import (
     FP8_STATISTICS,
@@ -49,7 +44,7 @@ from measuring import (
 from te_precision_callbacks import reference
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels import eager, native
+from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import Request, quantized_request, tensor_request
 
@@ -63,7 +58,7 @@ _COPIES_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A measured case.
 
     Attributes:
         dtype: of the tensor.
@@ -81,7 +76,7 @@ class Case:
 
     @property
     def claim(self) -> float | None:
-        """How many readings of the tensor it takes at most; None if nothing is claimed."""
+        """Claimed upper limit in reads of the tensor; None without a claim."""
         if self.eager:
             return None
         return 2.0 if self.quantized else 1.3 if self.dtype == torch.float32 else 1.6
@@ -108,7 +103,7 @@ class Measured:
     """A case with its tensors.
 
     Args:
-        case: what is measured.
+        case: the measured case.
         size: of the square tensor.
         device: where it lies.
     """
@@ -128,13 +123,13 @@ class Measured:
         self._notes: list[list[Request]] = [requests for requests in notes if requests]
 
     def ours(self) -> None:
-        """What a session does when a layer computes with the tensor: a note for each feature, then one pass."""
+        """Note the tensor for each feature and measure it in one pass, as a session does."""
         for requests in self._notes:
             self._engine.note(self._watched, requests)
         self._engine.measure()
 
     def upstream(self) -> None:
-        """What Transformer Engine's buffers compute for one tensor: a buffer for each feature, each function once."""
+        """Call each function of Transformer Engine's buffers once: a buffer for each feature."""
         from transformer_engine.debug.features.utils.stats_computation import DEPENDENCIES, STATS
 
         found = {"": self.quantized}
@@ -193,7 +188,7 @@ class Measured:
         return spent(lambda: self._engine.flush(reduce=False), self.device).wall
 
     def _bandwidth(self) -> dict[str, float]:
-        """How near our pass comes to the rate at which the same GPU copies and sums."""
+        """Return the share of the GPU's bandwidth that our pass reaches, relative to copies and sums."""
         tensors = [self.values] if self.quantized is None else [self.values, self.quantized._data]
         read = sum(tensor.nbytes for tensor in tensors)
         copies = [[tensor.clone() for tensor in tensors] for _ in range(max(2, -(-_COPIES_BYTES // read)))]
@@ -234,13 +229,6 @@ def _fail(what: str, of: str, error: Exception) -> None:
     raise RuntimeError(f"the engine could not give {what} {of}") from error
 
 
-def _keep_to_the_vectors_of_torch() -> None:
-    """Hold the pass, and what torch compiles, to AVX2 too where torch's own operations are held to it."""
-    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
-        torch._inductor.config.cpp.simdlen = 256
-        native.ONE_PASS.functions = native.ONE_PASS.loaded(("-march=haswell",))
-
-
 def main(given: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of the tensor (default: 4096)")
@@ -251,7 +239,6 @@ def main(given: list[str] | None = None) -> None:
     reference.install_where_needed()
     import transformer_engine.pytorch  # noqa: F401
 
-    _keep_to_the_vectors_of_torch()
     device = torch.device(options.device)
     progress(machine(device)) if options.json else print(machine(device), end="\n\n")
     cases = []

@@ -1,10 +1,10 @@
-"""What debugging adds to a training step: this project's session beside Transformer Engine's own features.
+"""Cost of debugging in a training step: this project's session and Transformer Engine's own features.
 
     python benchmarks/step.py [--json] [--layers 4 --hidden 256 --sequence 256 --batch 8] [--seconds 900]
     python benchmarks/step.py --default [--hidden 128 --sequence 128 --batch 4]
 
 The model of examples/byte_lm.py trains in FP8, with all of its Transformer Engine layers and all six tensors of each
-watched in every step. What is counted:
+watched in every step. Columns:
   none       the step without debugging.
   ours       the step in an InspectSession with observe="debug", from the forward to the end of session.step().
   fused      the step in an InspectSession with observe="fused", with the statistics of the tensors that can be had on
@@ -13,16 +13,16 @@ watched in every step. What is counted:
   te         the step with the same YAML under plain nvidia-dlfw-inspect and Transformer Engine's feature folder, to the
              end of debug_api.step(); its torch.compile on or off, whichever is faster (te_mode). Both write their
              statistics to a file.
-  *_added_*  what that is above the step without: one process and one model; a step of each, after one that warms up,
-             beside a step of `none`. The median of such pairs with its interval, see in_turn.py.
+  *_added_*  added to a step without debugging: one process and one model; a step of each, after one that warms up,
+             paired with a step of `none`. The median of the pairs with its interval, see in_turn.py.
   *_processor_percent  the same by processor time.
-  *_ns_per_element  what was added, over the elements of the watched high-precision tensors of a step.
-Two cases have nothing to compute: a session in which nothing is due in these steps, and one without any feature.
+  *_ns_per_element  the added time over the elements of the watched high-precision tensors of a step.
+Two cases have nothing to compute: a session without collection steps in this range, and a session without features.
 
 With --default, the cost of the default config for a whole training instead. A Llama of transformers trains, converted
 by Accelerate. Statistics are computed in plain torch, as in the first steps of every process. The parts of a training
-are measured beside steps without a session: start, first step and stop together; a collection step; another step. The
-cost of 200 and of 1,000 steps is their sum.
+are measured in pairs with steps without a session: start, first step and stop together; a collection step; another
+step. The cost of 200 and of 1,000 steps is their sum.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Training:
 
 
 class LlamaTraining(Training):
-    """A Llama of transformers whose Linear layers Accelerate has replaced by Transformer Engine's."""
+    """A Llama of transformers, converted to Transformer Engine by Accelerate."""
 
     def _model(self, layers: int, hidden: int, sequence: int) -> torch.nn.Module:
         from accelerate import Accelerator
@@ -286,7 +286,7 @@ def watched_elements(training: Training, counting: Config, folder: Path) -> int:
 
 
 def measure(training: Training, runs: Mapping[str, Run], seconds: float, least: int) -> dict[str, Pairs]:
-    """Time steps of all ways to run, each beside a step without debugging."""
+    """Time steps of all configurations, each paired with a step without debugging."""
     ways: dict[str, Way] = {name: functools.partial(training.within, run) for name, run in runs.items()}
     enough = claimed({name: 1 + percent / 100 for name, percent in CLAIMS.items()}, _SHARE)
     base = functools.partial(training.within, without)
@@ -313,7 +313,7 @@ def _compared(key: str, times: dict[str, Pairs], elements: int) -> dict[str, Any
 
 
 def _alone(name: str, ours: Pairs, elements: int = 0) -> dict[str, Any]:
-    """A case of ours beside none."""
+    """Return a case without Transformer Engine's side."""
     added, percent = ours.added(), ours.ratio().scaled(100, -1)
     return {
         "case": name,
@@ -362,7 +362,7 @@ def run_all(training: Training, options: argparse.Namespace, folder: Path) -> li
 
 
 def run_default(training: Training, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The parts of a training with the default config, and what they add to whole trainings."""
+    """Measure the parts of a training with the default config, and sum them to whole trainings."""
     session = functools.partial(with_ours, training.model, None)
 
     @contextlib.contextmanager

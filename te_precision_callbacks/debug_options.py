@@ -115,10 +115,9 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
     """Turn the parsed options of :func:`add_debug_options` into a context manager around a training loop.
 
     With ``te_precision`` the result is an :class:`te_precision_callbacks.InspectSession`. With ``activation_overflow``
-    an
-    inf or nan raises :class:`te_precision_callbacks.debug_utils.ActivationOverflowError` in the optimizer's step, or at
-    the
-    latest in ``step``; on its own this option needs no Transformer Engine. Without either option the result is a no-op.
+    an inf or nan raises :class:`te_precision_callbacks.debug_utils.ActivationOverflowError` in the optimizer's step, or
+    at the latest in ``step``; on its own this option needs no Transformer Engine. Without either option the result is a
+    no-op.
 
     Args:
         arguments: the parsed arguments.

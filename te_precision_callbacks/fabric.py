@@ -53,8 +53,7 @@ class PrecisionDebugFabricCallback:
 
     Statistics go to every logger of Fabric, on rank 0, at the debug iteration, with the names of
     :class:`te_precision_callbacks.lightning.PrecisionDebugCallback`. ``log_dir`` defaults to the folder of Fabric's
-    first
-    logger.
+    first logger.
 
     ``fabric.save`` and ``fabric.load`` take the callback as an entry of their state: ``{"model": model, "precision":
     callback}``.
@@ -219,12 +218,12 @@ class PrecisionDebugFabricCallback:
 def _log_dir_of(fabric: Fabric) -> Path:
     """The folder of the first logger that has one, as rank 0 has it; else the working directory, as with a plain
     session."""
-    found = ""
+    folder = ""
     if fabric.is_global_zero:
         for receiver in fabric.loggers:
             getattr(receiver, "experiment", None)  # a CSVLogger warns if it finds files of others in its folder
-            found = found or str(getattr(receiver, "log_dir", None) or getattr(receiver, "root_dir", None) or "")
-    return Path(fabric.broadcast(found) or ".")
+            folder = folder or str(getattr(receiver, "log_dir", None) or getattr(receiver, "root_dir", None) or "")
+    return Path(fabric.broadcast(folder) or ".")
 
 
 def _scales_loss(fabric: Fabric) -> bool:

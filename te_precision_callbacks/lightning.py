@@ -58,8 +58,7 @@ class PrecisionDebugCallback(Callback):
 
     - ``te.<layer>/<tensor>/<statistic>`` for each statistic of the config, such as
       ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are the tensor's; a statistic with a name that ends
-      in
-      ``%`` is in percent (in MLflow with ``_pct`` for ``%``).
+      in ``%`` is in percent (in MLflow with ``_pct`` for ``%``).
     - metrics of the whole model, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
 
     Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file per rank) and
@@ -114,8 +113,7 @@ class PrecisionDebugCallback(Callback):
 
         Raises:
             SessionError: this process has not fitted yet. With a strategy such as ``ddp_spawn`` the sessions run in
-                other
-                processes, and their results are in ``log_dir``.
+                other processes, and their results are in ``log_dir``.
         """
         if self._session is None:
             raise SessionError(
@@ -298,7 +296,7 @@ class HealthyCheckpoint(ModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the trainer's PrecisionDebugCallback."""
         given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks = (each for each in given if isinstance(each, PrecisionDebugCallback))
+        callbacks = (callback for callback in given if isinstance(callback, PrecisionDebugCallback))
         self._precision = next(callbacks, None)
         if self._precision is None and stage == "fit":
             raise OptionError(
@@ -374,14 +372,15 @@ class TrainerNumbers:
 
 def _step_settings(trainer: Trainer) -> dict[str, Any]:
     """Return the present learning rate of the first optimizer, and the loss scale."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
     if rates:
-        found["lr"] = rates[0].clone() if isinstance(rates[0], torch.Tensor) else rates[0]  # schedulers fill a tensor
+        # Schedulers fill a tensor in place.
+        settings["lr"] = rates[0].clone() if isinstance(rates[0], torch.Tensor) else rates[0]
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None and scaler.is_enabled():
-        found["loss_scale"] = scaler.get_scale()
-    return found
+        settings["loss_scale"] = scaler.get_scale()
+    return settings
 
 
 def _scales_loss(trainer: Trainer) -> bool:

@@ -29,7 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
@@ -78,10 +80,11 @@ class ScriptWatch:
         self._waiting: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._unscaled: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
+        self._values: Any = WeakIdKeyDictionary()  # of losses: unscaled, or before their memory was freed
         self._backwards = 0
         self._iterations, self._search_until = 0, SEARCHED_ITERATIONS
         self._has_stepped = False
+        self._schedules: set[Any] = set()
         self._search = Replaced()
         self._replaced = Replaced(yields=True)
         self._handles: list[Any] = []
@@ -96,7 +99,8 @@ class ScriptWatch:
             register_optimizer_step_post_hook(self._guard(self._after_step)),
         ]
         self._begin_search()
-        self._replace(torch.autograd, "backward", self._before_backward)
+        self._replaced.replace(Variable, "_execution_engine", _engine(self._guard(self._before_backward)))
+        self._replace(Optimizer, "add_param_group", after=lambda *_: self._search_again())
         self._replace(torch.amp.GradScaler, "scale", after=self._after_scale)
         self._replace(torch.amp.GradScaler, "step", self._before_scaler_step, after=self._after_scaler_step)
         self._replace(os, "_exit", lambda *_: self.stop())
@@ -210,7 +214,7 @@ class ScriptWatch:
             self._waiting.setdefault(optimizer, True)
         if self.session is None:
             self.session = InspectSession.from_options(_checked(self._options))
-            self.session.start(front_door="watch", trainer_steps=True)
+            self.session.start(front_door="watch", trainer_steps=True, gives_way=True)
             self.session.follow(self)
         # The first model's layers keep their names when another one is found.
         self.session.attach({f"model{number}" if number else "": each for number, each in enumerate(self._models)})
@@ -225,8 +229,45 @@ class ScriptWatch:
             self._waiting[optimizer] = True
             return
         self._others.add(optimizer)
+        self._search_again()
+
+    def _search_again(self) -> None:
+        """Search for the model of an optimizer that is new, in the next iterations."""
         self._search_until = self._iterations + SEARCHED_ITERATIONS
         self._begin_search()
+        self._watch_schedules()
+
+    def _watch_schedules(self) -> None:
+        """Attach the stages of a pipeline before its schedule: within it, a stage waits for the forward of the one
+        before, so ranks that attach in their first forward would wait for each other."""
+        megatron: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
+        if megatron is not None and megatron not in self._schedules:
+            self._schedules.add(megatron)
+            for name in [name for name in vars(megatron) if name.startswith("forward_backward_")]:
+                self._replace(megatron, name, self._before_megatron)
+            if hasattr(megatron, "deallocate_output_tensor"):
+                self._replace(megatron, "deallocate_output_tensor", self._before_freeing)
+        pipelining: Any = sys.modules.get("torch.distributed.pipelining.schedules")
+        if pipelining is not None and pipelining not in self._schedules:
+            self._schedules.add(pipelining)
+            for schedule in (pipelining.PipelineScheduleSingle, pipelining.PipelineScheduleMulti):
+                self._replace(schedule, "step", self._before_pipeline)
+
+    def _before_megatron(self, *_: Any, model: Any = None, forward_only: bool = False, **__: Any) -> None:
+        if not forward_only:
+            self._consider_stages(model if isinstance(model, list) else [model])
+
+    def _before_pipeline(self, schedule: Any, *_: Any, **__: Any) -> None:
+        stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+        self._consider_stages([stage.submod for stage in stages])
+
+    def _consider_stages(self, stages: Sequence[torch.nn.Module]) -> None:
+        if self._search and torch.is_grad_enabled():
+            for stage in stages:
+                if stage.training:
+                    self._consider(stage)
+            if not self._has_ended and self._iterations < self._search_until:
+                self._begin_search()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._has_stepped = True
@@ -258,14 +299,14 @@ class ScriptWatch:
     def backward(self, loss: torch.Tensor) -> None:
         """Called with the loss of each backward; the session listens to it."""
 
-    def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
+    def _before_backward(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if torch._C._current_graph_task_id() != -1:  # a recomputation inside of a backward
             return
-        loss = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            scaled, plain = self._unscaled or (None, loss)
-            self.backward(plain if scaled is not None and scaled() is loss else loss)
-        self._unscaled = None
+        loss, gradient = tensors[0], gradients[0]
+        if len(tensors) == 1 and loss.numel() == 1 and (gradient is None or gradient.numel() == 1):
+            value = self._values.get(loss, loss)
+            if value is not loss or not _is_freed(loss):
+                self.backward(value)
         self._backwards += 1
         if self._backwards == BACKWARDS:
             self._search.put_back()
@@ -273,7 +314,12 @@ class ScriptWatch:
 
     def _after_scale(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:
         if isinstance(scaled, torch.Tensor) and isinstance(outputs, torch.Tensor):
-            self._unscaled = weakref.ref(scaled), outputs.detach()
+            self._values[scaled] = outputs.detach()
+
+    def _before_freeing(self, output: Any, *_: Any) -> None:
+        """Keep the loss of a pipeline, whose schedule frees the memory of each output before its backward."""
+        if isinstance(output, torch.Tensor) and output.numel() == 1:
+            self._values[output] = self._values.get(output, output.detach())
 
     def _warn(self) -> None:
         optimizers = (
@@ -288,6 +334,28 @@ class ScriptWatch:
         logger.warning(
             "After %d backward passes %s. In this process: %s. %s.", self._backwards, seen, optimizers, _ADVICE
         )
+
+
+def _engine(before_backward: Any) -> Any:
+    """The autograd engine that reports each backward; Megatron's pipeline schedules call the engine themselves."""
+
+    class Engine(type(Variable._execution_engine)):  # type: ignore[misc]
+        def run_backward(
+            self, tensors: Any, grad_tensors: Any, *args: Any, accumulate_grad: bool = False, **keywords: Any
+        ) -> Any:
+            if accumulate_grad:  # else it is torch.autograd.grad()
+                before_backward(tensors, grad_tensors)
+            return super().run_backward(tensors, grad_tensors, *args, accumulate_grad=accumulate_grad, **keywords)
+
+    return Engine()
+
+
+def _is_freed(loss: torch.Tensor) -> bool:
+    """Return whether a pipeline schedule has freed the memory of an output; its graph still has the old shape."""
+    if loss.grad_fn is None:
+        return False
+    metadata = getattr(loss.grad_fn, "_input_metadata", ())
+    return loss.output_nr < len(metadata) and tuple(metadata[loss.output_nr].shape) != tuple(loss.shape)
 
 
 def _checked(options: Mapping[str, Any]) -> SessionOptions:

@@ -127,7 +127,7 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     parts = [part for part in NAMES if part not in separately]
     found, done = gpu_check(tmp_path, "--parts", ",".join(parts))
     assert found["ok"] is True
-    assert list(found["seconds"]) == parts
+    assert sorted(found["parts"]) == sorted(parts)
     verdicts = {name: part["verdict"] for name, part in found["parts"].items()}
     need_a_gpu = {"capture": "cannot run here"}
     assert verdicts == dict.fromkeys(parts, "passed") | need_a_gpu
@@ -140,7 +140,11 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert all(row["ok"] for row in kernels.values() if row["expected"])
     assert all(row["value"] <= 1 for row in kernels.values() if row["expected"])
     for dtype in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
-        assert {f"{dtype}, {view}" for view in ("transposed", "sliced", "6 dimensions", "1 element")} <= set(kernels)
+        assert f"{dtype}, with inf and nan" in kernels
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn"):
+        assert f"{dtype}, sliced" in kernels
+    for view in ("transposed", "rows in whole runs", "5 dimensions", "6 dimensions"):
+        assert f"float32, {view}" in kernels
     launches = rows_of(found, "launches")
     for path in ("fused", "debug"):
         assert launches[f"{path}: host waits of ours in forward and backward"]["ok"] is True
@@ -153,9 +157,8 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert gemms["block, 128, wgrad: error over its tolerance"]["ok"] is True
     assert gemms["mxfp8"]["note"] == "this GPU does not have it"
     assert rows_of(found, "overflow")["host waits added to a step"]["value"] == 1
-    assert rows_of(found, "overhead")["debug, every 10th step: a step"]["value"] > 0
+    assert rows_of(found, "overhead")["default config, a collection step: a step"]["value"] > 0
     assert rows_of(found, "speed")["fp8_current_scaling, 64x64x128, fprop: speed-up"]["value"] > 0
-    assert rows_of(found, "speed")["64x64x64, fprop: delayed instead of current scaling saves"]["unit"] == "ms a call"
     assert rows_of(found, "bandwidth")["8 of the tensor, bfloat16, 160 x 160: ratio"]["value"] > 0
     header, _, *table = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert "verdict" in header

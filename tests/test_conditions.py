@@ -51,7 +51,7 @@ def test_an_event(event: EventCondition) -> None:
     assert parse_condition(str(event)) is event
 
 
-def test_what_it_reads() -> None:
+def test_conditions_read_these_statistics() -> None:
     """The recipe may be spelled in another way, and a statistic of blocks is that of any blocks."""
     assert threshold("fp8_current_mse > 1").reads(quantized_request("current_scaling_mse"))
     assert not threshold("mse > 1").reads(quantized_request("mxfp8_mse"))

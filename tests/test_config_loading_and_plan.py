@@ -118,7 +118,7 @@ def test_a_malformed_file_is_refused_with_its_place(tmp_path: Path, text: str, m
     assert isinstance(caught.value, PrecisionDebugError)
 
 
-def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:
+def test_a_missing_file_names_similar_files(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ConfigError, match=r"config\.yml' does not exist.*Did you mean 'config\.yaml'"):
         load_config(tmp_path / "config.yml")
@@ -136,7 +136,7 @@ def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:
             load_config(nothing)  # type: ignore[arg-type]
 
 
-def test_a_loaded_config_a_mapping_and_none_are_taken(tmp_path: Path) -> None:
+def test_a_loaded_config_a_mapping_and_none_are_accepted(tmp_path: Path) -> None:
     config = load_config({"s": feature("DisableFP8Layer", ["fc1"])})
     assert load_config(config) is config
     assert config.source is None
@@ -168,6 +168,33 @@ def test_selectors() -> None:
     with pytest.raises(ConfigError, match=r"there is no layer 'model\.hea'. Did you mean 'model\.head'"):
         selected(exact_layer_names=["model.head", "model.hea"])
     assert selected(exact_layer_names=["model.head"], layer_types=["all"]) == [4], "as upstream: the first one rules"
+
+
+def test_a_config_for_upstreams_names_that_selects_other_layers_by_path_is_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @dataclass(frozen=True)
+    class Block(Layer):
+        upstream: tuple[str, ...] = ()  # type: ignore[misc]
+
+    def plan_blocks(block: dict[str, Any], **keywords: Any) -> list[str]:
+        blocks = [Block(f"model.layers.{at}.fc1", upstream=(f"model.layers.{at + 1}.fc1",)) for at in range(4)]
+        section = {"enabled": True, "layers": block, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
+        return [entry.layer.name for entry in load_config({"s": section}).plan(blocks, REGISTERED, **keywords).layers]
+
+    for block in ({"layer_numbers": [2]}, {"layer_name_regex_pattern": r"layers\.2\."}):
+        assert plan_blocks(block) == ["model.layers.2.fc1"]
+        (message,) = caplog.messages
+        assert "(section 's'): the section 's' selects model.layers.2.fc1; by nvidia-dlfw-inspect's names it would" in (
+            message
+        )
+        assert "select model.layers.2.fc1 (here model.layers.1.fc1)." in message
+        assert message.endswith("layer_names='path' confirms that paths are meant.")
+        caplog.clear()
+        assert plan_blocks(block, layer_names="path") == ["model.layers.2.fc1"]
+        assert plan_blocks(block, layer_names="upstream") == ["model.layers.1.fc1"]
+    assert len(plan_blocks({"layer_types": ["fc1"]})) == 4
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -209,7 +236,7 @@ def test_a_section_without_a_layer_is_refused_with_near_names(caplog: pytest.Log
         ({"layer_types": ["LayerNormMPL"]}, r"Similar names: .*'LayerNormMLP'"),
     ],
 )
-def test_a_suggestion_is_what_the_selector_takes(block: dict[str, Any], told: str) -> None:
+def test_a_suggestion_is_valid_for_its_selector(block: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
         plan(block)
     if "layer_name_regex_pattern" in block and "class" not in told:
@@ -230,7 +257,7 @@ def test_a_suggestion_is_what_the_selector_takes(block: dict[str, Any], told: st
         ({"layer_numbers": ["all"], "layer_types": ["fc1"]}, None),
     ],
 )
-def test_what_a_selector_asks_for_in_vain_is_warned_about(
+def test_a_selector_entry_without_a_match_warns(
     caplog: pytest.LogCaptureFixture, block: dict[str, Any], told: str | None
 ) -> None:
     """One config may be for several models, so that it is not refused."""

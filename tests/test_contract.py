@@ -72,13 +72,13 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_contract(case: str) -> None:
+def test_invalid_contracts(case: str) -> None:
     source, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         read_contract(source)
 
 
-def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_with_their_lines(tmp_path: Path) -> None:
     file = tmp_path / "contract.yaml"
     file.write_text("precision_contract:\n  share:\n    fp9: 95\n  layer: {mlp: fp8}\n  by_step: soon\n")
     with pytest.raises(ConfigError) as caught:

@@ -28,7 +28,7 @@ from te_precision_callbacks.options import SessionOptions
 reference.install()
 import transformer_engine.pytorch as te
 
-{front_door}
+{integration}
 
 class Loop:
     folder = Path("logs")
@@ -72,7 +72,7 @@ def put(file: Path, before: str, text: str) -> None:
 
 
 @pytest.mark.processes
-def test_its_steps_do_as_they_say(tmp_path: Path) -> None:
+def test_the_steps_of_the_page_work(tmp_path: Path) -> None:
     for folder in ("te_precision_callbacks", "features"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.move(tmp_path / "features", tmp_path / "te_precision_callbacks" / "features")
@@ -86,10 +86,10 @@ def test_its_steps_do_as_they_say(tmp_path: Path) -> None:
     put(package / "config" / "schemas.py", "        DumpTensors,\n", "        HighPrecisionWgrad,\n")
     (of_format,) = steps("A format")
     put(package / "base" / "numerics" / "formats.py", "E2M1 = FloatFormat", of_format)
-    (front_door,) = steps("An integration")
+    (integration,) = steps("An integration")
 
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(front_door=front_door))
+    script.write_text(SCRIPT.format(integration=integration))
     environment = {key: value for key, value in os.environ.items() if key != ENVIRONMENT_VARIABLE}
     environment["PYTHONPATH"] = str(tmp_path)  # the copy, not the installed package
     command = [executable(), str(script)]

@@ -164,7 +164,7 @@ def test_an_error_names_the_flag_where_a_flag_was_given(
     assert str(caught.value).startswith(message)
 
 
-def test_what_cannot_work_is_an_error_before_the_loop(tmp_path: Path) -> None:
+def test_wrong_options_raise_before_the_loop(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"no 'debug': call add_debug_options\(parser\)"):
         debugging(argparse.Namespace(), net())
     with pytest.raises(UnknownDebugOptionError):

@@ -57,7 +57,7 @@ def lost() -> Exception:
     return torch.AcceleratorError(ASSERTED)
 
 
-def test_a_lost_gpu_is_told_from_a_failure(cuda: Callable[..., None]) -> None:
+def test_a_lost_gpu_is_distinguished_from_a_failure(cuda: Callable[..., None]) -> None:
     assert not devices.is_lost(lost()), "CUDA is not in use: whoever raises this means something else"
     cuda()
     assert not devices.is_lost(RuntimeError("Triton Error [CUDA]: invalid argument")), "the stream still works"
@@ -68,9 +68,7 @@ def test_a_lost_gpu_is_told_from_a_failure(cuda: Callable[..., None]) -> None:
     assert not devices.is_lost(TypeError("not about a GPU"))
 
 
-def test_observation_says_once_that_the_gpu_is_lost_and_does_not_blame_itself(
-    cuda: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_gpu_is_reported_once(cuda: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
     cuda(lost())
     failures = ObservationFailures(strict=False, rank=0)
     told: list[str] = []
@@ -151,7 +149,7 @@ def test_overflow_detection_rests_in_a_capture(cuda: Callable[..., None], monkey
             optimizer.step()
 
 
-def test_a_step_in_a_capture_does_nothing_and_that_is_said(
+def test_a_step_in_a_capture_warns_and_collects_nothing(
     cuda: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path) as session:

@@ -201,7 +201,7 @@ def told(machine: Machine) -> list[str]:
     return [f"{finding.severity}: {finding.what} -> {finding.remedy}" for finding in findings(machine)]
 
 
-def test_a_gpu_machine_with_nothing_wrong() -> None:
+def test_a_gpu_machine_without_problems() -> None:
     assert told(HERE) == []
 
 

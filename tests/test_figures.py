@@ -20,7 +20,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def test_the_pages_have_the_tables_of_what_was_measured(figures: Any) -> None:
+def test_the_pages_have_the_tables_of_the_stored_results(figures: Any) -> None:
     shown = []
     for page in figures.PAGES:
         text = page.read_text(encoding="utf-8")

@@ -55,7 +55,7 @@ def test_the_hash_of_a_large_tensor_does_not_depend_on_its_pieces(monkeypatch: p
     assert content_hash(data) == whole
 
 
-def test_the_hash_tells_content_order_and_length() -> None:
+def test_the_hash_depends_on_content_order_and_length() -> None:
     data = torch.arange(64, dtype=torch.float32)
     other = data.clone()
     other[17] = -17.0

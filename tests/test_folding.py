@@ -85,7 +85,7 @@ LLAMA = [
         (LLAMA, 30, ["…model.…0.self_attn.q_proj.…", "…model.…0.self_attn.k_proj.…"]),
     ],
 )
-def test_a_short_name_keeps_what_differs(names: list[str], most: int, texts: list[str]) -> None:
+def test_a_short_name_keeps_the_differing_parts(names: list[str], most: int, texts: list[str]) -> None:
     short = ShortNames(names)
     found = [short.of(name, most) for name in names]
     assert found[: len(texts)] == texts

@@ -1,4 +1,4 @@
-"""Optimizer steps of which the debug iteration does not hear: every front door says so, once."""
+"""Optimizer steps of which the debug iteration does not hear: every integration says so, once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_loop_that_never_steps(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_a_short_loop_that_never_steps_hears_it_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_loop_that_never_steps_is_warned_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop(tmp_path, 2)
     assert [text.partition(",")[0] for text in said(caplog)] == [
         "SGD has stepped 2 times without a step() of precision debugging"

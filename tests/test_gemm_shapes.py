@@ -31,7 +31,7 @@ def test_modules_assert_what_a_gemm_alone_would_take() -> None:
     assert refusals("fp8_current_scaling", BLACKWELL, **layer, gemms=["wgrad"]) == []
 
 
-def test_the_largest_multiple_of_a_dimension_is_told() -> None:
+def test_the_largest_multiple_of_a_dimension() -> None:
     found = refusals("mxfp8", BLACKWELL, tokens=4, in_features=64, out_features=64)
     assert [(refusal.gemm, refusal.dimension, refusal.multiple) for refusal in found] == [
         ("fprop", "tokens", 32),

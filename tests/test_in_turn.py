@@ -45,7 +45,7 @@ class Machine:
         return lambda: contextlib.nullcontext(call)
 
 
-def test_an_interval_holds_the_truth_as_often_as_it_says(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interval_covers_the_true_value_at_its_stated_rate(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """95 % is stated; fewer than 87 of 100 intervals hold it with a probability of 6e-4."""
     held = 0
     for seed in range(100):

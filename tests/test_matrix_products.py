@@ -106,7 +106,7 @@ def test_fused_attention(causal: bool) -> None:
     assert products[1][2:6] == (rows, size, columns, batch * heads)
 
 
-def test_the_arguments_of_fused_attention_that_say_what_its_mask_is() -> None:
+def test_the_mask_arguments_of_fused_attention() -> None:
     for name, (causal, mask) in matrix_products._FUSED.items():
         arguments = getattr(torch.ops.aten, name).default._schema.arguments
         assert arguments[causal].name == "is_causal", name
@@ -127,7 +127,7 @@ def test_the_arguments_of_fused_attention_that_say_what_its_mask_is() -> None:
         ("efficient_attention", (torch.zeros(4, 4), False), None),
     ],
 )
-def test_what_the_mask_of_fused_attention_leaves(name: str, more: tuple[Any, ...], left: float | None) -> None:
+def test_the_share_of_a_mask_of_fused_attention(name: str, more: tuple[Any, ...], left: float | None) -> None:
     """Of an operator without a mask, with a causal one, and with one that is a tensor or a keyword."""
     query = torch.zeros(1, 1, 4, 8)
     products = products_of(f"aten::_scaled_dot_product_{name}", (query, query, query, *more), query)
@@ -160,7 +160,7 @@ def test_grouped_products(left: tuple[int, ...], right: tuple[int, ...], multipl
     assert product.macs == multiply_adds
 
 
-def test_what_multiplies_no_matrices() -> None:
+def test_operators_without_products() -> None:
     assert not is_product("aten::mul")
     assert products_of("aten::mul", (ones(2, 2), ones(2, 2)), ones(2, 2)) == []
     [lookup] = products_of("aten::embedding", (torch.zeros(9, 4), torch.zeros(2, 3, dtype=torch.int64)), None)

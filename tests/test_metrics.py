@@ -204,7 +204,7 @@ def test_a_filter_decides_instead_of_the_limit() -> None:
 
 
 def test_a_loop_of_ones_own_has_the_same_metrics(tmp_path: Path) -> None:
-    """The sink of every front door, in a plain session."""
+    """The sink of every integration, in a plain session."""
 
     class Board(LoggerSink):
         def __init__(self) -> None:

@@ -67,7 +67,7 @@ def test_a_module_that_wraps_itself_has_the_names_of_its_children() -> None:
     assert names(net) == ["0"]
 
 
-def test_chunks_of_a_model_are_told_apart() -> None:
+def test_chunks_of_a_model_have_distinct_names() -> None:
     assert names([torch.nn.Sequential(te.Linear(32, 32)) for _ in range(2)]) == ["chunk0.0", "chunk1.0"]
 
 
@@ -123,7 +123,7 @@ def of_peft(name: str, *bases: type, **children: torch.nn.Module) -> torch.nn.Mo
     return made
 
 
-def test_pefts_wrappers_add_nothing_to_a_name_and_its_adapters_say_what_they_are() -> None:
+def test_names_of_peft_wrappers_and_adapters() -> None:
     """The tree is that of ``get_peft_model`` with LoRA on one layer and a trained copy of another, in PEFT 0.21."""
 
     def adapter(inputs: int, outputs: int) -> torch.nn.ModuleDict:

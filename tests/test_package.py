@@ -78,7 +78,7 @@ def test_every_lazy_name_is_there() -> None:
 
 
 @pytest.mark.processes
-def test_a_missing_extra_says_how_to_install_it() -> None:
+def test_the_error_of_a_missing_extra_has_the_install_command() -> None:
     code = """
 import sys
 sys.modules |= {name: None for name in ("lightning", *sys.modules) if name.partition(".")[0] == "lightning"}
@@ -93,7 +93,7 @@ except ImportError as error:
 
 
 @pytest.mark.processes
-def test_a_session_without_a_usable_transformer_engine_says_what_to_do() -> None:
+def test_the_error_of_a_session_without_transformer_engine_has_a_remedy() -> None:
     code = """
 from te_precision_callbacks import InspectSession, PrecisionDebugError
 try:
@@ -108,7 +108,7 @@ except PrecisionDebugError as error:
 
 @pytest.mark.processes
 def test_overflow_detection_needs_no_transformer_engine(tmp_path: Path) -> None:
-    """Each of its front doors stops on a +inf; what needs Transformer Engine says which extra to install."""
+    """Each of its integrations stops on a +inf; what needs Transformer Engine says which extra to install."""
     code = """
 import argparse, sys
 sys.modules["transformer_engine"] = sys.modules["nvdlfw_inspect"] = None  # as where they are not installed
@@ -146,11 +146,11 @@ def by_trainer(model, debug="activation_overflow"):
     args = TrainingArguments("run", max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, debug=debug)
     Trainer(model, args, train_dataset=[{"x": torch.ones(4)}] * 8).train()
 
-for front_door in (by_hand, by_flag, by_trainer):
+for integration in (by_hand, by_flag, by_trainer):
     try:
-        front_door(Net())
+        integration(Net())
     except ActivationOverflowError as error:
-        print(front_door.__name__, str(error).splitlines()[0])
+        print(integration.__name__, str(error).splitlines()[0])
 
 accelerator = Accelerator(cpu=True)
 debugger = PrecisionDebugger(accelerator, accelerator.prepare(Net()), debug="activation_overflow")
@@ -185,7 +185,7 @@ def built(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.processes
-def test_an_installed_wheel_holds_the_features_and_asks_for_no_transformer_engine(tmp_path: Path) -> None:
+def test_a_wheel_has_the_features_and_does_not_require_transformer_engine(tmp_path: Path) -> None:
     zipfile.ZipFile(built("wheel", tmp_path)).extractall(tmp_path / "site")
     (metadata,) = (tmp_path / "site").glob("*.dist-info")
     links = re.findall(r"\]\(([^)]+)\)", (metadata / "METADATA").read_text())

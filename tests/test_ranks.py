@@ -228,7 +228,7 @@ def test_signals_are_handled_while_a_rank_waits(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_rank_that_has_met_and_does_not_connect_says_so(tmp_path: Path, failing: int) -> None:
+def test_a_rank_that_fails_to_connect_is_named(tmp_path: Path, failing: int) -> None:
     def run(sent: Messages) -> Any:
         def fails(**_: Any) -> NoReturn:
             raise MemoryError("no room")
@@ -282,7 +282,7 @@ def test_a_stranger_holds_nobody_up(tmp_path: Path) -> None:
     assert max(forked(tmp_path, 2, run, is_open=False)) < 8
 
 
-def test_what_arrives_is_not_unpickled() -> None:
+def test_messages_are_not_unpickled() -> None:
     with pytest.raises(ValueError, match="utf-8"):
         _read(pickle.dumps(["text"]), str)
 
@@ -294,7 +294,7 @@ def test_what_arrives_is_not_unpickled() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_rank_that_cannot_meet_says_so_once_to_those_that_come_later(failing: int) -> None:
+def test_later_ranks_learn_why_a_rank_refused_to_meet(failing: int) -> None:
     """It waits for nobody, and nobody for it, however slow the others are; and in the next meeting all are there."""
     store = dist.HashStore()
     at = [Place(rank, 3, name) for rank in range(3)]
@@ -306,7 +306,7 @@ def test_a_rank_that_cannot_meet_says_so_once_to_those_that_come_later(failing: 
     assert on_all(3, lambda rank: Meeting(store, at[rank]).meet(20, "to test")) == [True] * 3
 
 
-def test_ranks_know_whether_they_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_detect_that_they_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = threading.local()
     monkeypatch.setattr(meeting, "_machine", lambda: machines.name)
 

@@ -144,7 +144,7 @@ def test_a_step_is_in_the_log_soon_without_anybody_closing_it(tmp_path: Path, mo
     assert len(lines(tmp_path)) == 3
 
 
-def test_a_disk_that_is_slower_than_the_training_loses_steps_and_says_how_many(
+def test_a_slow_disk_drops_steps_and_reports_their_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The training's thread does not wait: the disk takes nothing before all steps were handed over."""
@@ -222,7 +222,7 @@ def test_a_log_is_no_link_and_no_pipe(tmp_path: Path) -> None:
     assert (tmp_path / "theirs").read_text() == "theirs"
 
 
-def test_a_rank_whose_numbers_another_one_writes_writes_its_own(tmp_path: Path) -> None:
+def test_a_rank_writes_its_local_values_only(tmp_path: Path) -> None:
     log = StatisticsLog(own_only=True)
     log.start(run_info(tmp_path, rank=1))
     row, mine = Row("a", "activation", None, "max", 1.0), Row("", "", None, "mine", 2.0)

@@ -120,11 +120,11 @@ def test_a_bare_name_is_handed_over_as_a_list_and_no_default_is_filled_in(tmp_pa
         ("FakeQuant", "quant_format: FP8E4M3\ngemms_struct: [{gemm: dgrad, tensors_struct: [{tensor: dgrad}]}]"),
     ],
 )
-def test_what_is_allowed_loads(tmp_path: Path, name: str, options: str) -> None:
+def test_valid_keys_load(tmp_path: Path, name: str, options: str) -> None:
     assert load(tmp_path, name, options).enabled_sections
 
 
-def test_what_is_off_or_a_users_own_is_not_checked(tmp_path: Path) -> None:
+def test_disabled_and_custom_features_are_not_checked(tmp_path: Path) -> None:
     assert handed_over(tmp_path, "Own", "frequency: 3") == {"enabled": True, "frequency": 3}
     off = {"enabled": False, "frequency": 3}
     load_config({"s": {**feature("LogTensorStats", ["fc1"], frequency=3), "enabled": False}})
@@ -409,7 +409,7 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ),
     ],
 )
-def test_what_a_schema_does_not_take_is_refused_with_its_place(
+def test_invalid_keys_are_refused_with_their_place(
     tmp_path: Path, name: str, options: str, line: int, message: str
 ) -> None:
     place = rf"config\.yaml, line {line}(?: column \d+)? \(section 'my_section'\): "
@@ -483,7 +483,7 @@ PROBLEMS = [
 ]
 
 
-def test_all_problems_of_a_file_are_told_at_once_each_with_its_line(tmp_path: Path) -> None:
+def test_all_problems_of_a_file_are_reported_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(SEVERAL)
     with pytest.raises(ConfigError) as caught:
@@ -499,13 +499,13 @@ def test_all_problems_of_a_file_are_told_at_once_each_with_its_line(tmp_path: Pa
     assert (str(copied), copied.problems) == (str(caught.value), caught.value.problems), "as between processes"
 
 
-def test_a_mapping_is_checked_like_a_file_and_merge_keys_have_a_line(tmp_path: Path) -> None:
+def test_a_mapping_is_checked_like_a_file_and_merged_keys_have_the_line_above(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^the config mapping \(section 's'\): 'freq' of 'LogTensorStats' must be"):
         load_config({"s": feature("LogTensorStats", ["fc1"], tensors=("weight",), stats=["max"], freq=0)})
     with pytest.raises(ConfigError, match=r"'tensors' of 'LogTensorStats' must be a list of .*, not {'weight'}"):
         load_config({"s": feature("LogTensorStats", ["fc1"], tensors={"weight"}, stats=["max"])})
     merged = "<<: {stats: [max], tensors: [activations]}"
-    with pytest.raises(ConfigError, match=r"line 7 .*'activations' is none of them"):
+    with pytest.raises(ConfigError, match=r"line 5 .*'activations' is none of them"):
         load(tmp_path, "LogTensorStats", merged)
 
 

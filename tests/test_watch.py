@@ -7,9 +7,11 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.watch import BACKWARDS, ScriptWatch, read_options
+from tests.forked import executable
 
 STEPS = 6
 ROOT = Path(__file__).parent.parent
@@ -170,6 +173,100 @@ def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
     assert losses_of(tmp_path) == pytest.approx(losses, rel=1e-6)
 
 
+def test_a_backward_of_the_engine_itself(tmp_path: Path) -> None:
+    """Megatron's pipeline schedules free the memory of each output, then call the engine without torch.autograd."""
+    model = Model()
+    optimizer = sgd(model)
+    expected = []
+    with watched(tmp_path) as watch:
+        for step in range(STEPS):
+            loss = loss_of(model, step)
+            expected.append(loss.item())
+            gradient = torch.ones_like(loss)
+            if step % 2:
+                watch._before_freeing(loss)
+            if step != 2:
+                loss.data = torch.full((1,), 99.0)
+            run_engine(loss, gradient)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert watch.session is not None
+        assert watch.session.iteration == STEPS
+    series = open_run(tmp_path).metrics["loss"]
+    assert dict(zip(series.iterations, series.values, strict=True)) == pytest.approx(
+        {step: expected[step] for step in (1, 2, 3, 5)}, rel=1e-6
+    )
+
+
+def run_engine(output: torch.Tensor, gradient: torch.Tensor) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.run_backward(
+        tensors=(output,),
+        grad_tensors=(gradient,),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+@pytest.mark.parametrize("kind", ["megatron", "torch"])
+def test_the_stages_of_a_pipeline_attach_before_its_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model = Model()
+    attached = []
+
+    def run(step: int) -> None:
+        attached.append(watch.session is not None)  # a rank would wait here for the stage before
+        loss_of(model, step).backward()
+
+    schedules: Any
+    if kind == "megatron":
+        schedules = types.ModuleType("schedules")
+        schedules.forward_backward_pipelining = lambda *, model, step, forward_only=False: run(step)
+        monkeypatch.setitem(sys.modules, "megatron.core.pipeline_parallel.schedules", schedules)
+    else:
+        from torch.distributed.pipelining import schedules
+
+        single = schedules.PipelineScheduleSingle
+        monkeypatch.setattr(single, "step", lambda self, step: run(step))
+        schedule: Any = object.__new__(type("Schedule", (single,), {"_step_microbatches": None}))
+        schedule._stage = types.SimpleNamespace(submod=model)
+    with watched(tmp_path) as watch:
+        optimizer = sgd(model)
+        if kind == "megatron":
+            schedules.forward_backward_pipelining(model=[model], step=0, forward_only=True)
+        for step in range(STEPS):
+            if kind == "megatron":
+                schedules.forward_backward_pipelining(model=[model], step=step)
+            else:
+                schedule.step(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert watch.session is not None
+    assert attached[-STEPS:] == [True] * STEPS
+
+
+def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = sgd(model)
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    with watched(tmp_path):
+        for step in range(STEPS):
+            with te.autocast():
+                output = model(batch(step))
+            penalty = output.pow(2).mean()
+            torch.autograd.grad(penalty, output, retain_graph=True)
+            gradient = torch.ones_like(output)
+            output.data = torch.full((1,), 99.0)
+            run_engine(output, gradient)
+            optimizer.step()
+    assert "loss" not in open_run(tmp_path).metrics
+    assert torch.autograd.Variable._execution_engine is engine  # type: ignore[attr-defined]
+
+
 def test_an_optimizer_that_is_made_after_the_first_forward(tmp_path: Path) -> None:
     model = Model()
     loss_of(model, 0).backward()
@@ -200,6 +297,7 @@ def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
             del model
     records = sorted((tmp_path / "precision_records").iterdir())
     assert [open_run(each).segments[-1].status for each in records] == ["ended", "ended"]
+    assert [len(losses_of(each)) for each in records] == [STEPS, STEPS]
     assert [diagnose(each).state for each in records] == ["no problems found"] * 2
 
 
@@ -230,7 +328,7 @@ def test_a_session_that_starts_later_replaces_the_watch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_optimizer", [False, True])
-def test_one_warning_where_nothing_is_found(
+def test_one_warning_without_a_model_or_an_optimizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, has_optimizer: bool
 ) -> None:
     model = Model()
@@ -302,7 +400,7 @@ def call(folder: Path, command: list[str], **variables: str) -> subprocess.Compl
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TE_PRECISION_QUIET": "0", **variables}
     environment.pop(inherited.ENVIRONMENT_VARIABLE, None)
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [executable(), *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 

@@ -36,7 +36,7 @@ def test_words_and_parts_of_names_stay_whole(
         assert max(map(len, lines)) <= columns
 
 
-def test_where_there_is_room_nothing_wraps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_text_does_not_wrap(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = (line for line in printed(capsys, monkeypatch, 200) if LAYER in line)
     assert all(cell in line for cell in ROWS[0])
 

@@ -126,7 +126,8 @@ numbers](statistics.md#aggregation).
 
 nvidia-dlfw-inspect names some layers differently: with an attribute `layer_number`, `model.layers.3.q_proj` is
 `model.layers.4.q_proj`. To use a config that was written for those names, pass `layer_names="upstream"`, or write
-`layer_names: upstream` above the sections.
+`layer_names: upstream` above the sections. A warning names the sections that would select other layers by those names;
+`layer_names: path` turns it off.
 
 ## Keys of all features
 

@@ -1,1 +1,1 @@
-"""The parts of gpu_check.py, each of which runs in a process of its own."""
+"""Parts of gpu_check.py. Each runs in its own process."""

@@ -1,6 +1,6 @@
-"""Statistics of one large tensor beside Transformer Engine's own functions, and the share of the GPU's bandwidth.
+"""Time of one large tensor's statistics here and in Transformer Engine, and the share of the GPU's bandwidth.
 
-What is measured, and how, is that of ``stats.py``.
+``stats.py`` measures the same.
 """
 
 from __future__ import annotations

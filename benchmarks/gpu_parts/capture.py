@@ -39,7 +39,7 @@ Make = Callable[[], torch.nn.Module]
 
 
 class Packed(torch.nn.Module):
-    """Attention of packed sequences, whose lengths are on the device."""
+    """Attention of packed sequences with lengths on the device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Packed(torch.nn.Module):
 
 
 def models(settings: Settings) -> dict[str, Make]:
-    """What is captured."""
+    """Return the models to capture."""
     te = settings.transformer_engine()
     sizes: dict[str, Any] = {"device": settings.device, "dtype": torch.bfloat16}
     te_sizes: dict[str, Any] = {"device": settings.device, "params_dtype": torch.bfloat16}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu_parts.rows import Rows, Settings, run_part
+from gpu_parts.rows import KeptSteps, Rows, Settings, run_part
 
 FLOORS = {"current": 0.0375, "mxfp8": 0.0375}
 """Relative errors of products of Gaussian matrices in E4M3."""
@@ -33,26 +33,8 @@ def _recipes() -> Mapping[str, tuple[Callable[[], Any], Callable[..., Any]]]:
     }
 
 
-class _Numbers:
-    """A sink that keeps the numbers of the GEMMs."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, list[float]] = {}
-
-    def start(self, run: Any) -> None:
-        """As of a sink."""
-
-    def write(self, records: Any) -> None:
-        """As of a sink."""
-        for row in records:
-            self.found.setdefault(f"{row.tensor} {row.statistic}", []).append(row.value)
-
-    def close(self, error: BaseException | None) -> None:
-        """As of a sink."""
-
-
-def _measured(made: Any, settings: Settings, size: int, steps: int) -> dict[str, list[float]]:
-    """(tensor and statistic) -> the values of the steps, of a linear layer with Gaussian operands."""
+def _measured(made: Any, settings: Settings, size: int, steps: int) -> list[dict[str, float]]:
+    """Return the values of each step of a linear layer with Gaussian operands."""
     te = settings.transformer_engine()
     from te_precision_callbacks.session import InspectSession
 
@@ -62,13 +44,13 @@ def _measured(made: Any, settings: Settings, size: int, steps: int) -> dict[str,
         "layers": {"layer_types": ["all"]},
         "transformer_engine": {"LogGemmError": options},
     }
-    numbers = _Numbers()
+    kept = KeptSteps()
     net = te.Linear(size, size, bias=False, params_dtype=torch.bfloat16, device=settings.device)
     torch.nn.init.normal_(net.weight)
     with (
         tempfile.TemporaryDirectory() as folder,
         InspectSession(
-            {"gemms": section}, model=net, log_dir=Path(folder), sinks=[numbers], observe="fused", strict=True
+            {"gemms": section}, model=net, log_dir=Path(folder), sinks=[kept], observe="fused", strict=True
         ) as session,
     ):
         for _ in range(steps):
@@ -77,7 +59,7 @@ def _measured(made: Any, settings: Settings, size: int, steps: int) -> dict[str,
                 out = net(x)
             out.backward(torch.randn_like(out))
             session.step()
-    return numbers.found
+    return kept.steps
 
 
 def check(settings: Settings, rows: Rows) -> None:
@@ -90,13 +72,13 @@ def check(settings: Settings, rows: Rows) -> None:
             continue
         for size in sizes:
             with rows.of(f"{name}, {size}"):
-                found = _measured(make(), settings, size, 2 if settings.small else 20)
+                steps = _measured(make(), settings, size, 2 if settings.small else 20)
                 for tensor in ("output", "dgrad", "wgrad"):
-                    ratio = max(found[f"{tensor} gemm_kernel_ratio"])
+                    ratio = max(step[f"{tensor} gemm_kernel_ratio"] for step in steps)
                     rows.at_most(f"{name}, {size}, {tensor}: error over its tolerance", ratio, 1.0)
-                    wrong = max(max(found[f"{tensor} gemm_wrong_codes_{operand}%"]) for operand in "ab")
+                    wrong = max(step[f"{tensor} gemm_wrong_codes_{operand}%"] for step in steps for operand in "ab")
                     rows.at_most(f"{name}, {size}, {tensor}: wrong codes", wrong, 0.0, "%")
-                error = found["output gemm_format_error"][-1]
+                error = steps[-1]["output gemm_format_error"]
                 if name in FLOORS:
                     floor = FLOORS[name]
                     check = f"{name}, {size}: distance from the floor of the format"

@@ -1,6 +1,6 @@
-"""Healthy trainings in FP8 on the GPU's own kernels: their verdict must be that no problems were found.
+"""Healthy trainings in FP8 on the GPU's own kernels: the verdict must be "no problems found".
 
-The models are those of the proof (``benchmarks/proof``).
+The models come from the proof (``benchmarks/proof``).
 """
 
 from __future__ import annotations

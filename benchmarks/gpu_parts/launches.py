@@ -1,15 +1,14 @@
-"""What statistics add to a training step in kernels and in waits of the host, on the fused path and on the debug path.
+"""Waits of the host that statistics add to a training step, on the fused path and on the debug path.
 
-A step without a session comes first. Forward and backward must not wait for what a session computes: a wait is this
+A step without a session comes first. Forward and backward must not wait for computations of a session: a wait is this
 project's if its own code is on the stack, see ``waits.py``. The end of the step, ``session.step()``, waits once, for
-the copy of all numbers. On a GPU the kernels, copies and waits of the whole step are counted by torch's profiler.
+the copy of all values.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -25,12 +24,6 @@ PATHS: tuple[Observe, ...] = ("fused", "debug")
 
 _WARM_UP = 3
 
-_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel")
-"""The beginnings of the names of the functions that launch a kernel; some end in ExC or Ex."""
-_SYNCHRONIZES = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
-_COPIES = ("Memcpy DtoH",)
-COUNTED = {"kernels launched": _LAUNCHES, "synchronizations": _SYNCHRONIZES, "copies to the host": _COPIES}
-
 Way = Callable[[], AbstractContextManager[EndOfStep]]
 
 
@@ -40,12 +33,10 @@ class Counted(NamedTuple):
     Attributes:
         before: waits in forward and backward.
         end: waits in the optimizer's step and what comes after.
-        profiled: on a GPU, what torch's profiler has counted in another whole step.
     """
 
     before: HostWaits
     end: HostWaits
-    profiled: Mapping[str, int]
 
 
 def counted(training: Training, way: Way, settings: Settings) -> Counted:
@@ -58,21 +49,7 @@ def counted(training: Training, way: Way, settings: Settings) -> Counted:
             training.forward_and_backward()
         with after:
             training.finish(end)
-        return Counted(before, after, _profiled(lambda: training.step(end)) if settings.on_gpu else {})
-
-
-def _profiled(step: Callable[[], None]) -> dict[str, int]:
-    """How often each of :data:`COUNTED` comes in a step."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler:
-        step()
-    torch.cuda.synchronize()
-    names = Counter(event.name for event in profiler.events() or ())
-    return {
-        what: sum(count for name, count in names.items() if name.startswith(beginnings))
-        for what, beginnings in COUNTED.items()
-    }
+        return Counted(before, after)
 
 
 def check(settings: Settings, rows: Rows) -> None:
@@ -86,9 +63,6 @@ def check(settings: Settings, rows: Rows) -> None:
     alone = found["without"]
     note = f"{layers} layers, hidden {hidden}; {settings.backend_note}".removesuffix("; ")
     for name, one in found.items():
-        for what, count in one.profiled.items():
-            seen = note if one.profiled["kernels launched"] else "the profiler saw no kernels here: no permission?"
-            rows.measured(f"{name}: {what} in a step", count, note=seen)
         if not settings.on_gpu:
             rows.measured(f"{name}: operations in a step", one.before.operations + one.end.operations, note=note)
         waits = f"{name}: host waits in forward and backward"
@@ -99,8 +73,6 @@ def check(settings: Settings, rows: Rows) -> None:
         rows.measured(f"{name}: host waits in the end of the step", one.end.total, note=note)
         if name == "without":
             continue
-        for what, count in one.profiled.items():
-            rows.measured(f"{name}: {what}, added", count - alone.profiled[what])
         rows.equal(f"{name}: host waits of ours in forward and backward", one.before.ours, 0, note=one.before.where)
         if settings.on_gpu:
             rows.equal(f"{name}: host waits of ours in the end of the step", one.end.ours, 1, note=one.end.where)
@@ -115,7 +87,7 @@ def check(settings: Settings, rows: Rows) -> None:
 
 
 def _without_waits(training: Training, way: Way, rows: Rows) -> None:
-    """Forward and backward on the fused path raise nothing where every wait that torch knows of is an error."""
+    """Run forward and backward on the fused path while torch raises an error for each wait."""
     failure = ""
     with way() as end:
         for _ in range(_WARM_UP):

@@ -1,8 +1,8 @@
-"""Prints, as JSON, the machine that a check runs on, and which Transformer Engine can be used there.
+"""Print, as JSON, the machine of a check and its usable Transformer Engine.
 
     python -m gpu_parts.machine --device cuda
 
-In a process of its own, as the GPU may be one that only one process can use at a time.
+It runs in its own process, since some GPUs allow a single process at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FP8_FROM = (8, 9)
 
 
 def facts(device: str) -> dict[str, Any]:
-    """What the numbers depend on; ``gpu`` is None on a CPU, ``error`` says why there is no GPU."""
+    """Return hardware and versions; ``gpu`` is None on a CPU, ``error`` is the reason for a missing GPU."""
     backend, why = _backend(device)
     found: dict[str, Any] = {
         "device": device,
@@ -73,7 +73,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _backend(device: str) -> tuple[Backend, str]:
-    """Which Transformer Engine the parts run on, and why not the compiled one."""
+    """Return the backend of the parts, and the reason if it is not the compiled one."""
     from te_precision_callbacks.reference import compiled_extension
 
     if _version("transformer-engine") is None:

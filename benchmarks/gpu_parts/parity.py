@@ -1,10 +1,10 @@
-"""The quantizers of all recipes, on the GPU against the same on the CPU, bit for bit; and their GEMMs.
+"""Compare the quantizers of all recipes on the GPU and on the CPU, bit for bit, and their GEMMs.
 
 The reference backend quantizes the same tensors on both devices, once for each compute capability that it emulates.
-Where there is a compiled Transformer Engine, its quantizers come too, with the recipes that the GPU has. On a CPU the
+A compiled Transformer Engine's quantizers are compared too, in the recipes of the GPU. On a CPU the
 backend is compared with itself, in two processes.
 
-A GEMM is compared with the product in float64 of the dequantized operands. Its error is told as a share of the sum of
+A GEMM is compared with the product in float64 of the dequantized operands. Its error is given as a share of the sum of
 the magnitudes of the products: float32 rounds each of them and each addition by at most 2^-24; the tensor cores of a
 GPU keep some 13 bits of the larger addend in FP8.
 """
@@ -31,7 +31,7 @@ IN_TENSOR_CORES = 2.0**-10
 
 
 class Side(NamedTuple):
-    """What a process quantizes on.
+    """Device and backend of a process.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
@@ -48,10 +48,10 @@ class Side(NamedTuple):
 
 
 def dumped(sides: Sequence[Side], capability: str, folder: Path) -> list[dict[str, Any]]:
-    """What each side makes, all in processes beside one another.
+    """Quantize on all sides, in parallel processes.
 
     Raises:
-        RuntimeError: a process failed; with the end of what it said.
+        RuntimeError: a process failed; the message has the end of its output.
     """
     environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
     started = []
@@ -110,7 +110,7 @@ def compare(sides: Sequence[Side], made: Sequence[dict[str, Any]], capability: s
 
 
 def _differing(value: torch.Tensor, expected: torch.Tensor) -> int:
-    """How many bytes differ; all of them if the shapes do."""
+    """Count the bytes that differ: all of them if the shapes differ."""
     if value.shape != expected.shape or value.dtype != expected.dtype:
         return expected.nbytes
     return int((_bytes(value) != _bytes(expected)).sum())
@@ -144,7 +144,7 @@ def check(settings: Settings, rows: Rows) -> None:
 
 
 def _layouts_of_this_gpu(settings: Settings) -> str:
-    """The capability, of those that the backend emulates, with this GPU's layouts."""
+    """Return the emulated capability with this GPU's layouts."""
     return "10.0" if torch.cuda.get_device_capability(settings.device) >= (10, 0) else "9.0"
 
 

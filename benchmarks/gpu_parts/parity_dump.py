@@ -1,8 +1,8 @@
-"""Quantizes the same tensors with all recipes of a GPU, multiplies them, and saves the bytes: parity.py compares them.
+"""Quantize the same tensors with all recipes of a GPU, multiply them, and save the bytes for parity.py.
 
     python -m gpu_parts.parity_dump FILE --device cuda --backend reference --capability 9.0
 
-A process can have one backend and one compute capability, so each of these is a process of its own.
+A process has one backend and one compute capability, so each combination needs its own process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCALE = 3.7
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """What is quantized, on the CPU: the same numbers in every process."""
+    """Return the tensors to quantize, on the CPU, with the same values in every process."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(ROWS, COLUMNS, generator=generator)
     magnitudes = torch.exp(4 * torch.randn(ROWS, COLUMNS, generator=generator))

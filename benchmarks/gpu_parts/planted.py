@@ -1,6 +1,6 @@
 """Planted defects in trainings in FP8 on the GPU's own kernels: the diagnosis must find them.
 
-The models, the defects and the judgment are those of the proof (``benchmarks/proof``), one defect of each kind.
+Models, defects and judgment come from the proof (``benchmarks/proof``), with one defect of each kind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two ranks with DistributedDataParallel: over gloo on one GPU or on the CPU, and over NCCL where there are two GPUs.
 
-The statistics that a session reduces are those of both ranks' tensors together, in float64, on both ranks; and training
-is the same to the last bit as without a session.
+The reduced statistics must equal float64 statistics of both ranks' tensors together, on both ranks, and training
+must be bit-identical to training without a session.
 """
 
 from __future__ import annotations
@@ -9,45 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gpu_parts.rows import Rows, Settings, run_part
-from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
+from gpu_parts.rows import KeptSteps, Rows, Settings, run_part
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.sinks import RunInfo, StepRecords
 
 RANKS, STEPS, ROWS, WIDTH = 2, 3, 64, 128
-_GRACE = 3.0
-"""Seconds in which a rank may still say why it ends, after the other has failed."""
 _FEATURES = {"LogTensorStats": {"enabled": True, "tensors": ["activation", "weight"], "stats": ["max", "mean", "std"]}}
 CONFIG: dict[str, Any] = {
     "of_all": {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "transformer_engine": _FEATURES}
 }
 _TOLERANCE = 1e-6
-
-
-class _Sink:
-    """Keeps the records of each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-
-    def start(self, run: RunInfo) -> None:
-        pass
-
-    def write(self, records: StepRecords) -> None:
-        self.steps.append({f"{row.tensor} {row.statistic}": row.value for row in records})
-
-    def close(self, error: BaseException | None) -> None:
-        pass
 
 
 def _inputs(rank: int, step: int) -> torch.Tensor:
@@ -56,13 +33,13 @@ def _inputs(rank: int, step: int) -> torch.Tensor:
 
 
 def _train(settings: Settings, device: torch.device, rank: int, folder: Path, *, watched: bool) -> dict[str, Any]:
-    """The weights as numbers, what the session has delivered, and the largest difference of the parameters' ranks."""
+    """Train, and return the weights and the session's values of each step."""
     te = settings.transformer_engine()
     torch.manual_seed(0)
     layer = te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device=device)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(layer))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sink = _Sink()
+    sink = KeptSteps()
     session = InspectSession(CONFIG, log_dir=folder / f"{rank}", sinks=[sink], observe="fused") if watched else None
     if session is not None:
         session.start().attach(model)
@@ -77,7 +54,7 @@ def _train(settings: Settings, device: torch.device, rank: int, folder: Path, *,
     return {"weight": layer.weight.detach().double().cpu().tolist(), "steps": sink.steps}
 
 
-def _run_rank(settings: Settings, rank: int, folder: Path, backend: str) -> None:
+def _run_rank(rank: int, settings: Settings, folder: Path, backend: str) -> None:
     logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
     device = settings.device
     if settings.on_gpu:
@@ -86,50 +63,24 @@ def _run_rank(settings: Settings, rank: int, folder: Path, backend: str) -> None
     settings.transformer_engine()
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     try:
-        found = {
+        results = {
             name: _train(settings, device, rank, folder, watched=watched)
             for name, watched in (("alone", False), ("beside", True))
         }
-        (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        (folder / f"rank{rank}.json").write_text(json.dumps(results), encoding="utf-8")
     finally:
         dist.destroy_process_group()
 
 
-def _started(settings: Settings, folder: Path, backend: str) -> list[dict[str, Any]]:
-    """What both ranks have found.
+def _run(settings: Settings, folder: Path, backend: str) -> list[dict[str, Any]]:
+    """Train on all ranks, and return their results.
 
     Raises:
-        RuntimeError: a rank has failed.
+        torch.multiprocessing.ProcessException: a rank has failed.
     """
-    environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    started = []
-    for rank in range(RANKS):
-        options = [settings.device.type, settings.backend, backend, str(rank), str(folder)]
-        command = [sys.executable, "-m", "gpu_parts.ranks", "--rank", *options]
-        with (folder / f"output{rank}").open("wb") as output:
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        started.append(process)
-    _wait(started)
-    failures = []
-    for rank, process in enumerate(started):
-        if process.returncode:
-            lines = (folder / f"output{rank}").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            failures.append(f"rank {rank}, status {process.returncode}: {(lines or ['it said nothing'])[-1]}")
-    if failures:
-        raise RuntimeError("; ".join(failures))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.multiprocessing.spawn(_run_rank, (settings, folder, backend), RANKS)  # type: ignore[attr-defined,no-untyped-call]
     return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended; a rank whose partner has failed would wait for it for ever."""
-    while any(rank.poll() is None for rank in ranks):
-        if any(rank.returncode for rank in ranks):
-            time.sleep(_GRACE)
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        time.sleep(0.05)
 
 
 def _expected(step: int) -> dict[str, float]:
@@ -168,13 +119,8 @@ def check(settings: Settings, rows: Rows) -> None:
         ways["nccl"] = f"{torch.cuda.device_count()} GPUs"
     for backend, note in ways.items():
         with rows.of(f"two ranks over {backend}"), tempfile.TemporaryDirectory() as folder:
-            _judge(f"two ranks over {backend}", _started(settings, Path(folder), backend), rows, note)
+            _judge(f"two ranks over {backend}", _run(settings, Path(folder), backend), rows, note)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        kind, te_backend, group_backend, number, place = sys.argv[2:7]
-        its = Settings(torch.device(kind), small=True, backend=te_backend)  # type: ignore[arg-type]
-        _run_rank(its, int(number), Path(place), group_backend)
-    else:
-        run_part("ranks", check)
+    run_part("ranks", check)

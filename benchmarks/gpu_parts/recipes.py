@@ -1,7 +1,7 @@
-"""Training on the fused path in each recipe of a GPU: the statistics against Transformer Engine's own ``dequantize()``.
+"""Compare statistics of the fused path with Transformer Engine's own ``dequantize()``, in each recipe of a GPU.
 
-The recipes are those of one compute capability. Where the GPU has it and Transformer Engine is compiled, the tensors
-are those of its kernels; otherwise the reference backend makes them, on the same device. A spy in the place of
+The recipes belong to one compute capability. Where the GPU has it and Transformer Engine is compiled, its kernels
+make the tensors; otherwise the reference backend makes them, on the same device. A spy in the place of
 ``general_gemm`` sees the operands of each GEMM, and takes from them the error and the underflows in float64. Training
 must be the same to the last bit with and without the session.
 """
@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from gpu_parts.rows import CannotRunHereError, Rows, Settings, run_part
+from gpu_parts.rows import CannotRunHereError, KeptSteps, Rows, Settings, run_part
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.sinks import RunInfo, StepRecords
 
 ROWS, INPUTS, OUTPUTS, STEPS = 256, 512, 384, 3
 TENSORS = ("activation", "weight", "gradient")
@@ -36,22 +35,6 @@ _OPERANDS = {"TN": ("weight", "activation"), "NN": ("weight", "gradient"), "NT":
 
 Numbers = dict[str, float]
 """``tensor statistic`` -> value."""
-
-
-class Sink:
-    """Keeps the numbers of the last step."""
-
-    def __init__(self) -> None:
-        self.last: Numbers = {}
-
-    def start(self, run: RunInfo) -> None:
-        pass
-
-    def write(self, records: StepRecords) -> None:
-        self.last = {f"{row.tensor} {row.statistic.rpartition('_')[2]}": row.value for row in records}
-
-    def close(self, error: BaseException | None) -> None:
-        pass
 
 
 class Witness:
@@ -115,13 +98,13 @@ def _config(recipe: str) -> dict[str, Any]:
 
 
 def _train(settings: Settings, recipe: Any, *, watched: bool) -> tuple[list[torch.Tensor], Numbers, Numbers]:
-    """The losses and the weights, what the session and what the witness have found in the last step."""
+    """Return losses and weights, and the last step's values of the session and of the witness."""
     te = settings.transformer_engine()
     torch.manual_seed(0)
     layer = te.Linear(INPUTS, OUTPUTS, bias=False, params_dtype=torch.bfloat16, device=settings.device)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
-    sink, witness, kept = Sink(), Witness(), []
+    sink, witness, kept = KeptSteps(), Witness(), []
     with contextlib.ExitStack() as stack:
         session = None
         if watched:
@@ -151,7 +134,10 @@ def _train(settings: Settings, recipe: Any, *, watched: bool) -> tuple[list[torc
             optimizer.zero_grad()
             if session is not None:
                 session.step()
-    return [*kept, layer.weight.detach().clone()], sink.last, witness.seen
+    # Without the recipe in the statistics' names.
+    pairs = ((key.split(), value) for key, value in (sink.steps[-1] if watched else {}).items())
+    last = {f"{tensor} {statistic.rpartition('_')[2]}": value for (tensor, statistic), value in pairs}
+    return [*kept, layer.weight.detach().clone()], last, witness.seen
 
 
 def _recipe(settings: Settings, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the parts of gpu_check.py share: their rows, and how the process of a part starts.
+"""Rows of the parts of gpu_check.py, and the main function of a part.
 
     def check(settings: Settings, rows: Rows) -> None:
         with rows.of("files"):  # an exception in it is a row, and what comes after it runs all the same
@@ -8,7 +8,7 @@
         run_part("dumps", check)
 
 A part is started as ``python -m gpu_parts.parity --rows FILE --device cuda``. Each row is written as soon as it is
-found, so that a part which breaks later has told what it had found before.
+found, so a part that fails later keeps its earlier rows.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
+from te_precision_callbacks.sinks.step_records import Sink, StepRecords
+
 BEGUN = ".begun"
 """The suffix of the file with the name of the check that runs."""
 
@@ -40,11 +42,11 @@ Value = float | int | str | None
 
 
 class CannotRunHereError(Exception):
-    """Something that a check needs is not on this machine; its text says what."""
+    """This machine lacks a requirement of a check; the message names it."""
 
 
 class Row(TypedDict):
-    """What was found.
+    """Result of a check.
 
     ``ok`` is None for a measurement, which cannot be wrong, and for a check that could not be made.
     """
@@ -60,11 +62,11 @@ class Row(TypedDict):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a part is told.
+    """Options of a part.
 
     Attributes:
         device: where tensors are.
-        small: whether the sizes are those of a test.
+        small: whether to use the sizes of a test.
         backend: which Transformer Engine the part runs on.
         capability: the compute capability that the reference backend stands for; None for its own choice.
     """
@@ -80,7 +82,7 @@ class Settings:
 
     @property
     def backend_note(self) -> str:
-        """What must be known of a time on this backend."""
+        """Note for a time: empty for the compiled backend."""
         if self.backend == "compiled":
             return ""
         return f"on the reference backend on the {'GPU' if self.on_gpu else 'CPU'}, no compiled Transformer Engine"
@@ -102,12 +104,23 @@ class Settings:
             torch.cuda.synchronize(self.device)
 
 
+class KeptSteps(Sink):
+    """Sink that keeps the values of each step, by ``tensor statistic``."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def write(self, records: StepRecords) -> None:
+        """Keep a step."""
+        self.steps.append({f"{row.tensor} {row.statistic}": row.value for row in records})
+
+
 class Rows:
     """Writes the rows of a part.
 
     Args:
         part: the name of the part.
-        path: the file, to which each row is appended as a line of JSON.
+        path: the file; each row is appended as a line of JSON.
     """
 
     def __init__(self, part: str, path: Path) -> None:
@@ -116,7 +129,7 @@ class Rows:
 
     @contextlib.contextmanager
     def of(self, check: str) -> Iterator[None]:
-        """A check of its own: where it raises, that is a row, and the part goes on with the next one."""
+        """Run a check: an exception becomes a row, and the part continues with the next check."""
         begun = self._path.with_suffix(BEGUN)
         begun.write_text(check, encoding="utf-8")  # for who ends the part while it runs
         try:

@@ -1,8 +1,8 @@
-"""Expected times of matrix products beside measured ones, and advice that is applied and measured.
+"""Expected and measured times of matrix products.
 
-The expected times are those of ``te-precision speed`` for this GPU, the measured ones those of ``--calibrate``: BF16 by
+``te-precision speed`` expects the times for this GPU, and ``--calibrate`` measures them: BF16 by
 torch, low precision by Transformer Engine's GEMM and its casts, for the three GEMMs of a linear layer. On a CPU the
-same code runs on the reference backend, and the expected times beside it are those of an H200.
+same code runs on the reference backend, with the expected times of an H200.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def check(settings: Settings, rows: Rows) -> None:
     device = _device(settings, rows)
     shapes = [Shape.parse(text) for text in (SMALL if settings.small else LARGE)]
     table: Calibration | None = None
-    found: dict[str, list[ProductTime]] = {}
     for recipe in RECIPES:
         try:
             device.check_recipe(recipe)
@@ -39,9 +38,7 @@ def check(settings: Settings, rows: Rows) -> None:
             modeled = timed(products, device)
             table = calibrate(products, device=settings.device.type, table=table)
             measured = timed(products, device, table=table)
-            found[recipe] = measured
             _beside(rows, modeled, measured, settings.backend_note)
-    _advice(rows, found)
 
 
 def _device(settings: Settings, rows: Rows) -> Device:
@@ -64,18 +61,6 @@ def _beside(rows: Rows, modeled: list[ProductTime], measured: list[ProductTime],
         rows.measured(f"{name}: low precision", one.low_ms, "ms", f"expected {model.low_ms:.3f}; {note}".rstrip("; "))
         beside = f"expected {model.speedup:.2f} ({low:.2f} to {high:.2f}): {inside} of the interval"
         rows.measured(f"{name}: speed-up", one.speedup, "times", beside)
-
-
-def _advice(rows: Rows, found: dict[str, list[ProductTime]]) -> None:
-    """What two kinds of advice save, as measured."""
-    current, delayed = (found.get(recipe, []) for recipe in ("fp8_current_scaling", "fp8_delayed_scaling"))
-    for a, b in zip(current, delayed, strict=False):
-        if a.source == b.source == "calibrated":
-            saved = a.low_ms - b.low_ms
-            rows.measured(f"{a.layer}, {a.gemm}: delayed instead of current scaling saves", saved, "ms a call")
-    for one in current:
-        if one.source == "calibrated" and one.verdict == "slower":
-            rows.measured(f"{one.layer}, {one.gemm}: kept in BF16 saves", one.low_ms - one.high_ms, "ms a call")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Second:
 
     @contextlib.contextmanager
     def entered(self, *, asleep: bool) -> Iterator[None]:
-        """What is queued in it comes after what is there, and may sleep before."""
+        """Queue operations after the current stream's operations, optionally behind a sleeping kernel."""
         if self.stream is None:
             yield
             return
@@ -52,7 +52,7 @@ def _measure(engine: StatisticsEngine, layer: str, values: torch.Tensor) -> None
 
 
 def _wrong_statistics(settings: Settings, *, ends_on_second: bool, grows: bool) -> int:
-    """The numbers of all rounds that are not what they must be."""
+    """Count the wrong values of all rounds."""
     engine, second = StatisticsEngine(), Second(settings)
     layers = (20 if settings.small else 200) if grows else 1
     wrong = 0

@@ -89,7 +89,7 @@ def watched(model: torch.nn.Module, sections: dict[str, Any], observe: Observe) 
 
 
 def statistics_of_all(observe: Observe, *, fp8: bool) -> dict[str, Any]:
-    """A config: the eight statistics of LogTensorStats on all tensors that the path has, and those of FP8.
+    """Return a config with the eight statistics of LogTensorStats on all tensors of the path, and FP8 statistics.
 
     Args:
         observe: the path.

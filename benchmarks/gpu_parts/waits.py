@@ -1,11 +1,11 @@
-"""How often, and for what code, the host waits for the device.
+"""Count the waits of the host for the device, by the code that waits.
 
     with HostWaits(device) as waits:
         loss.backward()
     waits.total, waits.ours
 
 On a GPU these are the operations that ``torch.cuda.set_sync_debug_mode`` warns of: copies to the host, reads of an
-element, and operations whose result has a size that only the device knows. On a CPU, where nothing waits, reads of one
+element, and operations with a result of data-dependent size. On a CPU, where nothing waits, reads of one
 element are counted (``_local_scalar_dense``, which is what ``.item()`` and ``bool()`` do).
 """
 
@@ -49,14 +49,14 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class HostWaits:
-    """Counts waits while it is entered.
+    """Count waits inside a ``with`` block.
 
     Args:
-        device: of which kind they are.
+        device: kind of device.
 
     Attributes:
         total: all of them.
-        ours: those of this project's own code, without the reference backend.
+        ours: waits of this project's own code, without the reference backend.
         places: file and line of ours -> how often.
         operations: on a CPU, the operations of torch.
     """

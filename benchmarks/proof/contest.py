@@ -1,11 +1,11 @@
-"""Defects drawn at random, which the diagnosis must name.
+"""Plant defects at random, which the diagnosis must name.
 
     python benchmarks/proof/contest.py [--kinds spike nan] [--blocks 2 24] [--draws 20]
         [--only-record FOLDER | --replay FOLDER]
 
-Each draw has a model, a recipe, a place and a start of its own. A defect is found if the first finding is an error or a
-warning of a rule that is right for its kind, and the finding's first layer is in the right block. Every other draw has
-statistics in every second step; the rest have the default config.
+Each draw has a model, a recipe, a random place and a random start. A defect is found if the first finding is an error
+or a warning of a rule that is right for its kind, and the finding's first layer is in the right block. Every other draw
+has statistics in every second step; the rest have the default config.
 
 ``--only-record`` keeps the recorded trainings, and ``--replay`` judges them again without training. ``--page`` writes
 the table into docs/proof.md.
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _about() -> str:
-    """What is planted, in Markdown."""
+    """Return a Markdown table of the planted defects."""
     lines = [f"| {kind} | {TABLE[kind].about} | {', '.join(sorted(TABLE[kind].rules))} |" for kind in KINDS]
     return "\n".join(["| defect | what is planted | right rules |", "|---|---|---|", *lines])
 

@@ -58,16 +58,16 @@ JUDGED, CALIBRATION = 500, 1000
 
 @dataclass(frozen=True)
 class Table:
-    """What all draws of a kind share.
+    """Properties of all draws of a kind.
 
     Attributes:
-        about: what is planted.
-        rules: those of which one is right as the first finding.
+        about: description.
+        rules: right rules of the first finding.
         steps: how long the training is.
         steps_of_default: how long it is with the default config, which has statistics in steps 10, 20, 50, 100, 200.
-        starts: the first and the last step at which the defect may begin.
-        recipes: in which it can be.
-        models: in which it can be.
+        starts: range of the defect's first step.
+        recipes: possible recipes.
+        models: possible models.
         whole_model: whether there is no right layer.
         inner: whether it is in no block at either end, where alike layers may be kept in high precision on purpose.
     """
@@ -176,7 +176,7 @@ class Defect:
         seed: of the draw, and of the training.
         count: of blocks in the model.
         block: the number of the block; None for the whole model.
-        start: the first step in which it acts.
+        start: the defect's first step.
         variant: which of the ways of its kind.
         freq: every how many steps there are statistics; None: as the default config has it.
     """
@@ -222,16 +222,16 @@ class Defect:
 
     @property
     def table(self) -> Table:
-        """What it shares with others of its kind."""
+        """Properties of all draws of the kind."""
         return TABLE[self.kind]
 
     @property
     def steps(self) -> int:
-        """How long the training is."""
+        """Number of steps."""
         return self.table.steps_of_default if self.freq is None else self.table.steps
 
     def build(self, device: str = "cpu") -> Built:
-        """The training in which it is planted."""
+        """Build the training."""
         rate = 3e-7 if self.kind == "lost-updates" else 1e-3
         history = 1024 if self.kind in ("spike", "squeezed-gradient") else None
         built = build(
@@ -251,7 +251,7 @@ class Defect:
         return built
 
     def truth(self, built: Built) -> dict[str, Any]:
-        """What is right: the rules, and the beginning of the names of the right layers."""
+        """Return the right rules, and prefixes of the right layers' names."""
         layers = None if self.block is None else [f"{built.blocks[self.block].path}."]
         return {
             **dataclasses.asdict(self),
@@ -263,13 +263,13 @@ class Defect:
 
 
 def _target(defect: Defect, built: Built) -> str:
-    """The ``te.Linear`` on which it acts."""
+    """Return the path of the ``te.Linear`` with the defect."""
     linears = built.blocks[cast(int, defect.block)].linears
     return linears[defect.variant % len(linears)]
 
 
 def _exact_layers(defect: Defect, built: Built) -> list[str] | None:
-    """The layers in which it begins; a finding may name any layer of the block."""
+    """Return the defect's first layers; a finding may name any layer of the block."""
     if defect.block is None:
         return None
     block = built.blocks[defect.block]
@@ -290,7 +290,7 @@ def _exact_layers(defect: Defect, built: Built) -> list[str] | None:
 
 
 def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """The same tensor, whose gradient is scaled."""
+    """Return a view with a scaled gradient."""
     same = x.view_as(x)
     if same.requires_grad:
         same.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
@@ -332,7 +332,7 @@ def _factor_on_input(
 
 
 def _first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The output of a layer, whose first tensor is changed."""
+    """Change the first tensor of a layer's output."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
@@ -430,7 +430,7 @@ def _spike(defect: Defect, built: Built) -> list[Undo]:
 
 
 def _stale_weights(defect: Defect, built: Built) -> list[Undo]:
-    """``is_first_microbatch`` is never true again: the weights in FP8 stay those of an early step."""
+    """Keep ``is_first_microbatch`` False, so the weights in FP8 stay stale."""
     import transformer_engine.pytorch as te
 
     def before(_: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -542,7 +542,7 @@ def _large_weight(defect: Defect, built: Built) -> list[Undo]:
 
 
 def _unmoved_scales(defect: Defect, built: Built) -> list[Undo]:
-    """The first block is detached, or all blocks are checkpointed, and enter te.autocast in what is checkpointed."""
+    """Detach the first block, or checkpoint all blocks with te.autocast inside."""
     import transformer_engine.pytorch as te
 
     blocks = cast(Any, built.model).blocks

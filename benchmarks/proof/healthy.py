@@ -1,4 +1,4 @@
-"""Healthy trainings of many shapes, in which nothing is wrong."""
+"""Healthy trainings of many shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Healthy:
     """A healthy training.
 
     Attributes:
-        shape: what is particular about it.
+        shape: kind of training.
         freq: every how many steps there are statistics; None: as the default config has it.
         count: of blocks in the model.
     """
@@ -100,7 +100,7 @@ def _precision(model: ModelName, recipe: RecipeName, turn: int) -> Precision:
 
 
 class Lora(torch.nn.Module):
-    """A small trained product of two matrices beside a frozen layer; the second one begins at zero."""
+    """A frozen layer with a trained low-rank product, initialized at zero."""
 
     def __init__(self, layer: torch.nn.Module, rank: int = 32) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Lora(torch.nn.Module):
 
     @property
     def name(self) -> str | None:
-        """Of the layer, for which Transformer Engine asks."""
+        """Name of the layer, read by Transformer Engine."""
         return cast("str | None", self.base_layer.name)
 
     def forward(self, x: torch.Tensor, *others: Any, **options: Any) -> Any:
@@ -125,7 +125,7 @@ class Lora(torch.nn.Module):
 
 
 class Experts(torch.nn.Module):
-    """A router and experts, most tokens to the first ones, so that some experts have none in many steps."""
+    """A router and experts; most tokens go to the first experts, so others get none in many steps."""
 
     def __init__(self, hidden: int, count: int, dtype: torch.dtype, *, grouped: bool) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def _steps(built: Built, session: InspectSession, count: int) -> list[float]:
 
 
 def train_healthy(training: Healthy, log_dir: Path) -> dict[str, Any]:
-    """Gives what it is, and the losses."""
+    """Train, and return the training's description and losses."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if training.shape == "two-ranks":

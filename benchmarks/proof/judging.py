@@ -21,7 +21,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "proof.md"
 
 
 class _Noting(Diagnosis):
-    """Notes in which step each finding came."""
+    """Note the step of each finding."""
 
     came: dict[tuple[str, str, tuple[str, ...]], int]
 
@@ -38,7 +38,7 @@ class _Noting(Diagnosis):
 
 
 def judged(log_dir: Path) -> tuple[Verdict, dict[tuple[str, str, tuple[str, ...]], int]]:
-    """The verdict, and in which step each finding came: by its rule, its tensor and its first layer."""
+    """Return the verdict, and the step of each finding by rule, tensor and first layer."""
     came: dict[tuple[str, str, tuple[str, ...]], int] = {}
     with mock.patch.object(_Noting, "came", came, create=True), mock.patch.object(replay, "Diagnosis", _Noting):
         return diagnose(log_dir), came
@@ -52,7 +52,7 @@ class Row:
         name: of its folder.
         right: whether the first finding is an error or a warning of a right rule, and its first layer is right.
         layer: whether its first layer is.
-        exact: whether its first layer is one in which the defect begins.
+        exact: whether its first layer is one of the defect's first layers.
         anywhere: whether any finding that is an error or a warning is right.
         as_note: whether a note is right.
         delay: steps from the first one of the defect to the finding; None where the first finding is not right.
@@ -78,7 +78,7 @@ class Row:
 
 
 def row_of(log_dir: Path) -> Row:
-    """What the diagnosis says of a training with a defect."""
+    """Diagnose a training with a defect."""
     truth = truth_of(log_dir)
     verdict, came = judged(log_dir)
     loud = verdict.wrong
@@ -110,7 +110,7 @@ def _is_right(finding: Finding, truth: dict[str, Any]) -> bool:
 
 
 def _has_layer(finding: Finding, right: Sequence[str] | None) -> bool:
-    """Whether the first layer is right: one of these, or below them."""
+    """Return whether the first layer is one of these, or inside one."""
     if right is None:
         return True
     first = f"{finding.layers[0]}." if finding.layers else ""
@@ -140,7 +140,7 @@ def _line(name: str, rows: Sequence[Row]) -> str:
 
 
 def misses(rows: Iterable[Row]) -> list[str]:
-    """A line for each training whose first finding is not right."""
+    """Return a line for each training with a wrong first finding."""
     return [
         f"{row.name} ({row.model} of {row.blocks} blocks, {row.recipe}): {row.truth}; first: {row.first}"
         f"{'' if not row.as_note else '; right as a note'}"
@@ -160,7 +160,7 @@ class Silence:
 
 
 def silence_of(log_dir: Path) -> Silence:
-    """What the diagnosis says of a healthy training."""
+    """Diagnose a healthy training."""
     truth = truth_of(log_dir)
     verdict, _ = judged(log_dir)
     loud = tuple(f"{each.severity} {each}" for each in verdict.wrong)

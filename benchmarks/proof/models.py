@@ -1,11 +1,11 @@
-"""Six small real models that learn: what the defects are planted in, and what healthy runs train.
+"""Six small models that learn, for planted defects and for healthy trainings.
 
     built = build("llama", "delayed", "autocast", seed=3)
     for _ in range(30):
         loss = built.train_step()
 
-Each has alike blocks, a task whose loss falls within some tens of steps, and AdamW. A step takes about a tenth of a
-second on one core.
+Each has alike blocks, a task with a loss that falls within some tens of steps, and AdamW. A step takes about a tenth of
+a second on one core.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def recipe_of(name: RecipeName, *, history: int | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Block:
-    """One of the alike blocks.
+    """One of the model's equal blocks.
 
     Attributes:
         path: of its module in the model; names of its layers begin with it.
-        linears: the paths of its ``te.Linear``, whose input is the layer's activation.
-        mlp: the path of the module whose output is that of the MLP.
-        grows: names of the weights of which the input of the MLP's second product is made.
+        linears: the paths of its ``te.Linear`` that take the layer's activation as input.
+        mlp: the path of the module that returns the MLP's output.
+        grows: names of the weights that make the input of the MLP's second product.
         down: the name of the layer that has this product.
     """
 
@@ -72,10 +72,10 @@ class Block:
 
 @dataclass
 class Built:
-    """A model with all that its training needs.
+    """A model with its data, optimizer and recipe.
 
     Attributes:
-        blocks: its alike blocks, in the order in which they run.
+        blocks: its equal blocks, in execution order.
         loss_of: the loss of the model's output of a batch.
         after_backward: called between the backward and the optimizer's step.
         after_step: called after the optimizer's step.
@@ -192,7 +192,7 @@ def _vit_block(dtype: torch.dtype) -> torch.nn.Module:
 
 
 class _ParallelBlock(torch.nn.Module):
-    """Attention with grouped queries and an MLP beside it, both behind one norm, as in GPT-J and PaLM."""
+    """Grouped-query attention and an MLP in parallel behind one norm, as in GPT-J and PaLM."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class _Vision(torch.nn.Module):
 
 
 def _llama(count: int, dtype: torch.dtype) -> torch.nn.Module:
-    """A Llama of transformers, whose Linear layers Accelerate has replaced by Transformer Engine's."""
+    """A Llama of transformers, converted to Transformer Engine by Accelerate."""
     from accelerate import Accelerator
     from accelerate.utils.transformer_engine import convert_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -331,7 +331,7 @@ def _llama(count: int, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _sequences(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens, each of which follows from the one before by a fixed permutation, but for one in ten."""
+    """Tokens that follow a fixed permutation, except for 10 % of them."""
     draw = torch.Generator().manual_seed(seed)
     following = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(seed % 7))
     while True:
@@ -414,11 +414,11 @@ def build(
     history: int | None = None,
     device: str = "cpu",
 ) -> Built:
-    """A model, its data and its optimizer, all of the seed.
+    """Build a model, its data and its optimizer from the seed.
 
     Args:
-        precision: of the weights and of what is not in FP8: ``autocast`` has weights in float32, and the rest in
-            bfloat16.
+        precision: of the weights and of all operations outside FP8: ``autocast`` has weights in float32, and the rest
+            in bfloat16.
         count: of blocks.
         history: see :func:`recipe_of`.
         device: where it trains.

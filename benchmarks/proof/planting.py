@@ -12,7 +12,7 @@ from te_precision_callbacks.session import InspectSession
 
 
 def train_with_defect(defect: Defect, log_dir: Path, device: str = "cpu") -> dict[str, Any]:
-    """Gives what is true of it, and the losses."""
+    """Train, and return the truth about the defect, and the losses."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     built = defect.build(device)

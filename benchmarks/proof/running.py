@@ -1,9 +1,9 @@
-"""Runs trainings that are recorded, in a process for each GPU that the reference backend stands for.
+"""Run recorded trainings, in one process for each GPU that the reference backend emulates.
 
     record([Job("defect", "spike-3", {...}), ...], folder, processes=2)
 
-A job is a training, given as plain data. Each records itself into a folder of its name, and writes there what is true
-of it as ``truth.json``. What is recorded already is not trained again.
+A job is a training, given as plain data. Each records itself into a folder of its name, and writes the truth
+about itself there as ``truth.json``. Recorded trainings are not repeated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Job:
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """The options that both proofs take: where trainings are, and what is done with the tables."""
+    """Return a parser with the options of both proofs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     folders = parser.add_mutually_exclusive_group()
     folders.add_argument("--only-record", type=Path, metavar="FOLDER", help="train, and judge nothing")
@@ -102,7 +102,7 @@ def record(jobs: Sequence[Job], folder: Path, *, processes: int) -> None:
 
 
 def is_trained(log_dir: Path) -> bool:
-    """Whether a training was recorded to its end; says so where it has failed."""
+    """Return whether a training was recorded to its end; print a failure."""
     if not (log_dir / TRUTH).exists():
         return False
     failed = truth_of(log_dir).get("failed")
@@ -112,7 +112,7 @@ def is_trained(log_dir: Path) -> bool:
 
 
 def truth_of(log_dir: Path) -> dict[str, Any]:
-    """What is true of a recorded training."""
+    """Return the truth about a recorded training."""
     found: dict[str, Any] = json.loads((log_dir / TRUTH).read_text())
     return found
 

@@ -1,4 +1,4 @@
-"""Healthy trainings of all shapes, in which the diagnosis must find nothing.
+"""Train healthy models of all shapes: the diagnosis must find no problem.
 
     python benchmarks/proof/silence.py [--only-record FOLDER | --replay FOLDER] [--names PART ...] [--blocks 2 24]
 

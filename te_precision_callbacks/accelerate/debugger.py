@@ -40,8 +40,7 @@ class PrecisionDebugger:
     """Runs Transformer Engine's precision debugging in a training loop with Accelerate.
 
     Make the debugger after ``accelerator.prepare``, on every process. As a context manager it observes until the end of
-    the
-    block; otherwise call :meth:`start` and :meth:`stop`.
+    the block; otherwise call :meth:`start` and :meth:`stop`.
 
     Logged on the main process, in one ``accelerator.log`` call per step, to every tracker:
 
@@ -57,8 +56,7 @@ class PrecisionDebugger:
 
     ``accelerator.save_state`` saves the debug iteration in a separate file, and ``load_state`` restores it, also before
     :meth:`start` and after :meth:`stop`. A second file, on each process, has the fingerprint of the low-precision
-    state,
-    for the audit of a resume. Checkpoints with and without these files load with and without a debugger.
+    state, for the audit of a resume. Checkpoints with and without these files load with and without a debugger.
 
     Modules in eval mode and forwards without gradients are not observed. Features that change precision act there as in
     training. After an exception the statistics since the last step are written, without a collective.
@@ -314,7 +312,7 @@ class PrecisionDebugger:
     def _own_optimizers(self) -> list[Any]:
         """The accelerator's optimizers with a parameter of the model: it also keeps optimizers of earlier models."""
         own = {id(parameter) for _, root in roots_of(self._model) for parameter in root.parameters()}
-        return [each for each in self._accelerator._optimizers if not own.isdisjoint(held_ids(each))]
+        return [optimizer for optimizer in self._accelerator._optimizers if not own.isdisjoint(held_ids(optimizer))]
 
     def _refuse_step(self) -> None:
         if not self._stopped or self._options.strict:

@@ -45,21 +45,21 @@ def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str
 
 def unconverted_in_words(model: Model) -> tuple[dict[str, str], str]:
     """The result of :func:`unconverted_layers`, and the same in words with its share; no words for no layers."""
-    found = _find(model)
-    layers = {layer: unconverted.why for layer, unconverted in found.items()}
-    if not found:
+    left_out = _find(model)
+    layers = {layer: unconverted.why for layer, unconverted in left_out.items()}
+    if not left_out:
         return layers, ""
-    one = len(found) == 1
+    layers_run = "layer unconverted, which runs" if len(left_out) == 1 else "layers unconverted, which run"
     named = [f"{layer}: {why}" for layer, why in layers.items()]
     more = len(named) - _LAYERS_IN_WARNING
     if more > 0:
         all_of_them = f"and {more} more: te_precision_callbacks.accelerate.unconverted_layers(model) has all"
         named = [*named[:_LAYERS_IN_WARNING], all_of_them]
-    left = sum(unconverted.elements for unconverted in found.values())
+    left = sum(unconverted.elements for unconverted in left_out.values())
     share = 100 * left / max(1, left + _converted_elements(model))
     return layers, (
-        f"Accelerate left {len(found)} layer{'' if one else 's'} unconverted, which run{'s' if one else ''} without"
-        f" FP8: {share:.3g} % of the weights that are multiplied. {'; '.join(named)}."
+        f"Accelerate left {len(left_out)} {layers_run} without FP8: {share:.3g} % of the weights that are"
+        f" multiplied. {'; '.join(named)}."
     )
 
 
@@ -67,11 +67,10 @@ def unconverted_layers(model: Model) -> dict[str, str]:
     """List the layers that ``accelerator.prepare`` with Transformer Engine's FP8 did not convert: name -> reason.
 
     These are ``torch.nn.Linear``, and other classes with a weight that multiplies the input: ``Conv1D`` of
-    transformers'
-    GPT-2, routers and experts of its mixtures, ``torch.nn.MultiheadAttention``. A weight counts if it has two
-    dimensions
-    and "weight" in its name, or three dimensions, one of them for the experts, in a module that is not an embedding,
-    convolution or norm. The name is the module's path, or the path of a parameter that is not called ``weight``.
+    transformers' GPT-2, routers and experts of its mixtures, ``torch.nn.MultiheadAttention``. A weight counts if it has
+    two dimensions and "weight" in its name, or three dimensions, one of them for the experts, in a module that is not
+    an embedding, convolution or norm. The name is the module's path, or the path of a parameter that is not called
+    ``weight``.
 
     In a container, Accelerate's ``convert_model`` stops at the first ``torch.nn.Linear`` with a dimension that is not a
     multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15, ``utils/transformer_engine.py``.
@@ -82,7 +81,7 @@ def unconverted_layers(model: Model) -> dict[str, str]:
         model: the prepared model, or a list of them.
     """
     without_fp8 = _without_fp8()
-    return {layer: without_fp8 or found.why for layer, found in _find(model).items()}
+    return {layer: without_fp8 or unconverted.why for layer, unconverted in _find(model).items()}
 
 
 def _without_fp8() -> str:
@@ -92,7 +91,7 @@ def _without_fp8() -> str:
 
 
 def _find(model: Model) -> dict[str, _Unconverted]:
-    found: dict[str, _Unconverted] = {}
+    layers: dict[str, _Unconverted] = {}
     if _converted_elements(model):
         other = "it was added later, or also has another name, under which it was converted"
     else:
@@ -105,21 +104,21 @@ def _find(model: Model) -> dict[str, _Unconverted]:
             elements = module.in_features * module.out_features
             if why is None and not path:
                 inside = "Accelerate converts the layers inside of a model, not the model itself"
-                found[type(module).__name__] = _Unconverted(inside, elements)
+                layers[type(module).__name__] = _Unconverted(inside, elements)
             elif why is not None or not indivisible:
-                found[path] = _Unconverted(why or other, elements)
+                layers[path] = _Unconverted(why or other, elements)
             else:
                 numbers = " and ".join(map(str, indivisible))
                 are = "is no multiple" if len(indivisible) == 1 else "are no multiples"
                 size = f"{module.in_features} x {module.out_features}"
-                found[path] = _Unconverted(f"{size}: {numbers} {are} of {_CONVERTED_MULTIPLE}", elements)
+                layers[path] = _Unconverted(f"{size}: {numbers} {are} of {_CONVERTED_MULTIPLE}", elements)
                 return f"skipped, because {path} before it stopped the conversion"
             return why
         for name, shape in _multiplied(module):
             size = " x ".join(map(str, shape[-2:]))
             what = type(module).__name__ if len(shape) == 2 else f"{type(module).__name__}, {shape[0]} experts"
             parts = [part for part in (path, "" if name == "weight" else name) if part]
-            found[".".join(parts) or type(module).__name__] = _Unconverted(
+            layers[".".join(parts) or type(module).__name__] = _Unconverted(
                 f"{size} of {what}: Accelerate converts Linear alone", math.prod(shape)
             )
         of_children = why
@@ -132,7 +131,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
 
     for prefix, root in roots_of(model):
         visit(root, prefix, None)
-    return found
+    return layers
 
 
 def _multiplied(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from te_precision_callbacks.base.replaced import Replaced
+
 
 class BeforeCalls:
     """Call a method before each call of another object's method, with the same arguments, until it is removed.
@@ -20,11 +22,11 @@ class BeforeCalls:
     def __init__(self, owner: Any, name: str, before: Callable[..., None]) -> None:
         self.owner = owner
         self._name = name
-        self._found = vars(owner).get(name)
         self._own = getattr(owner, name)
         self._before = weakref.WeakMethod(before)
         functools.update_wrapper(self, self._own, updated=())  # it may be another BeforeCalls, with the same attributes
-        setattr(owner, name, self)
+        self._replaced = Replaced(yields=True)
+        self._replaced.replace(owner, name, self)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         before = self._before()
@@ -37,9 +39,4 @@ class BeforeCalls:
 
     def remove(self) -> None:
         """Restore the original method, unless another replacement has taken its place."""
-        if vars(self.owner).get(self._name) is not self:
-            return
-        if self._found is None:
-            delattr(self.owner, self._name)
-        else:
-            setattr(self.owner, self._name, self._found)
+        self._replaced.put_back()

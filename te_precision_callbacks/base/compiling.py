@@ -51,6 +51,11 @@ class CppFile:
         self.pays_from = pays_from
         self.in_plain_torch = 0
 
+    @property
+    def function(self) -> Any:
+        """The only function of the file, once compiled."""
+        return next(iter(self.functions.values()), None)
+
     def is_taken(self) -> bool:
         """Return whether the functions are available: compiling pays by now and has not failed."""
         return not self.failed and self.in_plain_torch >= self.pays_from and self.is_compiled()
@@ -89,17 +94,6 @@ class CppFile:
             function.restype = None
             function.argtypes = list(self._argtypes[name])
         return functions
-
-
-class CppFunction(CppFile):
-    """The only function of a file; takes the arguments of :class:`CppFile`, with its name and types."""
-
-    def __init__(self, file: Path, name: str, argtypes: Sequence[Any], **about: Any) -> None:
-        super().__init__(file, {name: argtypes}, **about)
-
-    @property
-    def function(self) -> Any:
-        return next(iter(self.functions.values()), None)
 
 
 def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.layers.folding import folded
 
 if TYPE_CHECKING:
     import torch
@@ -59,10 +61,52 @@ def recipe_of_accelerate(name: str) -> tuple[str, tuple[str, ...]]:
     )
 
 
+_MOST_NAMES = 8
+
 _FREEZE_AGAIN = (
     "Call accelerate.utils.convert_model(model) yourself before you make the optimizer, and freeze or tie them again"
     " after it, as docs/accelerate.md shows."
 )
+
+
+class _BeforeConversion:
+    """The frozen or tied parameters of a model before its layers are replaced.
+
+    Args:
+        model: the model, which is not kept alive.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._frozen: dict[str, Callable[[], torch.nn.Parameter | None]] = {}
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+            if not parameter.requires_grad:
+                self._frozen[name] = weakref.ref(parameter)
+        self._tied = [tied for tied in names.values() if len(tied) > 1]
+
+    def lost_in(self, model: torch.nn.Module) -> list[str]:
+        """Messages about frozen parameters that now require gradients, and tied parameters that are now several."""
+        now = dict(model.named_parameters(remove_duplicate=False))
+        thawed = [
+            name
+            for name, before in self._frozen.items()
+            if name in now and now[name].requires_grad and now[name] is not before()
+        ]
+        untied = [names for names in self._tied if len({id(now[name]) for name in names if name in now}) > 1]
+        messages = []
+        if thawed:
+            messages.append(
+                "Accelerate's conversion has unfrozen these parameters:"
+                f" {', '.join(folded(thawed, most=_MOST_NAMES))}. They get gradients, and an optimizer that has them"
+                f" trains them. {_FREEZE_AGAIN}"
+            )
+        if untied:
+            pairs = "; ".join(folded([" and ".join(names) for names in untied], most=_MOST_NAMES))
+            messages.append(
+                f"Accelerate's conversion has untied {pairs}: each has its own copy of the weights. {_FREEZE_AGAIN}"
+            )
+        return messages
 
 
 def convert_by_accelerate(model: torch.nn.Module) -> Converted:
@@ -75,15 +119,15 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
     from te_precision_callbacks.accelerate.conversion import convert_to_te
     from te_precision_callbacks.accelerate.unconverted import unconverted_in_words
     from te_precision_callbacks.check.factory import failed, meta_device
-    from te_precision_callbacks.layers.replaced import BeforeConversion
+    from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 
     notes = []
-    if _has_transformer_engine(model):
+    if named_te_modules(model) or named_operations(model):
         notes.append(
             "The model has layers of Transformer Engine before Accelerate converts it: they stay as they are, and"
             " Accelerate converts the Linear and LayerNorm layers of torch beside them."
         )
-    before = BeforeConversion(model)
+    before = _BeforeConversion(model)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     try:
         with meta_device() if on_meta else contextlib.nullcontext():
@@ -95,11 +139,5 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
         ) from error
     left_out, text = unconverted_in_words(model)
     notes += [text] if text else []
-    notes += before.lost_in(model, by="Accelerate's conversion", remedy=_FREEZE_AGAIN)
+    notes += before.lost_in(model)
     return Converted(Conversion.ACCELERATE, left_out, tuple(notes))
-
-
-def _has_transformer_engine(model: torch.nn.Module) -> bool:
-    from te_precision_callbacks.layers.naming import named_operations, named_te_modules
-
-    return bool(named_te_modules(model) or named_operations(model))

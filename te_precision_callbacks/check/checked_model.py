@@ -140,8 +140,7 @@ def check_model(
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
         batch: the arguments of the model's forward, instead of ``tokens``: a tensor, a mapping of keywords, or a tuple
             of positional arguments. Tensors are copied to the model's device.
-        require: a contract, as for an integration. A clause that the plan breaks, or that cannot be checked, is a
-            finding.
+        require: a contract, as for an integration. A clause that is broken, or cannot be checked, is a finding.
         observe: the path of observed layers, as for an integration.
         unconverted: for a model converted by Accelerate, the skipped layers with reasons, from
             ``te_precision_callbacks.accelerate.unconverted_layers(model)``.
@@ -178,11 +177,11 @@ def check_model(
     if contract is None:
         return checked
     require_layers(contract, {product.layer for product in checked.coverage})
-    found, checkable = unsized_shares(contract, checked.coverage, checked.not_counted, checked.attention)
+    findings, checkable = unsized_shares(contract, checked.coverage, checked.not_counted, checked.attention)
     for steps, coverage in {"": checked.coverage, **checked.spans}.items():
         texts = broken_clauses(checkable, coverage)
-        found += [PlanFinding("contract", f"In {steps}: {text}" if steps else text) for text in texts]
-    return replace(checked, findings=(*checked.findings, *found))
+        findings += [PlanFinding("contract", f"In {steps}: {text}" if steps else text) for text in texts]
+    return replace(checked, findings=(*checked.findings, *findings))
 
 
 class _Check:
@@ -244,7 +243,8 @@ class _Check:
             tokens=self._tokens,
             tokens_of=None if ran is None else ran.tokens,
         )
-        self._judge(products.coverage)
+        if self._is_wanted:
+            self._apply_rules(products.coverage)
         if products.attention and products.coverage.macs():
             self._notes.append(
                 "The shares leave out the two products of attention, which depend on the lengths of sequences:"
@@ -269,12 +269,14 @@ class _Check:
             products.not_reached,
             self._planned_memory(products.coverage, ran),
             products.attention,
-            {steps: found.coverage for steps, found in zip(list(spans)[1:], of_spans, strict=True)},
+            {steps: planned.coverage for steps, planned in zip(list(spans)[1:], of_spans, strict=True)},
         )
 
     def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
         sections = {
-            name: replace(section, effects={feature: one.at(iteration) for feature, one in section.effects.items()})
+            name: replace(
+                section, effects={feature: effect.at(iteration) for feature, effect in section.effects.items()}
+            )
             for name, section in self._sections.items()
         }
         return plan_products(
@@ -318,18 +320,14 @@ class _Check:
         note = f"Planned as without the features that keep some of their GEMMs in high precision: {listed(mixed)}."
         return replace(planned, notes=(*planned.notes, note))
 
-    def _judge(self, coverage: Coverage) -> None:
-        if self._is_wanted:
-            for found in Diagnosis().know(self._facts(coverage), 0):
-                text = f"{found.subject}: {found.seen}. {found.remedy} ({found.rule})."
-                if found.severity == "note":
-                    self._notes.append(text)
-                else:
-                    self._findings.append(PlanFinding("rule", text, found.layers))
-
-    def _facts(self, coverage: Coverage) -> Facts:
-        ignored = [] if self._recipe is None else ignored_arguments([self._recipe])
-        return Facts.of_plan(coverage, recipe_text(self._recipe), ignored)
+    def _apply_rules(self, coverage: Coverage) -> None:
+        facts = Facts.of_plan(coverage, recipe_text(self._recipe), ignored_arguments([self._recipe]))
+        for finding in Diagnosis().know(facts, 0):
+            text = f"{finding.subject}: {finding.seen}. {finding.remedy} ({finding.rule})."
+            if finding.severity == "note":
+                self._notes.append(text)
+            else:
+                self._findings.append(PlanFinding("rule", text, finding.layers))
 
     def _plan(self) -> Plan:
         """The plan without the layers that Transformer Engine's debug path refuses."""
@@ -368,7 +366,8 @@ class _Check:
         if layers:
             return ""
         text = without_layers("without precision debugging")
-        if self._unconverted is None and _is_of_transformers(self._model):
+        modules = (module for _, root in named_roots(self._model) or () for module in root.modules())
+        if self._unconverted is None and any("PreTrainedModel" in class_names(module) for module in modules):
             text += (
                 " Accelerate makes Linear layers into Transformer Engine's when it trains in FP8: te-precision check"
                 " --convert accelerate plans the model so."
@@ -387,12 +386,6 @@ class _Check:
         return [key for key, changed in fused.items() if not changed]
 
 
-def _is_of_transformers(model: Model) -> bool:
-    """Return whether a model contains a model of transformers, also inside of a wrapper such as PEFT's."""
-    modules = (module for _, root in named_roots(model) or () for module in root.modules())
-    return any("PreTrainedModel" in class_names(module) for module in modules)
-
-
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
     for section in sections:
         for name, options in section.features.get(NAMESPACE, {}).items():
@@ -400,12 +393,15 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                 continue
             schema = options.schema if isinstance(options, ReadOptions) else None
             if isinstance(schema, ObservingFeatureSchema):
-                due = [(str(_schedule(target.options)), str(target.tensor)) for target in schema.targets]
-                for steps, tensors in by_key(due).items():
+                due = (
+                    (target.options.schedule if isinstance(target.options, Scheduled) else "every step", target.tensor)
+                    for target in schema.targets
+                )
+                for steps, tensors in by_key((str(schedule), str(tensor)) for schedule, tensor in due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)
             elif isinstance(schema, LogGemmError):
-                due = [(str(target.options.schedule), str(target.gemm)) for target in schema.targets]
-                for steps, gemms in by_key(due).items():
+                of_targets = ((str(target.options.schedule), str(target.gemm)) for target in schema.targets)
+                for steps, gemms in by_key(of_targets).items():
                     yield ActingFeature(name, section.name, ", ".join(gemms), steps)
             elif schema is not None:
                 effect = section.effects[name]
@@ -414,10 +410,6 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                     yield ActingFeature(name, section.name, _on(effect, gemms), steps)
             else:
                 yield ActingFeature(name, section.name, "", "a feature of your own, of which the plan knows nothing")
-
-
-def _schedule(options: Any) -> object:
-    return options.schedule if isinstance(options, Scheduled) else "every step"
 
 
 def _on(effect: Effect, gemms: Iterable[str]) -> str:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -32,8 +33,6 @@ from te_precision_callbacks.check.accelerate_conversion import Conversion, Conve
 from te_precision_callbacks.speed.command import Calibrate, DeviceName, TableFile, speed_of_step
 
 if TYPE_CHECKING:
-    import torch
-
     from te_precision_callbacks.check.checked_model import CheckedModel
     from te_precision_callbacks.config import Config
     from te_precision_callbacks.speed.devices import Device
@@ -136,7 +135,7 @@ def check_command(
 
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the planned GPU if there is none.
     """
-    given = {
+    given: dict[str, object] = {
         "--convert": convert,
         "--recipe": recipe,
         "--tokens": tokens,
@@ -153,9 +152,9 @@ def check_command(
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
     if cached_weights and not memory:
         raise typer.BadParameter("it is for the plan of memory; give --memory, too", param_hint="--cached-weights")
-    of_speed = {"--device": device, "--calibrate": calibrate or None, "--table": table}
-    for name, each in of_speed.items():
-        if each is not None and not speed:
+    of_speed: dict[str, object] = {"--device": device, "--calibrate": calibrate or None, "--table": table}
+    for name, value in of_speed.items():
+        if value is not None and not speed:
             raise typer.BadParameter("it is for expected times; give --speed, too", param_hint=name)
     if speed and tokens is None and batch is None:
         raise typer.BadParameter("expected times need --tokens or --batch", param_hint="--speed")
@@ -189,17 +188,17 @@ def check_command(
     with gathered_warnings() as more, without_collections():
         checked, made_on, converted = _checked(
             model,
-            loaded,
             recipe or _AUTO,
-            tokens,
-            batch,
-            require,
-            observe or _AUTO,
             convert,
+            batch,
+            None if target is None else target.capability,
+            observe=observe or _AUTO,
+            require=require,
+            config=loaded,
+            tokens=tokens,
             allow_unmatched=allow_unmatched,
             memory=memory,
             cached_weights=cached_weights,
-            capability=None if target is None else target.capability,
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
     expected = None if target is None else _speed(checked, target, calibrate=calibrate, table=table)
@@ -230,8 +229,7 @@ def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
         if as_json:
             terminal.show_json({"config": path, "errors": error.problems, "notes": warnings})
         else:
-            number = len(error.problems)
-            terminal.show_text(f"{path}: {number} error{'s' if number > 1 else ''}")
+            terminal.show_text(f"{path}: {many(len(error.problems), 'error')}")
             for problem in error.problems:
                 typer.echo()
                 terminal.show_text(problem, _INDENT, hanging=_INDENT)
@@ -241,23 +239,21 @@ def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
 
 def _checked(
     spec: str,
-    config: Config,
     recipe: str,
-    tokens: int | None,
-    batch_spec: str | None,
-    require: str | None,
-    observe: str,
     convert: Conversion | None,
-    *,
-    allow_unmatched: bool,
-    memory: bool,
-    cached_weights: bool,
+    batch: str | None,
     capability: tuple[int, int] | None,
+    *,
+    observe: str,
+    require: str | None,
+    **keywords: Any,
 ) -> tuple[CheckedModel, str, Converted | None]:
     """The plan, the device that the model was made on, and the result of a conversion.
 
     Args:
+        spec, recipe, convert, batch, observe, require: as for the command.
         capability: the compute capability of the planned GPU; None for the environment's.
+        keywords: of ``check_model``.
     """
     from te_precision_callbacks import reference
 
@@ -267,7 +263,6 @@ def _checked(
     warn_unless_supported()
     from te_precision_callbacks.check.accelerate_conversion import recipe_of_accelerate
     from te_precision_callbacks.check.checked_model import check_model
-    from te_precision_callbacks.check.dry_run import NotOnMetaError
     from te_precision_callbacks.check.factory import build_batch
     from te_precision_callbacks.check.named_recipes import recipe_named
     from te_precision_callbacks.config.contract import read_contract
@@ -280,32 +275,35 @@ def _checked(
     with named_as({"observe": "--observe", "require": "--require"}):
         check_value("observe", observe)
         contract = read_contract(require)
-    batch = None if batch_spec is None else build_batch(batch_spec)
-    path = cast(Observe, observe)
     check = functools.partial(
         check_model,
-        config=config,
         recipe=recipe,
-        tokens=tokens,
-        batch=batch,
+        batch=None if batch is None else build_batch(batch),
+        observe=cast(Observe, observe),
         require=contract,
-        observe=path,
-        allow_unmatched=allow_unmatched,
-        memory=memory,
-        cached_weights=cached_weights,
+        **keywords,
     )
+    checked, device, converted = _planned(spec, convert, check)
+    of_conversion = () if converted is None else converted.notes
+    return replace(checked, notes=(*of_conversion, *notes, *checked.notes)), device, converted
 
-    def planned(*, on_meta: bool) -> tuple[CheckedModel, str, Converted | None]:
-        made, device, converted = _made(spec, convert, on_meta=on_meta)
-        if converted is None:
-            return check(made), device, None
-        checked = check(made, unconverted=converted.left_out)
-        return replace(checked, notes=(*converted.notes, *notes, *checked.notes)), device, converted
 
+def _planned(
+    spec: str, convert: Conversion | None, check: Callable[..., CheckedModel], *, on_meta: bool = True
+) -> tuple[CheckedModel, str, Converted | None]:
+    from te_precision_callbacks.check.accelerate_conversion import ConversionError, convert_by_accelerate
+    from te_precision_callbacks.check.dry_run import NotOnMetaError
+    from te_precision_callbacks.check.factory import build_model
+
+    made, device = build_model(spec, on_meta=on_meta)
     try:
-        return planned(on_meta=True)
-    except NotOnMetaError:  # many forwards cannot run there: the CPU shows whether it is the batch's fault
-        return planned(on_meta=False)
+        converted = None if convert is None else convert_by_accelerate(made)
+        checked = check(made, unconverted=None if converted is None else converted.left_out)
+    except (ConversionError, NotOnMetaError):
+        if device != "meta":
+            raise
+        return _planned(spec, convert, check, on_meta=False)  # which shows whether it is the meta device's fault
+    return checked, device, converted
 
 
 def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -314,7 +312,7 @@ def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
 
     if capability is None or os.environ.get(target.ENVIRONMENT_VARIABLE):
         return None
-    return max((each for each in target.ALLOWED if each <= capability), default=target.DEFAULT)
+    return max((other for other in target.ALLOWED if other <= capability), default=target.DEFAULT)
 
 
 @without_collections()
@@ -328,30 +326,13 @@ def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Pat
             "No matrix product of the model could be planned, so nothing can be estimated. A --batch plans products of"
             " layers of every class."
         )
-    notes = []
-    if checked.not_counted:
-        names = ", ".join(folded(checked.not_counted, most=8))
-        notes.append(f"Times do not include {names}: their matrix products are unknown without a batch.")
-    if checked.attention:
-        names = ", ".join(folded(checked.attention, most=8))
-        notes.append(f"Times do not include attention ({names}), which depends on sequence lengths. Give --batch.")
+    left_out = {
+        "Times do not include {}: their matrix products are unknown without a batch.": checked.not_counted,
+        "Times do not include attention ({}), which depends on sequence lengths. Give --batch.": checked.attention,
+    }
+    notes = (text.format(", ".join(folded(names, most=8))) for text, names in left_out.items() if names)
     step = Step(checked.coverage, checked.recipe, notes=tuple(notes))
     return speed_of_step(step, device, recipe=None, calibrate=calibrate, table=table)
-
-
-def _made(spec: str, convert: Conversion | None, *, on_meta: bool) -> tuple[torch.nn.Module, str, Converted | None]:
-    from te_precision_callbacks.check.accelerate_conversion import ConversionError, convert_by_accelerate
-    from te_precision_callbacks.check.factory import build_model
-
-    made, device = build_model(spec, on_meta=on_meta)
-    if convert is None:
-        return made, device, None
-    try:
-        return made, device, convert_by_accelerate(made)
-    except ConversionError:
-        if device != "meta":
-            raise
-        return _made(spec, convert, on_meta=False)  # which shows whether it is the meta device's fault
 
 
 def _first_line(path: str, config: Config, findings: int = 0) -> str:

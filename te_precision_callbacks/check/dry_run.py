@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
 from te_precision_callbacks.check.stand_ins import stand_ins
-from te_precision_callbacks.coverage.masks import causal_share
+from te_precision_callbacks.coverage.matrix_products import causal_share
 from te_precision_callbacks.coverage.micro_batches import leaves
 from te_precision_callbacks.coverage.planned_products import Ran
 from te_precision_callbacks.coverage.seen_products import ModelProducts
@@ -59,7 +59,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     in_backward = False
     try:
         with _left_as_it_is(model), meta_device() if on_meta else contextlib.nullcontext():
-            products.watch(model, module_names(model), operations)
+            products.watch_model(model, module_names(model), operations)
             with stand_ins(model, modules, products) as ran, _Masks(products):
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
                     result = model(*arguments, **keywords)
@@ -69,7 +69,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
                     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
             if failures:
                 raise failures[0]
-            counted = products.end_step()
+            counted = products.take_step()
     except PrecisionDebugError:
         raise
     except Exception as error:

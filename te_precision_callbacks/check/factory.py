@@ -153,15 +153,15 @@ def _found(spec: str, wanted: _Wanted) -> Callable[[], object]:
             f"{_meant(nearest(missing, files))} {wanted.spelling}"
         ) from None
     try:
-        found: Any = operator.attrgetter(name)(module)
+        factory: Any = operator.attrgetter(name)(module)
     except AttributeError:
         own = [f"{module_name}:{key}" for key in nearest(name, (key for key in vars(module) if key[0] != "_"))]
         raise wanted.error(f"{module_name!r} has no function {name!r}.{_meant(own)} {wanted.spelling}") from None
-    if isinstance(found, (torch.nn.Module, torch.Tensor)):
+    if isinstance(factory, (torch.nn.Module, torch.Tensor)):
         raise wanted.error(f"{shown(spec)} is a {wanted.what}, which has been made already. {wanted.spelling}")
-    if not callable(found):
-        raise wanted.error(f"{shown(spec)} is no function, but {shown(found)}. {wanted.spelling}")
-    return found  # type: ignore[no-any-return]
+    if not callable(factory):
+        raise wanted.error(f"{shown(spec)} is no function, but {shown(factory)}. {wanted.spelling}")
+    return factory  # type: ignore[no-any-return]
 
 
 def _meant(close: Sequence[str]) -> str:

@@ -161,17 +161,17 @@ def unsized_shares(
         not_counted: modules that are not planned.
         attention: modules of attention that are not planned; they have no fprop, dgrad and wgrad.
     """
-    found: list[PlanFinding] = []
+    findings: list[PlanFinding] = []
     checkable: list[Share] = []
     for share in contract.shares:
         left = [*not_counted, *(attention if share.part not in GEMMS else ())]
         texts = [f"the products of {listed(left)} cannot be sized without --batch (batch=)"] if left else []
         texts += [f"not counted: {text}" for text in left_out_in_words(coverage)]
         if texts:
-            found.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
+            findings.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
         else:
             checkable.append(share)
-    return found, replace(contract, shares=tuple(checkable))
+    return findings, replace(contract, shares=tuple(checkable))
 
 
 class _LayerFacts(NamedTuple):
@@ -219,12 +219,12 @@ def _refused(
         "in_features": layer.in_features,
         "out_features": layer.out_features,
     }
-    found = refusals(
+    refused = refusals(
         recipe, capability, **sizes, gemms=gemms, result_bytes=layer.dtype.itemsize, asserted=layer.asserts
     )
     if layer.asserts and "fprop" not in gemms:
-        found += asserted_refusals(**sizes)
-    return tuple(map(str, found))
+        refused += asserted_refusals(**sizes)
+    return tuple(map(str, refused))
 
 
 def listed(names: Iterable[str]) -> str:
@@ -232,7 +232,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
-    found: dict[KeyT, list[ValueT]] = {}
+    values: dict[KeyT, list[ValueT]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        values.setdefault(key, []).append(value)
+    return values

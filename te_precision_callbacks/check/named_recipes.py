@@ -50,12 +50,9 @@ def recipe_named(name: str) -> Any:
     except RuntimeError as error:
         supported, why = False, str(error)
     if not supported:
-        raise RecipeError(f"Transformer Engine refuses the recipe {name!r}: {why}{_other_gpu()}")
+        if is_installed() and target.capability() != target.ALLOWED[-1]:
+            best = "{}.{}".format(*target.ALLOWED[-1])
+            why += f" {target.ENVIRONMENT_VARIABLE}={best} in the environment makes the reference backend emulate"
+            why += " another GPU."
+        raise RecipeError(f"Transformer Engine refuses the recipe {name!r}: {why}")
     return made
-
-
-def _other_gpu() -> str:
-    if not is_installed() or target.capability() == target.ALLOWED[-1]:
-        return ""
-    best = "{}.{}".format(*target.ALLOWED[-1])
-    return f" {target.ENVIRONMENT_VARIABLE}={best} in the environment makes the reference backend emulate another GPU."

@@ -1,10 +1,12 @@
-"""Prints a plan as a table, or as an object for JSON.
+"""Prints a plan as a table, or as an object for JSON. Layers with the same plan share a row.
 
 show(checked, "package.module:function", "meta")
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -13,9 +15,8 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import Converted
-from te_precision_callbacks.check.checked_model import CheckedModel
-from te_precision_callbacks.check.rows import PlannedLayers, rows
-from te_precision_callbacks.coverage.coverage import Product, percent
+from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
+from te_precision_callbacks.coverage.coverage import Product, Reason, percent
 from te_precision_callbacks.coverage.gemm_precision import in_short
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.speed.memory import show as show_memory
@@ -24,6 +25,72 @@ _INDENT = 2
 _MOST_NAMES = 8
 _MOST_ROWS = 60
 _WITHOUT_WEIGHT = ("qk", "pv", "other")
+
+
+@dataclass(frozen=True)
+class PlannedLayers:
+    """Layers with the same plan.
+
+    Attributes:
+        layers: their names.
+        gemms: GEMM, ``lookup``, ``qk``, ``pv`` or ``other`` -> its product in the first of the layers. The last three
+            are followed by ``backward`` for products of the backward.
+        features: the features that act on them.
+        macs: the multiply-adds of all of them in a step.
+    """
+
+    layers: tuple[str, ...]
+    gemms: Mapping[str, Product]
+    features: tuple[ActingFeature, ...]
+    macs: int
+
+    @property
+    def family(self) -> str:
+        return next(iter(self.gemms.values())).family
+
+    @property
+    def names(self) -> list[str]:
+        return folded(self.layers)
+
+    @property
+    def why(self) -> str:
+        """The reasons for high precision, except features. A reason that does not hold for all GEMMs names them."""
+        by_reason: dict[str, list[str]] = {}
+        for gemm, product in self.gemms.items():
+            if product.reason not in (None, Reason.SECTION):
+                by_reason.setdefault(product.reason_ref or product.why, []).append(gemm)
+        running = [gemm for gemm, product in self.gemms.items() if product.operands]
+        texts = (why if gemms == running else f"{', '.join(gemms)}: {why}" for why, gemms in by_reason.items())
+        return "; ".join(texts)
+
+
+def rows(checked: CheckedModel) -> list[PlannedLayers]:
+    by_layer: dict[str, list[Product]] = {}
+    for product in checked.coverage:
+        by_layer.setdefault(product.layer, []).append(product)
+    alike: dict[object, list[str]] = {}
+    for layer, products in by_layer.items():
+        planned = tuple(
+            (p.family, _name(p), tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref) for p in products
+        )
+        alike.setdefault((planned, checked.features.get(layer, ())), []).append(layer)
+    return [
+        PlannedLayers(
+            tuple(layers),
+            {_name(product): product for product in sorted(by_layer[layers[0]], key=_order)},
+            checked.features.get(layers[0], ()),
+            sum(product.macs for layer in layers for product in by_layer[layer]),
+        )
+        for layers in alike.values()
+    ]
+
+
+def _name(product: Product) -> str:
+    return f"{product.gemm} backward" if product.backward and product.gemm not in GEMMS else product.gemm
+
+
+def _order(product: Product) -> int:
+    return GEMMS.index(product.gemm) if product.gemm in GEMMS else len(GEMMS)
 
 
 def show(
@@ -42,14 +109,14 @@ def show(
     terminal.show_text(
         f"{model}{by}: {checked.layers} layers of Transformer Engine, made on {device}. {_conditions(checked, batch)}"
     )
-    found = rows(checked)
+    planned = rows(checked)
     table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "why not low, and what acts")
-    for row in found[:_MOST_ROWS]:
+    for row in planned[:_MOST_ROWS]:
         table.add_row(*_cells(row, checked.coverage.macs()))
     terminal.show(table)
-    if found[_MOST_ROWS:]:
-        layers = sum(len(row.layers) for row in found[_MOST_ROWS:])
-        terminal.show_text(f"and {len(found) - _MOST_ROWS} more rows with {layers} layers, which --json has.")
+    if planned[_MOST_ROWS:]:
+        layers = sum(len(row.layers) for row in planned[_MOST_ROWS:])
+        terminal.show_text(f"and {len(planned) - _MOST_ROWS} more rows with {layers} layers, which --json has.")
     left = ["attention"] if checked.attention else []
     left += [f"{many(len(checked.not_counted), 'module')} to be called with a batch"] if checked.not_counted else []
     without = f"Without {' and '.join(left)}: " if left else ""
@@ -64,7 +131,7 @@ def show(
         show_memory(checked.memory)
     terminal.show_notes(checked.notes)
     if checked.findings:
-        typer.echo(f"\n{len(checked.findings)} finding{'s' if len(checked.findings) > 1 else ''}")
+        typer.echo(f"\n{many(len(checked.findings), 'finding')}")
     for finding in checked.findings:
         typer.echo()
         terminal.show_text(finding.text, _INDENT, hanging=_INDENT)
@@ -95,15 +162,14 @@ def _cells(row: PlannedLayers, whole: int) -> list[str]:
 
 
 def _formats(row: PlannedLayers, gemm: GemmName) -> str:
-    """The formats of a GEMM. The column of ``fprop`` also has products without a weight, and that of ``dgrad`` their
-    backward."""
+    """The formats of a GEMM. The column ``fprop`` also has products without a weight; ``dgrad``, their backward."""
     if gemm in row.gemms or gemm == "wgrad":
         return _text(row.gemms[gemm]) if gemm in row.gemms else ""
     behind = " backward" if gemm == "dgrad" else ""
-    found = {name: _text(row.gemms[f"{name}{behind}"]) for name in _WITHOUT_WEIGHT if f"{name}{behind}" in row.gemms}
-    if len(set(found.values())) == 1:
-        return f"{', '.join(found)}: {next(iter(found.values()))}"
-    return "; ".join(f"{name}: {text}" for name, text in found.items())
+    texts = {name: _text(row.gemms[f"{name}{behind}"]) for name in _WITHOUT_WEIGHT if f"{name}{behind}" in row.gemms}
+    if len(set(texts.values())) == 1:
+        return f"{', '.join(texts)}: {next(iter(texts.values()))}"
+    return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
 def _text(product: Product) -> str:

@@ -25,7 +25,7 @@ import torch
 
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.gemm_precision import FROZEN
-from te_precision_callbacks.coverage.masks import share_left
+from te_precision_callbacks.coverage.matrix_products import share_left
 from te_precision_callbacks.coverage.planned_products import Ran, gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
 from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED
@@ -103,16 +103,18 @@ class _StandIns:
         self.ran = Ran()
         self._products = products
         self._named = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
-        self._operations = {id(found.module): found.layers for found in named_operations(model)}
+        self._operations = {id(operation.module): operation.layers for operation in named_operations(model)}
 
     # ------------------------------------------------------------------ layers
 
     def module(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
         inp, layers = given["inp"], self._named.get(id(module), ())
+        if module.sequence_parallel:
+            raise NotImplementedError(f"{type(module).__name__} with sequence_parallel=True cannot be planned so")
         _require_columns(inp, layer_features(module)[0][0], layers[0] if layers else type(module).__name__)
         own = self._own(inp, call_own, lambda: _results(module, inp))
         groups = len(layers) if hasattr(module, "num_gemms") else 1
-        rows = [_rows(module, inp)] if groups == 1 else [int(split) for split in given["m_splits"]]
+        rows = [inp.numel() // max(1, inp.shape[-1])] if groups == 1 else [int(split) for split in given["m_splits"]]
         left_out = gemms_left_out(module, layers, input_needs_gradient=inp.requires_grad)
         sizes = dict(zip(layers, layer_features(module), strict=bool(layers)))
         of_layer = dict(zip(layers, rows if groups > 1 else rows * len(layers), strict=True))
@@ -228,29 +230,16 @@ def _require_columns(inp: torch.Tensor, columns: int, layer: str) -> None:
         )
 
 
-def _rows(module: Any, inp: torch.Tensor) -> int:
-    """The rows that a module's first GEMM multiplies."""
-    rows = inp.numel() // max(1, inp.shape[-1])
-    gathers = hasattr(module, "fc1_weight") or module.parallel_mode == "column"
-    return rows * module.tp_size if module.sequence_parallel and gathers else rows
-
-
 def _results(module: Any, inp: torch.Tensor) -> Any:
-    is_mlp, lengths = hasattr(module, "fc1_weight"), list(inp.shape[:-1])
-    if module.sequence_parallel and not is_mlp:
-        gathers = module.parallel_mode == "column"
-        lengths[0] = lengths[0] * module.tp_size if gathers else lengths[0] // module.tp_size
     features = layer_features(module)[-1][1]
     dtype = _activation_dtype(inp)
-    out = inp.new_empty(*lengths, features, dtype=dtype)
+    out = inp.new_empty(*inp.shape[:-1], features, dtype=dtype)
     results = [out]
     if module.return_bias:
         biases = [p for name, p in module.named_parameters(recurse=False) if name.endswith("bias")]
         results.append(inp.new_empty(features, dtype=dtype) if not biases else biases[-1].detach())
     if getattr(module, "return_layernorm_output", False):
-        gathered = module.return_layernorm_output_gathered and module.sequence_parallel
-        first = inp.shape[0] * (module.tp_size if gathered else 1)
-        results.append(inp.new_empty(first, *inp.shape[1:], dtype=dtype))
+        results.append(torch.empty_like(inp, dtype=dtype))
     return out if len(results) == 1 else tuple(results)
 
 

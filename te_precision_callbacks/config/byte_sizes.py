@@ -10,7 +10,7 @@ import re
 from pydantic import ByteSize, TypeAdapter
 
 SIZE_PATTERN = r"^\s*(?!0+(?:\.0*)?(?!\.?\d))\d+(?:\.\d+)?\s*(?:[bB]|[kKmMgGtT](?:[iI]?[bB])?)?\s*$"
-"""A pattern of sizes for JSON Schema, which does not check the range. pydantic also accepts bits and suffixes."""
+"""A pattern of sizes, without their range. pydantic also accepts bits and suffixes."""
 
 LARGEST_SIZE = (1 << 63) - 1
 """The largest size that a file system supports."""
@@ -26,14 +26,14 @@ def size_in_bytes(size: object) -> int:
     """
     is_size = (type(size) is int and size > 0) or (isinstance(size, str) and re.match(SIZE_PATTERN, size))
     try:
-        found = int(_BYTES.validate_python(size)) if is_size else 0
+        count = int(_BYTES.validate_python(size)) if is_size else 0
     except ValueError:  # more digits than a float has
-        found = LARGEST_SIZE + 1
-    if found < 1:
+        count = LARGEST_SIZE + 1
+    if count < 1:
         raise ValueError(
             "must be a number of bytes >= 1, or a text such as '10MB' (10 * 1000^2) or '2GiB' (2 * 1024^3), not"
             f" {size!r}."
         )
-    if found > LARGEST_SIZE:
+    if count > LARGEST_SIZE:
         raise ValueError(f"must be a number of bytes up to 2^63 - 1, not {size!r}.")
-    return found
+    return count

@@ -8,7 +8,7 @@ holding(read["FakeQuant"].schema.targets, "weight", "fprop")   # the options for
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,7 +17,16 @@ from pydantic.fields import FieldInfo
 from te_precision_callbacks.base.vocabulary import GEMMS, RESULT
 from te_precision_callbacks.config.fields import item_of, names, words
 from te_precision_callbacks.config.levels import FeatureSchema, Misfit, ObservingFeatureSchema, levels
-from te_precision_callbacks.config.problems import KeyPath, Problems, Where, meant_for, nearest, shown, suggestion
+from te_precision_callbacks.config.problems import (
+    ConfigError,
+    KeyPath,
+    Problems,
+    Where,
+    meant_for,
+    nearest,
+    shown,
+    suggestion,
+)
 from te_precision_callbacks.config.schemas import FEATURES, schema_of
 
 logger = logging.getLogger(__name__)
@@ -46,9 +55,9 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
         place: formats the place of a key.
 
     Raises:
-        ConfigError: all problems, in the order of the config.
+        ConfigError: all problems.
     """
-    found: dict[str, ReadOptions] = {}
+    read: dict[str, ReadOptions] = {}
     problems = Problems()
     for name, written in features.items():
         schema = schema_of(name)
@@ -61,9 +70,9 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
             written = {**{key: value for key, value in written.items() if key not in misspelt}, "enabled": True}
         written = _without_gemms(schema, name, written, place)
         with problems.noted():
-            found[name] = ReadOptions(written, read_options(schema, name, written, place))
+            read[name] = ReadOptions(written, read_options(schema, name, written, place))
     problems.raise_any()
-    return found
+    return read
 
 
 def _without_gemms(
@@ -108,13 +117,8 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
     try:
         return schema.model_validate(dict(options))
     except ValidationError as error:
-        found = error.errors(include_url=False)
-    problems = Problems()
-    described = (_Problem(schema, name, options, place, details) for details in found)
-    for problem in sorted(described, key=lambda problem: problem.order):
-        problems.add(str(problem))
-    problems.raise_any()
-    raise AssertionError("pydantic has reported no error")
+        problems = (_Problem(schema, name, place, details) for details in error.errors(include_url=False))
+        raise ConfigError(*map(str, problems)) from None
 
 
 class _Problem:
@@ -126,9 +130,7 @@ class _Problem:
         details: pydantic's description of the error.
     """
 
-    def __init__(
-        self, schema: type[FeatureSchema], feature: str, options: Mapping[str, Any], place: Where, details: Any
-    ) -> None:
+    def __init__(self, schema: type[FeatureSchema], feature: str, place: Where, details: Any) -> None:
         cause = details.get("ctx", {}).get("error")
         self.kind = details["type"]
         self.value = details["input"]
@@ -137,22 +139,8 @@ class _Problem:
         if self.kind == "invalid_key":  # not a text: in `loc` the key looks like the index of a list entry
             self.keys = (*self.keys[:-1], str(self.value))
         self.feature = feature
-        self.options = options
         self.place = place
         self.levels = levels(schema)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Position of the problem in the config; a missing key is at the end of its mapping."""
-        positions: list[int] = []
-        inside: Any = self.options
-        for key in self.keys:
-            siblings: Sequence[Any] = list(inside) if isinstance(inside, Mapping) else range(len(inside))
-            if key not in siblings:
-                return (*positions, len(siblings))
-            positions.append(siblings.index(key))
-            inside = inside[key]
-        return tuple(positions)
 
     def __str__(self) -> str:
         return f"{self.place(self.feature, *self.keys)}: {self._sentence()}"
@@ -160,7 +148,8 @@ class _Problem:
     def _sentence(self) -> str:
         *around, last = self.keys or ("",)
         if self.kind in ("extra_forbidden", "invalid_key"):
-            return f"{self._subject(tuple(around))} has no key {shown(last)}{self._given()}.{self._elsewhere(last)}"
+            given = f" (given: {shown(self.value)})" if self.kind == "extra_forbidden" else ""
+            return f"{self._subject(tuple(around))} has no key {shown(last)}{given}.{self._elsewhere(last)}"
         if self.kind == "missing":
             subject = self._subject(tuple(around))
             return f"{subject} has no {last!r}, {words(self._field())}.{meant_for(str(last), self.value)}"
@@ -181,9 +170,6 @@ class _Problem:
         if isinstance(self.keys[-1], int):
             return f"must be {words(field)}; {shown(self.value)} is none of them.{hint}"
         return f"must be {words(field)}, not {shown(self.value)}.{hint}"
-
-    def _given(self) -> str:
-        return f" (given: {shown(self.value)})" if self.kind == "extra_forbidden" else ""
 
     def _elsewhere(self, key: Any) -> str:
         """Return where an unknown key belongs, and similar known keys."""

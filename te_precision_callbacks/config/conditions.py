@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,12 +26,10 @@ from te_precision_callbacks.base import debug_values
 from te_precision_callbacks.base.vocabulary import PRECISIONS
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.statistics.names import (
-    BLOCKWISE_LABEL,
     PREFIXES,
     Request,
     UnknownStatisticError,
     named_request,
-    quantized_pattern,
 )
 from te_precision_callbacks.statistics.table import (
     BLOCKWISE,
@@ -59,18 +57,16 @@ class EventCondition(Enum):
 
 
 @dataclass(frozen=True)
-class Threshold:
-    """A condition on a statistic of a tensor.
+class Comparison:
+    """A comparison with a number.
 
     Attributes:
         text: the condition as written.
-        statistic: the statistic; :data:`BLOCKWISE` without blocks matches any blocks.
         comparison: ``>``, ``>=``, ``<`` or ``<=``.
         number: the threshold.
     """
 
     text: str
-    statistic: Request
     comparison: str
     number: float
 
@@ -78,43 +74,37 @@ class Threshold:
         """Return whether a value meets the condition; nan does not."""
         return _COMPARE[self.comparison](value, self.number)
 
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Threshold(Comparison):
+    """A condition on a statistic of a tensor; :data:`BLOCKWISE` without blocks matches any blocks."""
+
+    statistic: Request
+
     def reads(self, request: Request) -> bool:
         """Return whether the condition applies to the statistic of a request."""
         if self.statistic.statistic.name == BLOCKWISE and self.statistic.blocks is None:
             return request.statistic is self.statistic.statistic
         return self.statistic.is_same(request)
 
-    def __str__(self) -> str:
-        return self.text
-
 
 Condition = EventCondition | Threshold
 
 
 @dataclass(frozen=True)
-class Share:
-    """A condition on the share of multiply-adds in a precision.
+class Share(Comparison):
+    """A condition on the share of multiply-adds in a precision; its number is from 0 to 1.
 
     Attributes:
-        text: the condition as written.
-        precision: one of :data:`te_precision_callbacks.coverage.coverage.PRECISIONS`.
+        precision: one of :data:`te_precision_callbacks.base.vocabulary.PRECISIONS`.
         part: ``fprop``, ``dgrad``, ``wgrad``, ``qk``, ``pv``, ``forward`` or ``backward``; empty for all products.
-        comparison: ``>``, ``>=``, ``<`` or ``<=``.
-        number: the threshold, from 0 to 1.
     """
 
-    text: str
     precision: str
     part: str
-    comparison: str
-    number: float
-
-    def holds(self, share: float) -> bool:
-        """Return whether a share meets the condition; nan does not."""
-        return _COMPARE[self.comparison](share, self.number)
-
-    def __str__(self) -> str:
-        return self.text
 
 
 _COMPARISON = re.compile(r"([^\s<>=]+)\s*(<=|>=|<|>)\s*(\S+)")
@@ -125,11 +115,6 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
-
-_DIGITS = r"\d(?:_?\d)*"
-_NUMBER = (
-    rf"[+-]?(?:(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?{_DIGITS})?|[iI][nN][fF](?:[iI][nN][iI][tT][yY])?)"
-)
 
 _FORMS = (
     f"A condition is {NONFINITE!r}, {ACTIVATION_OVERFLOW!r}, or a statistic and a number with >, >=, < or <= between"
@@ -164,7 +149,7 @@ def parse_share(entry: object) -> Share:
         percent = math.nan
     if not 0 <= percent <= 100:
         raise ValueError(f"has {entry!r}, where {number!r} is not a number from 0 to 100. {_SHARE_FORM}")
-    return Share(str(entry).strip(), precision, part, comparison, percent / 100)
+    return Share(str(entry).strip(), comparison, percent / 100, precision, part)
 
 
 def parse_condition(entry: object) -> Condition:
@@ -185,7 +170,7 @@ def parse_condition(entry: object) -> Condition:
         number = math.nan
     if math.isnan(number):
         raise ValueError(f"has {entry!r}, where {match[3]!r} is not a number. {_FORMS}")
-    return Threshold(str(entry), _statistic(str(entry), match[1]), match[2], number)
+    return Threshold(str(entry), match[2], number, _statistic(str(entry), match[1]))
 
 
 def _statistic(entry: str, name: str) -> Request:
@@ -196,24 +181,10 @@ def _statistic(entry: str, name: str) -> Request:
         request = named_request(name)
     except UnknownStatisticError:
         known = [*TENSOR_STATISTICS, BLOCKWISE, *QUANTIZED_STATISTICS, *GEMM_STATISTICS]
-        prefixes = (f"{one}_" for several in PREFIXES.values() for one in several)
-        prefix = max((one for one in prefixes if name.startswith(one)), key=len, default="")
+        prefixes = (f"{recipe}_" for recipes in PREFIXES.values() for recipe in recipes)
+        prefix = max(filter(name.startswith, prefixes), key=len, default="")
         hint = suggestion(name, [prefix + statistic for statistic in QUANTIZED_STATISTICS] if prefix else known)
         raise ValueError(f"has {entry!r}: there is no statistic {name!r}.{hint}") from None
     if request.statistic.value is None:
         raise ValueError(f"has {entry!r}: {name} is a histogram, not a number.")
     return request
-
-
-def comparison_pattern() -> str:
-    """Return a regular expression for thresholds, valid in Python and in ECMA 262."""
-
-    def numbers(names: Iterable[str]) -> list[str]:
-        return [name for name in names if STATISTICS[name].value is not None]
-
-    statistics = [
-        *map(re.escape, [*numbers(TENSOR_STATISTICS), BLOCKWISE, *GEMM_STATISTICS]),
-        BLOCKWISE_LABEL.pattern,
-        quantized_pattern(statistics=numbers(QUANTIZED_STATISTICS)),
-    ]
-    return rf"^\s*(?:{'|'.join(statistics)})\s*(?:<=|>=|<|>)\s*{_NUMBER}\s*$"

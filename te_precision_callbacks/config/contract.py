@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from te_precision_callbacks.base.vocabulary import PRECISIONS, SUBJECTS
 from te_precision_callbacks.config.conditions import Share, parse_share
-from te_precision_callbacks.config.problems import ConfigError, Problems, shown, suggestion
+from te_precision_callbacks.config.problems import ConfigError, Problems, raise_problems, shown, suggestion
 from te_precision_callbacks.config.yaml_text import read_yaml
 
 CONTRACT = "precision_contract"
@@ -94,15 +94,15 @@ def _read(data: Any, place: Callable[..., str]) -> Contract:
     for key in data:
         if key not in _KEYS:
             problems.add(f"{place(key)}: a contract has no key {shown(key)}.{suggestion(str(key), _KEYS)}")
-    found: dict[str, Any] = {}
+    contract: dict[str, Any] = {}
     for key, read in _KEYS.items():
         if key in data:
             with problems.noted():
-                found[_FIELDS.get(key, key)] = read(data[key], lambda *inner, key=key: place(key, *inner))
+                contract[_FIELDS.get(key, key)] = read(data[key], lambda *inner, key=key: place(key, *inner))
     if not data.keys() & {"share", "layers", "state"}:
         problems.add(f"{place()}: the contract demands nothing. Give it {_listed(('share', 'layers', 'state'))}.")
     problems.raise_any()
-    return Contract(**found)
+    return Contract(**contract)
 
 
 def _shares(data: Any, place: Callable[..., str]) -> tuple[Share, ...]:
@@ -123,30 +123,34 @@ def _shares(data: Any, place: Callable[..., str]) -> tuple[Share, ...]:
 
 
 def _layers(data: Any, place: Callable[..., str]) -> dict[str, str]:
-    problems, found = Problems(), {}
-    for pattern, precision in _mapping(data, place, "patterns of layers to precisions").items():
+    def problem(pattern: Any, precision: Any) -> str:
         try:
             re.compile(str(pattern))
         except re.error as error:
-            problems.add(f"{place(pattern)}: {shown(pattern)} is no regular expression: {error}.")
-        if not isinstance(precision, str) or precision not in PRECISIONS:
-            problems.add(f"{place(pattern)}: {_no_precision(precision)}")
-        found[str(pattern)] = str(precision)
-    problems.raise_any()
-    return found
+            return f"{shown(pattern)} is no regular expression: {error}."
+        if isinstance(precision, str) and precision in PRECISIONS:
+            return ""
+        return f"{shown(precision)} is no precision.{suggestion(str(precision), PRECISIONS)}"
+
+    return _texts(data, place, "patterns of layers to precisions", problem)
 
 
 def _state(data: Any, place: Callable[..., str]) -> dict[str, str]:
-    problems, found = Problems(), {}
-    for key, dtype in _mapping(data, place, "what is kept to types").items():
-        subject = _SHORT.get(key, key)
-        if subject not in SUBJECTS:
-            problems.add(f"{place(subject)}: nothing is called {shown(subject)}.{suggestion(str(subject), SUBJECTS)}")
-        if dtype not in _DTYPES:
-            problems.add(f"{place(subject)}: {shown(dtype)} is no type.{suggestion(str(dtype), _DTYPES)}")
-        found[str(subject)] = str(dtype)
-    problems.raise_any()
-    return found
+    def problem(key: Any, dtype: Any) -> str:
+        if _SHORT.get(key, key) not in SUBJECTS:
+            return f"nothing is called {shown(key)}.{suggestion(str(key), SUBJECTS)}"
+        return "" if dtype in _DTYPES else f"{shown(dtype)} is no type.{suggestion(str(dtype), _DTYPES)}"
+
+    return {_SHORT.get(key, key): dtype for key, dtype in _texts(data, place, "what is kept to types", problem).items()}
+
+
+def _texts(data: Any, place: Callable[..., str], what: str, problem: Callable[[Any, Any], str]) -> dict[str, str]:
+    """Check a mapping entry by entry."""
+    if not isinstance(data, Mapping) or not data:
+        raise ConfigError(f"{place()}: must be a mapping of {what}, not {shown(data)}.")
+    texts = ((key, problem(key, value)) for key, value in data.items())
+    raise_problems(f"{place(key)}: {text}" for key, text in texts if text)
+    return {str(key): str(value) for key, value in data.items()}
 
 
 def _by_step(data: Any, place: Callable[..., str]) -> int:
@@ -174,18 +178,8 @@ _FIELDS = {"share": "shares"}
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "int8", "int16")
 
 
-def _mapping(data: Any, place: Callable[..., str], what: str) -> Mapping[Any, Any]:
-    if not isinstance(data, Mapping) or not data:
-        raise ConfigError(f"{place()}: must be a mapping of {what}, not {shown(data)}.")
-    return data
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _no_precision(word: Any) -> str:
-    return f"{shown(word)} is no precision.{suggestion(str(word), PRECISIONS)}"
 
 
 def _listed(words: Iterable[str]) -> str:

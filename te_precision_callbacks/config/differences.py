@@ -6,7 +6,11 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from te_precision_callbacks.base.errors import SessionError
+from te_precision_callbacks.base.ranks import in_words
+from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.planning import NamespacedFeatures, Section
+from te_precision_callbacks.config.problems import ConfigError
 
 FlatConfig = Mapping[str, str]
 """The values of a config, key by key: ``"stats.transformer_engine.LogTensorStats.freq"`` -> ``"10"``."""
@@ -37,11 +41,11 @@ def config_hash(config: FlatConfig) -> str:
     return hashlib.sha256(repr(sorted(config.items())).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def difference(one: FlatConfig, other: FlatConfig) -> str:
+def difference(first: FlatConfig, other: FlatConfig) -> str:
     """Describe the first difference between two configs: ``stats...freq is 1 in one and 2 in the other``."""
-    for key in [*one, *(key for key in other if key not in one)]:
-        if one.get(key) != other.get(key):
-            return f"{key} is {one.get(key, 'missing')} in one and {other.get(key, 'missing')} in the other"
+    for key in [*first, *(key for key in other if key not in first)]:
+        if first.get(key) != other.get(key):
+            return f"{key} is {first.get(key, 'missing')} in one and {other.get(key, 'missing')} in the other"
     return "none"
 
 
@@ -51,3 +55,30 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
         return
     for key, inner in value.items():
         yield from _flat(f"{path}.{key}", inner)
+
+
+def require_alike(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
+    """Require equal configs and first iterations on all ranks. Otherwise all ranks raise.
+
+    Raises:
+        ConfigError: the configs differ.
+        SessionError: the iterations differ.
+    """
+    of_rank = ranks.differing((int(config_hash(config)[:13], 16), iteration), "configs")  # 52 bits of the hash
+    hashes = {number for number, _ in of_rank.values()}
+    if len(hashes) > 1:
+        configs = ranks.pool([tuple(config.items())], "texts of configs", tuple[tuple[str, Any], ...])
+        if len(configs) < 2:  # a rank was lost meanwhile
+            return
+        names = {number: f"config {nth}" for nth, number in enumerate(dict.fromkeys(n for n, _ in of_rank.values()), 1)}
+        raise ConfigError(
+            f"The ranks were given different configs: {in_words({r: names[n] for r, (n, _) in of_rank.items()})}."
+            f" The first difference: {difference(dict(configs[0]), dict(configs[-1]))}. To reduce statistics, all"
+            " ranks need the same config; with reduce=False each rank can have its own."
+        )
+    if of_rank:
+        raise SessionError(
+            "The ranks begin at different iterations:"
+            f" {in_words({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all of them"
+            " the same start_step, or resume all of them from the same checkpoint."
+        )

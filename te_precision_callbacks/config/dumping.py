@@ -21,8 +21,6 @@ from te_precision_callbacks.config.levels import FeatureSchema, Target, holding
 from te_precision_callbacks.config.problems import ConfigError, KeyPath, suggestion
 from te_precision_callbacks.config.schemas import (
     DumpTensors,
-    DumpTensorsGemmItem,
-    DumpTensorsItem,
     LogGemmError,
     schema_of,
 )
@@ -55,67 +53,52 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
     for hit, entries in alike.items():
         schemas = schemas_of(entries[0].features)
         layers = [entry.layer.name for entry in entries]
-        measured = _place(by_name, hit, LogGemmError, ("gemms",))
-        for dumps in (schema for schema in schemas if isinstance(schema, DumpTensors)):
-            targets = (*dumps.targets, *dumps.of_gemms)
-            found = _problem(targets, schemas, layers, measured, detects_overflow=detects_overflow)
-            if found is not None:
-                keys, problem = found
-                place = _place(by_name, hit, DumpTensors, keys) or by_name[hit[0]].place()
-                raise ConfigError(f"{place}: {problem}")
+        dumps = (schema for schema in schemas if isinstance(schema, DumpTensors))
+        targets: Iterable[Target[Any]] = (target for schema in dumps for target in schema.every_target)
+        for target in sorted(targets, key=lambda target: TENSORS.index(str(target.tensor))):
+            known = collected(schemas, str(target.tensor))
+            for condition in target.options.when:
+                if text := _never_holds(condition, target, known, layers, detects_overflow=detects_overflow):
+                    place = _place([by_name[name] for name in hit], target.nested.path("when"))
+                    raise ConfigError(f"{place}: {text}")
 
 
 def schemas_of(features: NamespacedFeatures) -> list[FeatureSchema]:
-    found = features.get(NAMESPACE, {}).values()
-    return [options.schema for options in found if isinstance(options, ReadOptions)]
-
-
-def _problem(
-    targets: Sequence[Target[Any]],
-    schemas: Sequence[FeatureSchema],
-    layers: Sequence[str],
-    measured: str,
-    *,
-    detects_overflow: bool,
-) -> tuple[KeyPath, str] | None:
-    """Return the first problem with conditions in layers with equal features, and its place."""
-    for target in sorted(targets, key=lambda target: TENSORS.index(str(target.tensor))):
-        known = collected(schemas, str(target.tensor))
-        for condition in target.options.when:
-            text = _never_holds(condition, target, known, layers, measured, detects_overflow=detects_overflow)
-            if text:
-                return target.nested.path("when"), text
-    return None
+    written = features.get(NAMESPACE, {}).values()
+    return [options.schema for options in written if isinstance(options, ReadOptions)]
 
 
 def _never_holds(
     condition: Condition,
-    target: Target[DumpTensorsItem] | Target[DumpTensorsGemmItem],
+    target: Target[Any],
     known: Mapping[str, Collected],
     layers: Sequence[str],
-    measured: str,
     *,
     detects_overflow: bool,
 ) -> str:
     """Return why a condition can never hold; empty if it can."""
     if isinstance(condition, EventCondition):
         return no_detection() if condition is EventCondition.ACTIVATION_OVERFLOW and not detects_overflow else ""
-    found = read_by(condition, known)
-    if found is None:
-        return missing_statistic(condition, known, layers, str(target.tensor), measured)
+    statistic = read_by(condition, known)
+    if statistic is None:
+        return missing_statistic(condition, known, layers, str(target.tensor))
     dumped = target.options.schedule
-    if any(dumped.meets(schedule) for schedule in found.schedules):
+    if any(dumped.meets(schedule) for schedule in statistic.schedules):
         return ""
-    return _never_due(condition, dumped, found.schedules, layers, str(target.tensor))
+    due = " and ".join(dict.fromkeys(map(str, statistic.schedules)))
+    return (
+        f"the condition {str(condition)!r} of DumpTensors would never hold for {str(target.tensor)!r} in"
+        f" {_in_words(layers)}: no step is in both schedules. DumpTensors looks at the tensor in {dumped}; the"
+        f" statistic is collected in {due}. Change 'freq', 'start_step', 'end_step' or 'start_end_list' of either so"
+        " that the schedules share steps."
+    )
 
 
-def _place(sections: Mapping[str, Section], hit: Sequence[str], schema: type[FeatureSchema], keys: KeyPath) -> str:
-    """Return the place of a feature's key, in the first of the layer's sections with the feature; empty without one."""
-    for name in hit:
-        for feature in sections[name].features.get(NAMESPACE, {}):
-            if schema_of(feature) is schema:
-                return sections[name].place(NAMESPACE, feature, *keys)
-    return ""
+def _place(sections: Sequence[Section], keys: KeyPath) -> str:
+    """Return the place of a key of DumpTensors in the first of a layer's sections with it."""
+    spelled = ((section, feature) for section in sections for feature in section.features.get(NAMESPACE, {}))
+    section, feature = next(pair for pair in spelled if schema_of(pair[1]) is DumpTensors)
+    return section.place(NAMESPACE, feature, *keys)
 
 
 def no_detection() -> str:
@@ -125,32 +108,28 @@ def no_detection() -> str:
     )
 
 
-def missing_statistic(
-    condition: Threshold, known: Mapping[str, Collected], layers: Sequence[str], tensor: str, measured: str = ""
-) -> str:
+def missing_statistic(condition: Threshold, known: Mapping[str, Collected], layers: Sequence[str], tensor: str) -> str:
     """Return the message for a condition on a statistic that no feature collects.
 
     Args:
         condition: the condition.
         known: the collected statistics of the tensor.
         layers, tensor: the layers and the tensor of the condition.
-        measured: the place of LogGemmError's ``gemms`` for these layers, if known.
     """
     wanted = condition.statistic
     those = "that layer" if len(layers) == 1 else "those layers"
     if wanted.statistic.of in OF_GEMMS:
         gemms = [gemm for gemm, result in RESULT.items() if result == tensor]
-        listed = f"[{', '.join(gemms or RESULT)}]"
-        add = f"LogGemmError for {those} with 'gemms': {listed}"
-        add = f"{listed} to the 'gemms' of LogGemmError ({measured})" if measured and gemms else add
         return (
             f"the condition {str(condition)!r} of DumpTensors would never hold: LogGemmError does not measure the GEMM"
-            f" of {tensor!r} in {_in_words(layers)}. Add {add}."
+            f" of {tensor!r} in {_in_words(layers)}. Add [{', '.join(gemms or RESULT)}] to the"
+            f" 'gemms' of LogGemmError for {those}."
         )
     same = [
         label
-        for label, found in known.items()
-        if found.request.recipe and replace(found.request, label=wanted.label, recipe=OWN_RECIPE, e5m2=None) == wanted
+        for label, statistic in known.items()
+        if statistic.request.recipe
+        and replace(statistic.request, label=wanted.label, recipe=OWN_RECIPE, e5m2=None) == wanted
     ]
     hint = suggestion(wanted.label, list(known), known_as="Collected are")
     if same:
@@ -159,17 +138,6 @@ def missing_statistic(
         f"the condition {str(condition)!r} of DumpTensors would never hold: its statistic is not collected for"
         f" {tensor!r} in {_in_words(layers)}. Add the statistic to 'stats' of LogTensorStats, LogFp8TensorStats or"
         f" LogNvfp4TensorStats for {those} and tensor.{hint}"
-    )
-
-
-def _never_due(
-    condition: Threshold, dumped: Schedule, schedules: Iterable[Schedule], layers: Sequence[str], tensor: str
-) -> str:
-    due = " and ".join(dict.fromkeys(map(str, schedules)))
-    return (
-        f"the condition {str(condition)!r} of DumpTensors would never hold for {tensor!r} in {_in_words(layers)}: no"
-        f" step is in both schedules. DumpTensors looks at the tensor in {dumped}; the statistic is collected in {due}."
-        " Change 'freq', 'start_step', 'end_step' or 'start_end_list' of either so that the schedules share steps."
     )
 
 
@@ -244,11 +212,11 @@ def read_by(condition: Threshold, known: Mapping[str, Collected], recipe: str | 
     wanted = condition.statistic
     if wanted.label in known:
         return known[wanted.label]
-    for found in known.values():
-        if condition.reads(found.request):
-            return found
-    for label, found in known.items():
-        if wanted.spelled_out in found.labels:
+    for statistic in known.values():
+        if condition.reads(statistic.request):
+            return statistic
+    for label, statistic in known.items():
+        if wanted.spelled_out in statistic.labels:
             own = (label,) if recipe == wanted.recipe else ()
-            return Collected(found.request, (wanted.spelled_out, *own), found.schedules, of_own_recipe=not own)
+            return Collected(statistic.request, (wanted.spelled_out, *own), statistic.schedules, of_own_recipe=not own)
     return None

@@ -47,17 +47,17 @@ class Effect:
 
     def steps(self, gemm: str, tensor: str = "") -> tuple[Schedule, ...]:
         """Return the schedules of the feature for a GEMM, or for a tensor of it."""
-        found = [
+        acting = [
             schedule
             for (of_gemm, of_tensor), schedule in self.schedules.items()
             if of_gemm in ("", gemm) and (not tensor or of_tensor in ("", tensor))
         ]
-        return tuple(dict.fromkeys(found)) or (EVERY_STEP,)
+        return tuple(dict.fromkeys(acting)) or (EVERY_STEP,)
 
     def steps_in_words(self, gemm: str = "") -> str:
         """Format the steps of the feature, or of its effect on a GEMM: ``steps 0 to 99 and steps 500 on``."""
-        found = self.steps(gemm) if gemm else dict.fromkeys(self.schedules.values()) or (EVERY_STEP,)
-        return " and ".join(map(str, found))
+        schedules = self.steps(gemm) if gemm else dict.fromkeys(self.schedules.values()) or (EVERY_STEP,)
+        return " and ".join(map(str, schedules))
 
     def at(self, iteration: int) -> Effect:
         if not self.schedules:
@@ -86,8 +86,8 @@ def spans_of(effects: Iterable[Effect]) -> dict[str, int]:
         if intervals and intervals[-1][1] == first - 1:
             first = intervals.pop()[0]
         intervals.append((first, following - 1))
-    found = sorted(alike.items(), key=lambda entry: sum(len(pairs) + len(high) for pairs, high in entry[0]))
-    return {str(Schedule(intervals=tuple(intervals))): intervals[0][0] for _, intervals in found}
+    spans = sorted(alike.items(), key=lambda entry: sum(len(pairs) + len(high) for pairs, high in entry[0]))
+    return {str(Schedule(intervals=tuple(intervals))): intervals[0][0] for _, intervals in spans}
 
 
 def _in_any(schedules: Iterable[Schedule], iteration: int) -> bool:
@@ -96,7 +96,7 @@ def _in_any(schedules: Iterable[Schedule], iteration: int) -> bool:
 
 def _meet(some: Iterable[Schedule], others: Sequence[Schedule]) -> bool:
     """Return whether any pair of schedules shares a step."""
-    return any(one.meets(other) for one in some for other in others)
+    return any(first.meets(other) for first in some for other in others)
 
 
 class Acting(Protocol):
@@ -144,9 +144,9 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
                 )
 
 
-def _both_ways(one: Effect, other: Effect) -> str | None:
+def _both_ways(first: Effect, other: Effect) -> str | None:
     """Return a GEMM that one feature runs in high precision while the other quantizes its tensors."""
-    for quantizing, forbidding in ((one, other), (other, one)):
+    for quantizing, forbidding in ((first, other), (other, first)):
         if quantizing.quantizes:
             for gemm, tensor in quantizing.modifies:
                 if gemm in forbidding.high_precision and _meet(quantizing.steps(gemm, tensor), forbidding.steps(gemm)):

@@ -18,21 +18,17 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    GetJsonSchemaHandler,
     PlainValidator,
     Strict,
-    WithJsonSchema,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema
 
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, RECIPES, WITH_ELEMENT_FORMAT
-from te_precision_callbacks.config.byte_sizes import LARGEST_SIZE, SIZE_PATTERN, size_in_bytes
+from te_precision_callbacks.config.byte_sizes import size_in_bytes
 from te_precision_callbacks.config.conditions import (
     ACTIVATION_OVERFLOW,
     NONFINITE,
     Condition,
-    comparison_pattern,
     parse_condition,
 )
 from te_precision_callbacks.config.problems import nearest, shortened, shown, suggestion
@@ -41,7 +37,6 @@ from te_precision_callbacks.statistics.names import (
     Request,
     UnknownStatisticError,
     quantized_names,
-    quantized_pattern,
     quantized_request,
     tensor_request,
 )
@@ -50,9 +45,6 @@ from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATIST
 QuantFormat = Literal["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]
 
 T = TypeVar("T")
-
-
-JsonSchema = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,21 +61,11 @@ def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-class _OrBareName:
-    """Lets the JSON Schema of a list of names accept a bare name."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchema:
-        listed = handler(core)
-        entry = listed["items"]
-        return listed if "$ref" in entry else {"anyOf": [{"type": "string", **entry}, listed]}
-
-
 ListOf = Annotated[
     list[T],
     Strict(),
     BeforeValidator(_listed),
     Field(min_length=1),
-    _OrBareName(),
 ]
 
 
@@ -147,30 +129,11 @@ def _nvfp4_statistic(entry: Any) -> Request:
     return request
 
 
-def _quantized_shape(recipes: Sequence[str]) -> JsonSchema:
-    """Return a JSON Schema with the plain names, for completion, and a pattern of all names."""
-    pattern = f"^{quantized_pattern(recipes)}$"
-    return {"type": "string", "anyOf": [{"enum": list(QUANTIZED_STATISTICS)}, {"pattern": pattern}]}
-
-
-_BLOCKS: JsonSchema = {
-    "type": "object",
-    "required": [BLOCKWISE],
-    "additionalProperties": False,
-    "properties": {
-        BLOCKWISE: {
-            "type": ["object", "null"],
-            "additionalProperties": False,
-            "properties": {"block_size": {"type": "integer", "minimum": 1}, "dims": {"enum": [1, 2]}},
-        }
-    },
-}
 _QUANTIZED = f"STATISTIC being one of {', '.join(QUANTIZED_STATISTICS)}"
 TensorStatistic = Annotated[
     Request,
     PlainValidator(_tensor_statistic),
     Words(f"statistics: {', '.join(TENSOR_STATISTICS)}, {{{BLOCKWISE}: {{block_size: 32, dims: 1}}}}"),
-    WithJsonSchema({"anyOf": [{"enum": [*TENSOR_STATISTICS, BLOCKWISE]}, _BLOCKS]}),
 ]
 Fp8Statistic = Annotated[
     Request,
@@ -179,27 +142,21 @@ Fp8Statistic = Annotated[
         f"[RECIPE_[FORMAT_]]STATISTIC[_columnwise], {_QUANTIZED}, RECIPE one of {', '.join(RECIPES)}, and FORMAT, after"
         f" {', '.join(WITH_ELEMENT_FORMAT)}, one of {', '.join(ELEMENT_FORMATS)}"
     ),
-    WithJsonSchema(_quantized_shape(RECIPES)),
 ]
 Nvfp4Statistic = Annotated[
     Request,
     PlainValidator(_nvfp4_statistic),
     Words(f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}"),
-    WithJsonSchema(_quantized_shape(["nvfp4"])),
 ]
 Size = Annotated[
     int,
     PlainValidator(size_in_bytes),
     Words("a number of bytes, or a text such as `10MB` (10^7) or `2GiB` (2 * 2^30)"),
-    WithJsonSchema({"type": ["integer", "string"], "minimum": 1, "maximum": LARGEST_SIZE, "pattern": SIZE_PATTERN}),
 ]
 When = Annotated[
     Condition,
     PlainValidator(parse_condition),
     Words(f"`{NONFINITE}`, `{ACTIVATION_OVERFLOW}`, `STATISTIC > NUMBER` (or `>=`, `<`, `<=`)"),
-    WithJsonSchema(
-        {"type": "string", "anyOf": [{"enum": [NONFINITE, ACTIVATION_OVERFLOW]}, {"pattern": comparison_pattern()}]}
-    ),
 ]
 
 
@@ -240,18 +197,6 @@ Intervals = Annotated[
     Field(min_length=1),
     AfterValidator(_intervals),
     Words("a list of [start, end] pairs of steps, in increasing order and not overlapping"),
-    WithJsonSchema(
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "array",
-                "prefixItems": [{"type": "integer", "minimum": 0}, {"type": "integer", "minimum": -1}],
-                "minItems": 2,
-                "maxItems": 2,
-            },
-        }
-    ),
 ]
 
 
@@ -276,9 +221,9 @@ def words(field: FieldInfo) -> str:
     """Describe the valid values of a field: "an integer >= 1"."""
     kind, metadata = _plain(field.annotation)
     metadata = [*field.metadata, *metadata]
-    found = _said(metadata)
-    if found is not None:
-        return found.text
+    description = _said(metadata)
+    if description is not None:
+        return description.text
     if get_origin(kind) is list:
         return f"a list of {_entries(field, get_args(kind)[0])}"
     if get_origin(kind) is Literal:
@@ -289,9 +234,10 @@ def words(field: FieldInfo) -> str:
 def _entries(field: FieldInfo, entry: Any) -> str:
     item = item_of(field)
     if item is not None:
-        return f"mappings with {next(key for key, found in item.model_fields.items() if found.is_required())!r}"
-    found = _said(_plain(entry)[1])
-    return found.text if found is not None else ", ".join(names(field))
+        required = next(key for key, of_item in item.model_fields.items() if of_item.is_required())
+        return f"mappings with {required!r}"
+    description = _said(_plain(entry)[1])
+    return description.text if description is not None else ", ".join(names(field))
 
 
 def _said(metadata: Sequence[Any]) -> Words | None:

@@ -33,14 +33,9 @@ def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> lis
     sections = config.enabled_sections
     if not sections:
         return [f"The config ({config.name}) has no enabled section, so nothing is done."]
-    found = (_idle(section, own) for section, own in zip(sections, features, strict=True))
-    return [text for text in found if text] + [text for section in sections for text in _ignored_steps(section)]
-
-
-def _idle(section: Section, features: NamespacedFeatures) -> str:
-    return (
-        "" if any(features.values()) else f"{section.place()}: the section has no enabled feature, so it does nothing."
-    )
+    idle = (section for section, own in zip(sections, features, strict=True) if not any(own.values()))
+    texts = [f"{section.place()}: the section has no enabled feature, so it does nothing." for section in idle]
+    return texts + [text for section in sections for text in _ignored_steps(section)]
 
 
 def _ignored_steps(section: Section) -> Iterator[str]:
@@ -60,18 +55,18 @@ def _ignored_steps(section: Section) -> Iterator[str]:
 
 def never_due_in_words(config: Config, last: int) -> str:
     """Return a warning about features that begin after the ``last`` step of a run; empty without any."""
-    found: dict[str, None] = {}
+    never_due: dict[str, None] = {}
     for section, feature, target in _all_targets(config):
         schedule = getattr(target.options, "schedule", EVERY_STEP)
         first = schedule.at(-1)[1]
         if first is None or first > last:
-            found[f"{section.place(NAMESPACE, feature)}: {feature}, {schedule}"] = None
-    if not found:
+            never_due[f"{section.place(NAMESPACE, feature)}: {feature}, {schedule}"] = None
+    if not never_due:
         return ""
-    more = [f"and {len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
+    more = [f"and {len(never_due) - _MOST_NAMED} more"] if len(never_due) > _MOST_NAMED else []
     return (
         f"The run ended after step {last}, before these features acted for the first time:"
-        f" {'; '.join([*list(found)[:_MOST_NAMED], *more])}. Choose steps up to {last}, or run longer; steps count"
+        f" {'; '.join([*list(never_due)[:_MOST_NAMED], *more])}. Choose steps up to {last}, or run longer; steps count"
         " from 0."
     )
 

@@ -80,11 +80,13 @@ class Nested:
 
     def merged(self) -> dict[str, Any]:
         """Return the effective options; a level that chooses tensors replaces an outer choice."""
-        found: dict[str, Any] = {}
+        effective: dict[str, Any] = {}
         for _, level in self.levels:
-            outer = found if _TENSORS.isdisjoint(level) else {k: v for k, v in found.items() if k not in _TENSORS}
-            found = {**outer, **level}
-        return found
+            outer = (
+                effective if _TENSORS.isdisjoint(level) else {k: v for k, v in effective.items() if k not in _TENSORS}
+            )
+            effective = {**outer, **level}
+        return effective
 
     def chosen(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
         """Yield each name in ``<what>s`` or the items of ``<what>s_struct``, of the innermost level with either.
@@ -133,13 +135,13 @@ class Level(BaseModel):
     @classmethod
     def listed(cls, written: Mapping[str, Any]) -> dict[str, Any]:
         """Return validated options as written, with bare names as lists."""
-        found = dict(written)
+        options = dict(written)
         for key, field in cls.model_fields.items():
-            if is_list(field) and found.get(key) is not None:
+            if is_list(field) and options.get(key) is not None:
                 item: Any = item_of(field)
-                entries = [found[key]] if isinstance(found[key], str) else list(found[key])
-                found[key] = entries if item is None else [item.listed(entry) for entry in entries]
-        return found
+                entries = [options[key]] if isinstance(options[key], str) else list(options[key])
+                options[key] = entries if item is None else [item.listed(entry) for entry in entries]
+        return options
 
 
 def _given(value: Any) -> Any:
@@ -171,13 +173,13 @@ def holding(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: str |
     Args:
         tensor, gemm: the call's tensor and GEMM, if any.
     """
-    found = [
+    options = [
         target.options
         for target in targets
         if target.tensor in (tensor, None) or tensor is None
         if target.gemm in (gemm, None) or gemm is None
     ]
-    return found if tensor is not None else found[:1]
+    return options if tensor is not None else options[:1]
 
 
 class FeatureSchema(Level):
@@ -215,17 +217,17 @@ class FeatureSchema(Level):
 
     def schedules(self) -> dict[Pair, Schedule]:
         """Map GEMM and tensor of each target to its steps, an empty name for all; empty if all act always."""
-        found = {
+        by_target = {
             (target.gemm or "", target.tensor or ""): getattr(target.options, "schedule", EVERY_STEP)
             for target in self.targets
         }
-        return {} if all(schedule == EVERY_STEP for schedule in found.values()) else found
+        return {} if all(schedule == EVERY_STEP for schedule in by_target.values()) else by_target
 
 
-def _refuse_twice(found: Sequence[tuple[str, Nested]], what: str) -> None:
+def _refuse_twice(choices: Sequence[tuple[str, Nested]], what: str) -> None:
     """Reject a second item for a tensor or GEMM."""
     seen: set[str] = set()
-    for name, nested in found:
+    for name, nested in choices:
         if what in nested.levels[-1][1]:
             if name in seen:
                 raise Misfit(
@@ -236,11 +238,11 @@ def _refuse_twice(found: Sequence[tuple[str, Nested]], what: str) -> None:
 
 def _chosen(nested: Nested, what: Literal["tensor", "gemm"]) -> list[tuple[str, Nested]]:
     """Return the tensors or GEMMs that a level chooses, with their keys; raises Misfit without any."""
-    found = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
-    if not found:
+    choices = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
+    if not choices:
         example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
         raise Misfit(nested.here, f"has neither '{what}s' nor '{what}s_struct'. Write for example {example}.")
-    return found
+    return choices
 
 
 class TensorChoice(Level, Generic[NameT, TensorItemT]):
@@ -270,9 +272,9 @@ class GemmChoice(Level, Generic[GemmItemT]):
     @cached_property
     def chosen_gemms(self) -> Mapping[str, Nested]:
         """Each chosen GEMM with its keys; raises Misfit without any, or for a GEMM with two items."""
-        found = _chosen(self.nested, "gemm")
-        _refuse_twice(found, "gemm")
-        return dict(found)
+        choices = _chosen(self.nested, "gemm")
+        _refuse_twice(choices, "gemm")
+        return dict(choices)
 
 
 class OneTensor(Level, Generic[NameT]):
@@ -325,9 +327,9 @@ class ModifyingFeatureSchema(
 
 def levels(model: type[BaseModel], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], type[BaseModel]]:
     """Return the model of each mapping in a feature's options: ``()`` is the feature, others are items."""
-    found = {path: model}
+    by_path = {path: model}
     for key, field in model.model_fields.items():
         item = item_of(field)
         if item is not None:
-            found.update(levels(item, (*path, key)))
-    return found
+            by_path.update(levels(item, (*path, key)))
+    return by_path

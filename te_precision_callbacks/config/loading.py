@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import NAMESPACE, conflicts
@@ -19,7 +19,7 @@ from te_precision_callbacks.config.planning import (
     plan,
     resolve_features,
 )
-from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, shown
+from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, raise_problems, shown
 from te_precision_callbacks.config.selection import SELECTOR_KEYS, LayerSelector
 from te_precision_callbacks.config.yaml_text import Places, read_yaml
 
@@ -77,14 +77,6 @@ _FORMATS_OF_OTHER_TOOLS = (
     ),
 )
 """Keys of other tools' configs, the tool, and the remedy."""
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Features known before any is imported, and whether others may exist."""
-
-    features: RegisteredFeatures
-    others: bool
 
 
 @dataclass(frozen=True)
@@ -159,23 +151,35 @@ def load_config(
     """
     if isinstance(source, Config):
         return source
-    known = _Known(known_features(feature.__name__ for feature in features), others=bool(feature_dirs))
-    problems = Problems()
+    problems, path = Problems(), None
+    data: Any
     if source is None:
-        return _checked(DEFAULT_CONFIG, Places("the default config"), known, None, problems)
-    if isinstance(source, Mapping):
-        return _checked(source, Places("the config mapping"), known, None, problems)
-    if not isinstance(source, (str, os.PathLike)):
+        data, places = DEFAULT_CONFIG, Places("the default config")
+    elif isinstance(source, Mapping):
+        data, places = source, Places("the config mapping")
+    elif not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"A config must be a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
-    if source == "":  # to a Path it is the current folder
+    elif source == "":  # to a Path it is the current folder
         raise ConfigError("The config's path is empty. Give the path of a YAML file, a mapping, or None.")
-    path = Path(source).expanduser()
-    data, places = read_yaml(path, problems)
-    return _checked(data, places, known, path, problems)
+    else:
+        path = Path(source).expanduser()
+        data, places = read_yaml(path, problems)
+    _check_format(data, places)
+    known = known_features(feature.__name__ for feature in features)
+    sections: list[Section] = []
+    layer_names: LayerNames | None = None
+    for key, body in data.items():
+        with problems.noted():
+            if key == LAYER_NAMES and not isinstance(body, Mapping):
+                layer_names = _layer_names(body, places)
+            else:
+                sections.append(_section(str(key), body, places, known, others=bool(feature_dirs)))
+    problems.raise_any()
+    return Config(tuple(sections), path, layer_names, data)
 
 
-def _checked(data: Any, places: Places, known: _Known, source: Path | None, problems: Problems) -> Config:
-    """Validate sections; raise all problems in one error."""
+def _check_format(data: Any, places: Places) -> None:
+    """Reject data that is not a mapping, and configs of other tools."""
     if not isinstance(data, Mapping):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise ConfigError(
@@ -186,29 +190,17 @@ def _checked(data: Any, places: Places, known: _Known, source: Path | None, prob
         if keys <= data.keys():
             named = " and ".join(map(repr, sorted(keys)))
             raise ConfigError(f"{places.name} is a config of {tool} (it has {named}), not of te-precision. {remedy}")
-    sections: list[Section] = []
-    layer_names: LayerNames | None = None
-    for key, body in data.items():
-        with problems.noted():
-            if key == LAYER_NAMES and not isinstance(body, Mapping):
-                layer_names = _layer_names(body, places)
-            else:
-                sections.append(_section(str(key), body, places, known))
-    problems.raise_any()
-    return Config(tuple(sections), source, layer_names, data)
 
 
 def _layer_names(value: Any, places: Places) -> LayerNames:
-    known: tuple[LayerNames, ...] = get_args(LayerNames)
-    for name in known:
-        if value == name:
-            return name
-    listed = " or ".join(map(repr, known))
+    known = get_args(LayerNames)
+    if value in known:
+        return cast(LayerNames, value)
     what = f"{LAYER_NAMES!r} beside the sections"
-    raise ConfigError(f"{places(LAYER_NAMES)}: {what} must be {listed}, not {shown(value)}.")
+    raise ConfigError(f"{places(LAYER_NAMES)}: {what} must be {' or '.join(map(repr, known))}, not {shown(value)}.")
 
 
-def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
+def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *, others: bool) -> Section:
     if not isinstance(body, Mapping):
         raise ConfigError(
             f"{places(name)}: a section must be a mapping with 'enabled', 'layers' and features, not {shown(body)}."
@@ -216,7 +208,7 @@ def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
     place = functools.partial(places, name, "layers")
     if body.get("enabled") is False:
         return Section(name, False, LayerSelector.of_no_layer(place), {}, places)
-    if "layers" not in body and any(name in features for features in known.features.values()):
+    if "layers" not in body and any(name in features for features in known.values()):
         raise ConfigError(
             f"{places(name)}: {shown(name)} is a feature, and not a section. Put it into one: 'my_section:' with"
             " 'enabled: True', 'layers: {layer_types: [all]}' and 'transformer_engine:', and below that the feature."
@@ -246,27 +238,17 @@ def _section(name: str, body: Any, places: Places, known: _Known) -> Section:
             problems.add(f"{places(name, str(key))}: {shown(key)} must be a mapping of features, not {shown(value)}.")
     section = Section(name, True, selector, features, places)
     with problems.noted():
-        resolve_features(section, known.features, others=known.others)
+        resolve_features(section, known, others=others)
     if NAMESPACE in features:
+        # Not above: the schemas import pydantic and numpy.
+        from te_precision_callbacks.config.checking import read_features
+
         with problems.noted():
-            section = _with_checked_features(section)
-    problems.raise_any()
-    return section
-
-
-def _with_checked_features(section: Section) -> Section:
-    # Not above: the schemas import pydantic and numpy.
-    from te_precision_callbacks.config.checking import read_features
-
-    features = section.features[NAMESPACE]
-    read = read_features(features, functools.partial(section.place, NAMESPACE))
-    section = replace(
-        section,
-        features={**section.features, NAMESPACE: {**features, **read}},
-        effects={feature: options.schema.effect() for feature, options in read.items()},
-    )
-    problems = Problems()
-    for problem in conflicts([section], f"the layers of {shown(section.name)}"):
-        problems.add(problem)
+            read = read_features(features[NAMESPACE], functools.partial(section.place, NAMESPACE))
+            effects = {feature: options.schema.effect() for feature, options in read.items()}
+            section = replace(
+                section, features={**features, NAMESPACE: {**features[NAMESPACE], **read}}, effects=effects
+            )
+            raise_problems(conflicts([section], f"the layers of {shown(name)}"))
     problems.raise_any()
     return section

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect, conflicts
-from te_precision_callbacks.config.known import is_for_upstreams_tests
-from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, shown, suggestion
+from te_precision_callbacks.config.known import is_of_upstreams_tests
+from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, raise_problems, shown, suggestion
 from te_precision_callbacks.config.selection import (
     EXACT,
     LayerIndex,
@@ -157,15 +157,15 @@ def plan(
     Raises:
         ConfigError: all problems: unknown features, selectors without a match, conflicts between sections or features.
     """
-    found = draft(sections, layers, registered, layer_names=layer_names)
-    found.idle.warn(logger)
+    drafted = draft(sections, layers, registered, layer_names=layer_names)
+    drafted.idle.warn(logger)
     if allow_unmatched:
-        found.missing.warn(logger)
+        drafted.missing.warn(logger)
     else:
-        with found.wrong.noted():
-            found.missing.raise_any()
-    found.wrong.raise_any()
-    return found.plan
+        with drafted.wrong.noted():
+            drafted.missing.raise_any()
+    drafted.wrong.raise_any()
+    return drafted.plan
 
 
 def draft(
@@ -200,9 +200,17 @@ def draft(
             if not selected:
                 unmatched.append(section)
                 missing.add(_no_layer_message(section, index, upstream))
-            for key, entry, describe in section.selector.idle_entries(index) if selected else ():
-                what = _idle_message(section, key, entry, describe, upstream)
-                (missing if key == EXACT else idle).add(what)
+            elif upstream is not None and section.selector.differs(index, upstream):
+                idle.add(_other_layers_message(section, layers, selected, section.selector.select(upstream)))
+            for key, entry, problem in section.selector.idle_entries(index) if selected else ():
+                text = f"{section.selector.place(key, entry)}: {problem}"
+                names = section.selector.exact_names or ()
+                if key == EXACT and upstream is not None and upstream.named(names[entry]):
+                    text += f" {_BY_UPSTREAM}, and this is one of them."
+                if key == EXACT:
+                    missing.add(text + _AS_WARNING)
+                else:
+                    idle.add(text)
         for position in selected:
             hit[position].append(number)
     merged: dict[tuple[int, ...], NamespacedFeatures] = {}
@@ -215,10 +223,10 @@ def draft(
             merged[numbers] = {}
             with problems.noted():
                 merged[numbers] = _merge(layer, meeting, [resolved[number] for number in numbers])
-                _refuse_conflicts(layer, meeting)
+                if len(meeting) > 1:
+                    raise_problems(conflicts(meeting, f"the layer {layer.name!r}"))
         planned.append(LayerPlan(layer, tuple(section.name for section in meeting), merged[numbers]))
-    names = tuple(section.name for section in unmatched)
-    return Draft(Plan(tuple(planned), names), problems, missing, idle)
+    return Draft(Plan(tuple(planned), tuple(section.name for section in unmatched)), problems, missing, idle)
 
 
 def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:
@@ -270,7 +278,7 @@ def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, 
         if _registered_name(name, registered[other]) is not None:
             return f"{place}: {shown(name)} is a feature of {other!r}; indent it below '{other}:'."
     what = f"there is no feature {shown(name)} in {namespace!r}"
-    known = [each for each in registered.get(namespace, ()) if not is_for_upstreams_tests(namespace, each)]
+    known = [feature for feature in registered.get(namespace, ()) if not is_of_upstreams_tests(feature)]
     if namespace == BASE:
         what = f"{shown(name)} is neither a namespace ({', '.join(others)}) nor a feature of nvidia-dlfw-inspect itself"
         known = [*others, *known]
@@ -313,22 +321,15 @@ def _merge(layer: Layer, hit: Sequence[Section], resolved: Sequence[NamespacedFe
     return merged
 
 
-def _refuse_conflicts(layer: Layer, hit: Sequence[Section]) -> None:
-    problems = Problems()
-    for conflict in conflicts(hit, f"the layer {layer.name!r}") if len(hit) > 1 else ():
-        problems.add(conflict)
-    problems.raise_any()
-
-
-def _idle_message(
-    section: Section, key: str, entry: int, describe: Callable[[], str], upstream: LayerIndex | None
+def _other_layers_message(
+    section: Section, layers: Sequence[Layer], selected: Sequence[int], by_upstream: Sequence[int]
 ) -> str:
-    text = f"{section.selector.place(key, entry)}: {describe()}"
-    if key != EXACT:
-        return text
-    if upstream is not None and upstream.named((section.selector.exact_names or ())[entry]):
-        text += f" {_BY_UPSTREAM}, and this is one of them."
-    return text + _AS_WARNING
+    here = _some([layers[at].name for at in selected])
+    there = _some([f"{layers[at].upstream[0]} (here {layers[at].name})" for at in by_upstream])
+    return (
+        f"{section.selector.place()}: the section {shown(section.name)} selects {here}; by nvidia-dlfw-inspect's names"
+        f" it would select {there}. {_BY_UPSTREAM}; layer_names='path' confirms that paths are meant."
+    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -9,13 +9,10 @@ problems.raise_any()
 from __future__ import annotations
 
 import difflib
-import functools
-import itertools
 import logging
 import re
 import reprlib
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
@@ -28,12 +25,11 @@ Where = Callable[..., str]
 """Formats the place of an entry, such as ``config.yaml, line 7 (section 'stats')``, from its path below a section or
 feature; without a path, the place of the section or feature."""
 
-MOST_TOLD = 20
+MOST_SHOWN = 20
 """The most problems in a message; others are counted."""
 
 _LONGEST_PROBLEM = 4000
 _LONGEST_WORD = 200
-_MOST_COMPARED = 200
 
 
 class ConfigError(PrecisionDebugError, ValueError):
@@ -50,8 +46,8 @@ class ConfigError(PrecisionDebugError, ValueError):
         if len(self.problems) == 1:
             return self.problems[0]
         lines = [f"The config has {len(self.problems)} problems:"]
-        lines += [f"- {problem}" for problem in self.problems[:MOST_TOLD]]
-        more = len(self.problems) - MOST_TOLD
+        lines += [f"- {problem}" for problem in self.problems[:MOST_SHOWN]]
+        more = len(self.problems) - MOST_SHOWN
         return "\n".join([*lines, f"- ... and {more} more"] if more > 0 else lines)
 
 
@@ -78,15 +74,20 @@ class Problems:
             self.texts += error.problems
 
     def warn(self, logger: logging.Logger) -> None:
-        for problem in self.texts[:MOST_TOLD]:
+        for problem in self.texts[:MOST_SHOWN]:
             logger.warning("%s", problem)
-        if len(self.texts) > MOST_TOLD:
-            logger.warning("... and %d more of this kind.", len(self.texts) - MOST_TOLD)
+        if len(self.texts) > MOST_SHOWN:
+            logger.warning("... and %d more of this kind.", len(self.texts) - MOST_SHOWN)
 
     def raise_any(self) -> None:
         """Raise a ConfigError if there are problems."""
-        if self.texts:
-            raise ConfigError(*self.texts)
+        raise_problems(self.texts)
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raise a ConfigError with all problems, if there are any."""
+    if problems := tuple(problems):
+        raise ConfigError(*problems)
 
 
 class _Shown(reprlib.Repr):
@@ -100,12 +101,6 @@ class _Shown(reprlib.Repr):
 
     def repr_int(self, x: int, level: int) -> str:
         return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
-
-    def repr_dict(self, x: dict[object, object], level: int) -> str:
-        if level <= 0:
-            return "{...}"
-        shown = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in itertools.islice(x.items(), 8)]
-        return f"{{{', '.join([*shown, '...'] if len(x) > 8 else shown)}}}"
 
 
 _SHOWN = _Shown()
@@ -126,64 +121,27 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
 """Words of users -> words of a config."""
 
 
-class Vocabulary:
-    """Known words, as suggestions for unknown ones; of words that differ in case only, the last one counts."""
-
-    def __init__(self, words: Iterable[str]) -> None:
-        self._by_folded = {word.casefold(): word for word in words}
-
-    @functools.cached_property
-    def _by_part(self) -> dict[str, list[str]]:
-        """Map a part to the words that contain it and others."""
-        found: dict[str, list[str]] = {}
-        for word in self._by_folded:
-            parts = {part for part in _PART.split(word) if len(part) > 1 and not part.isdecimal()}
-            for part in parts if len(parts) > 1 else ():
-                found.setdefault(part, []).append(word)
-        return found
-
-    @functools.cached_property
-    def _forwards(self) -> list[str]:
-        return sorted(self._by_folded)
-
-    @functools.cached_property
-    def _backwards(self) -> list[str]:
-        return sorted(word[::-1] for word in self._by_folded)
-
-    def nearest(self, word: str, most: int = 3) -> list[str]:
-        """Return similar words, or words with the same meaning, best first.
-
-        Among many words, only those with a similar beginning or end are compared.
-        """
-        if len(word) > _LONGEST_WORD:
-            return []
-        folded = word.casefold()
-        meant = [other for other in _MEANT.get(folded, ()) if other in self._by_folded]
-        meant += [other for other in self._by_part.get(folded, ()) if other not in meant]
-        if len(meant) >= most or folded in _MEANT:
-            return [self._by_folded[other] for other in meant[:most]]
-        candidates: Iterable[str] = self._by_folded
-        if len(self._by_folded) > _MOST_COMPARED:
-            ends_alike = (candidate[::-1] for candidate in _around(folded[::-1], self._backwards))
-            candidates = dict.fromkeys((*_around(folded, self._forwards), *ends_alike))
-        close = difflib.get_close_matches(folded, candidates, n=most, cutoff=0.5)
-        return [self._by_folded[match] for match in list(dict.fromkeys((*meant, *close)))[:most]]
-
-    def sharing(self, word: str, most: int = 3) -> list[str]:
-        """Return words that share a part, such as qkv."""
-        parts = _PART.split(word.casefold()) if len(word) <= _LONGEST_WORD else ()
-        found = dict.fromkeys(other for part in parts for other in self._by_part.get(part, ())[:most])
-        return [self._by_folded[other] for other in found][:most]
-
-
-def _around(word: str, in_order: Sequence[str]) -> Sequence[str]:
-    place = bisect_left(in_order, word)
-    return in_order[max(0, place - _MOST_COMPARED // 4) : place + _MOST_COMPARED // 4]
-
-
 def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Return entries of ``known`` similar to ``word``, best first."""
-    return Vocabulary(known).nearest(word, most)
+    """Return entries of ``known`` that are similar to ``word``, contain it as a part, or mean the same; best first."""
+    by_folded = {candidate.casefold(): candidate for candidate in known}
+    folded = word[:_LONGEST_WORD].casefold()
+    if folded in _MEANT:
+        return [by_folded[other] for other in _MEANT[folded] if other in by_folded]
+    having = [candidate for candidate in by_folded if folded in _parts(candidate)]
+    close = difflib.get_close_matches(folded, by_folded, n=most, cutoff=0.5) if len(having) < most else []
+    return [by_folded[match] for match in dict.fromkeys((*having, *close))][:most]
+
+
+def sharing(word: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """Return entries of ``known`` that have a part in common with ``word``, such as qkv."""
+    parts = _parts(word[:_LONGEST_WORD].casefold())
+    return [candidate for candidate in known if parts & _parts(candidate.casefold())][:most]
+
+
+def _parts(word: str) -> set[str]:
+    """Return the parts of a word of several parts."""
+    parts = {part for part in _PART.split(word) if len(part) > 1 and not part.isdecimal()}
+    return parts if len(parts) > 1 else set()
 
 
 def meant_for(key: str, present: Iterable[object]) -> str:

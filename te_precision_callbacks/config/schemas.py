@@ -3,10 +3,10 @@
     FEATURES["DisableFP8GEMM"].model_validate({"enabled": True, "gemms": ["fprop"]})
     schema_of("DisableFp8Gemm")                                    # case does not matter
 
-Configs are validated with these models (:mod:`te_precision_callbacks.config.checking`). docs/features.md,
-``te-precision features`` and the JSON Schema for editors are generated (:mod:`te_precision_callbacks.cli.manual`) from
-the fields' types, limits, defaults and descriptions, and from the models' docstrings and examples. Upstream's keys:
-Transformer Engine 2.20.2, ``debug/features/*.py``.
+Configs are validated with these models (:mod:`te_precision_callbacks.config.checking`). docs/features.md and
+``te-precision features`` are generated (:mod:`te_precision_callbacks.cli.manual`) from the fields' types, limits,
+defaults and descriptions, and from the models' docstrings and examples. Upstream's keys: Transformer Engine 2.20.2,
+``debug/features/*.py``.
 """
 
 from __future__ import annotations
@@ -396,5 +396,5 @@ FEATURES: Mapping[str, type[FeatureSchema]] = {
 
 
 def schema_of(feature: str) -> type[FeatureSchema] | None:
-    found = (model for name, model in FEATURES.items() if name.casefold() == feature.casefold())
-    return next(found, None)
+    models = (model for name, model in FEATURES.items() if name.casefold() == feature.casefold())
+    return next(models, None)

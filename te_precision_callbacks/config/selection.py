@@ -10,17 +10,18 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.config.problems import (
-    MOST_TOLD,
+    MOST_SHOWN,
     ConfigError,
     Problems,
-    Vocabulary,
     Where,
+    nearest,
+    sharing,
     shown,
     suggestion,
 )
@@ -72,34 +73,34 @@ class LayerIndex:
         self.layers = layers
         if upstream is None:
             names_of = [(layer.name, *layer.aliases) for layer in layers]
-        else:
-            names_of = [(layer.upstream[upstream],) for layer in layers]
-        in_use = {names[0] for names in names_of}
-        self._names = [(first, *(name for name in more if name not in in_use)) for first, *more in names_of]
-        self._types = [layer.types if upstream is None else () for layer in layers]
-        self._by_name: dict[str, list[int]] = {}
-        for position, names in enumerate(self._names):
-            for name in names:
-                self._by_name.setdefault(name, []).append(position)
-        if upstream is None:
+            self._types = [layer.types for layer in layers]
             self._numbers = [_number_of(layer.name.removeprefix(layer.scope)) for layer in layers]
         else:
-            self._numbers = [_upstream_number_of(names[0]) for names in self._names]
+            names_of = [(layer.upstream[upstream],) for layer in layers]
+            self._types = [() for _ in layers]
+            self._numbers = [_upstream_number_of(name) for (name,) in names_of]
+        in_use = {names[0] for names in names_of}
+        self._names = [(first, *(name for name in more if name not in in_use)) for first, *more in names_of]
         self.numbers = sorted({number for number in self._numbers if number is not None})
-        self._whole = Vocabulary(layer.name for layer in layers)
-        self._parts = Vocabulary(part for layer in layers for part in layer.name.split("."))
-        self._parts_and_classes = Vocabulary(
-            part for layer in layers for part in (*layer.name.split("."), *layer.types)
-        )
-        self._found: dict[str | re.Pattern[str], list[int]] = {}
+
+    @functools.cached_property
+    def _by_name(self) -> Mapping[str, Sequence[int]]:
+        by_name: dict[str, list[int]] = {}
+        for position, names in enumerate(self._names):
+            for name in names:
+                by_name.setdefault(name, []).append(position)
+        return by_name
 
     def near(self, word: str, key: str) -> list[str]:
         """Return names similar to a word that selects nothing: whole names, parts of names, or parts and classes."""
+        names = [layer.name for layer in self.layers]
+        whole = nearest(word, names) if key == EXACT or "." in word else []
         if key == EXACT:
-            return self._whole.nearest(word)
-        parts = self._parts if key == PATTERN else self._parts_and_classes
-        whole = self._whole.nearest(word) if "." in word else ()  # the name of a layer is a part of itself
-        return list(dict.fromkeys((*whole, *parts.nearest(word), *parts.sharing(word))))
+            return whole
+        parts = dict.fromkeys(part for name in names for part in name.split("."))
+        if key == TYPES:
+            parts |= dict.fromkeys(kind for layer in self.layers for kind in layer.types)
+        return list(dict.fromkeys((*whole, *nearest(word, parts), *sharing(word, parts))))
 
     def is_class(self, word: str) -> bool:
         return any(word in types for types in self._types)
@@ -117,9 +118,10 @@ class LayerIndex:
 
     def of_type(self, word: str) -> Sequence[int]:
         """Return the layers of a class, or with a word in their name; ``all`` selects every layer."""
-        return self._search(
-            word, lambda at: word == "all" or word in self._types[at] or any(word in name for name in self._names[at])
-        )
+        positions = range(len(self.layers))
+        if word == "all":
+            return positions
+        return [at for at in positions if word in self._types[at] or any(word in name for name in self._names[at])]
 
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
         """Return the layers with a match in their name.
@@ -127,12 +129,7 @@ class LayerIndex:
         Patterns with a negative look-around ignore aliases, which could lack the excluded text.
         """
         end = 1 if _NEGATIVE.search(pattern.pattern) else None
-        return self._search(pattern, lambda at: any(map(pattern.search, self._names[at][:end])))
-
-    def _search(self, key: str | re.Pattern[str], is_found: Callable[[int], bool]) -> Sequence[int]:
-        if key not in self._found:
-            self._found[key] = [at for at in range(len(self.layers)) if is_found(at)]
-        return self._found[key]
+        return [at for at, names in enumerate(self._names) if any(map(pattern.search, names[:end]))]
 
 
 def by_upstreams_names(layers: Sequence[Layer]) -> list[LayerIndex]:
@@ -182,7 +179,8 @@ class LayerSelector:
         problems = Problems()
         for key in block:
             if key not in SELECTOR_KEYS:
-                problems.add(_unknown_key(str(key), place))
+                hint = suggestion(str(key), SELECTOR_KEYS)
+                problems.add(f"{place(key)}: unknown layer selector {shown(str(key))}.{hint}")
         if not block:
             raise ConfigError(f"{place()}: 'layers' is empty; it needs one of {_listed(SELECTOR_KEYS)}.")
         parsed: dict[str, Any] = dict.fromkeys(SELECTOR_KEYS)
@@ -191,9 +189,7 @@ class LayerSelector:
                 with problems.noted():
                     parsed[key] = parse(key, block[key], place)
         problems.raise_any()
-        _warn_of_what_is_ignored([key for key in SELECTOR_KEYS if key in block], place)
-        if parsed[EXACT] is None:
-            _warn_of_an_empty_pattern(parsed[PATTERN], place)
+        _warn_of_idle_keys(block, place)
         return cls(parsed[EXACT], parsed[PATTERN], parsed[NUMBERS], parsed[TYPES], place)
 
     def select(self, index: LayerIndex) -> Sequence[int]:
@@ -211,20 +207,31 @@ class LayerSelector:
         """Return the first index with a selected layer, else the first one."""
         return next((index for index in indexes if self.select(index)), indexes[0])
 
-    def idle_entries(self, index: LayerIndex) -> Iterator[tuple[str, int, Callable[[], str]]]:
+    def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
+        """Return whether nvidia-dlfw-inspect's names select other layers. Layers that it cannot number, and raises
+        for, are not compared."""
+        ours, theirs = set(self.select(index)), set(self.select(upstream))
+        if self.exact_names is None and self.pattern is None and self.numbers is not None:
+            ours &= set(upstream.numbered(0, LARGEST_NUMBER))
+        return bool(theirs) and ours != theirs
+
+    def idle_entries(self, index: LayerIndex) -> Iterator[tuple[str, int, str]]:
         """Yield entries that match no layer or exceed the layers: key, index in its list, and the problem."""
         if self.exact_names is not None:
             for number, name in enumerate(self.exact_names):
                 if not index.named(name):
-                    yield EXACT, number, functools.partial(_no_name, name, index)
+                    meant = "".join(f" Did you mean {close!r}?" for close in index.near(name, EXACT)[:1])
+                    yield EXACT, number, f"there is no layer {shown(name)}.{_as_type(name, EXACT, index) or meant}"
         elif self.pattern is None:
             for number, word in enumerate(self.types or ()):
                 if not index.of_type(word):
-                    yield TYPES, number, functools.partial(_no_type, word, index)
+                    close = ", ".join(map(shown, index.near(word, TYPES)[:5]))
+                    hint = f" Similar: {close}." if close else ""
+                    yield TYPES, number, f"no layer's name or class contains {shown(word)}.{hint}"
             for number, (first, last) in enumerate(self.numbers or ()):
                 beyond = last < _WITHOUT_END and index.numbers and last > index.numbers[-1]
                 if beyond or not index.numbered(first, last):
-                    yield NUMBERS, number, functools.partial(_no_number, first, last, index)
+                    yield NUMBERS, number, _no_number(first, last, index)
 
     def instead(self, index: LayerIndex) -> str:
         """Return a hint for a block that selects nothing; empty if nothing is similar."""
@@ -233,7 +240,7 @@ class LayerSelector:
             key, words = EXACT, list(self.exact_names)
         elif self.pattern is not None:
             key, words = PATTERN, _WORD.findall(self.pattern.pattern)
-        words = words[:MOST_TOLD]
+        words = words[:MOST_SHOWN]
         hint = "".join(_as_type(word, key, index) for word in words)
         near = dict.fromkeys(match for word in words for match in index.near(word, key))
         return hint or (f" Similar names: {', '.join(map(repr, list(near)[:5]))}." if near else "")
@@ -241,19 +248,13 @@ class LayerSelector:
 
 def _number_of(name: str) -> int | None:
     """Return the first part of a name that is a number, else the first number in it not after fc or gemm_."""
-    found = [part for part in name.split(".") if part.isdecimal()] or _NUMBER.findall(name)
-    return int(found[0]) if found and len(found[0]) <= 6 else None
+    numbers = [part for part in name.split(".") if part.isdecimal()] or _NUMBER.findall(name)
+    return int(numbers[0]) if numbers and len(numbers[0]) <= 6 else None
 
 
 def _upstream_number_of(name: str) -> int | None:
-    found = _UPSTREAM_NUMBER.findall(name)
-    return int(found[0]) if len(found) == 1 and len(found[0]) <= 6 else None
-
-
-def _no_name(name: str, index: LayerIndex) -> str:
-    close = index.near(name, EXACT)
-    meant = f" Did you mean {close[0]!r}?" if close else ""
-    return f"there is no layer {shown(name)}.{_as_type(name, EXACT, index) or meant}"
+    numbers = _UPSTREAM_NUMBER.findall(name)
+    return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) <= 6 else None
 
 
 def _as_type(word: str, key: str, index: LayerIndex) -> str:
@@ -261,14 +262,8 @@ def _as_type(word: str, key: str, index: LayerIndex) -> str:
     if key == TYPES or not (index.is_class(word) or (key == EXACT and index.is_part(word))):
         return ""
     what = "a class" if index.is_class(word) else "a part of the name"
-    found = many(len(index.of_type(word)), "layer")
-    return f" {shown(word)} is {what} of {found}. To select them, write {TYPES}: [{word}]."
-
-
-def _no_type(word: str, index: LayerIndex) -> str:
-    close = index.near(word, TYPES)
-    hint = f" Similar: {', '.join(map(shown, close[:5]))}." if close else ""
-    return f"no layer's name or class contains {shown(word)}.{hint}"
+    layers = many(len(index.of_type(word)), "layer")
+    return f" {shown(word)} is {what} of {layers}. To select them, write {TYPES}: [{word}]."
 
 
 def _no_number(first: int, last: int, index: LayerIndex) -> str:
@@ -282,28 +277,22 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
     return f"'{first}-{last}' goes beyond the layers. {there}"
 
 
-def _unknown_key(key: str, place: Where) -> str:
-    return f"{place(key)}: unknown layer selector {shown(key)}.{suggestion(key, SELECTOR_KEYS)}"
-
-
-def _warn_of_an_empty_pattern(pattern: re.Pattern[str] | None, place: Where) -> None:
-    if pattern is not None and not pattern.pattern:
-        logger.warning(
-            "%s: %r is empty, which matches every name and selects all layers. If that is meant, write %s: [all].",
-            place(PATTERN),
-            PATTERN,
-            TYPES,
-        )
-
-
-def _warn_of_what_is_ignored(given: Sequence[str], place: Where) -> None:
-    rules = given[0]
-    for key in given[1:] if rules in (EXACT, PATTERN) else ():
+def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:
+    """Warn of keys that another key disables, and of a pattern that selects everything."""
+    rules, *others = (key for key in SELECTOR_KEYS if key in block)
+    for key in others if rules in (EXACT, PATTERN) else ():
         logger.warning(
             "%s: %r has no effect beside %r, which decides alone, as in nvidia-dlfw-inspect. Remove one of them.",
             place(key),
             key,
             rules,
+        )
+    if rules == PATTERN and not block[PATTERN]:
+        logger.warning(
+            "%s: %r is empty, which matches every name and selects all layers. If that is meant, write %s: [all].",
+            place(PATTERN),
+            PATTERN,
+            TYPES,
         )
 
 

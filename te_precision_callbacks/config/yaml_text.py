@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,26 +154,18 @@ class _Index:
 
     def enter(self, node: yaml.Node, path: KeyPath) -> None:
         if isinstance(node, yaml.MappingNode):
-            present: set[str] = set()
             for key_node, value_node in node.value:
                 if key_node.tag == _MERGE or not isinstance(key_node, yaml.ScalarNode):
                     continue
                 key_path, mark = (*path, str(key_node.value)), self._mark(key_node)
-                if str(key_node.value) in present:
+                if key_path in self.marks:
                     self._problems.add(
                         f"{self._file}, {mark}: {shown(key_node.value)} is given here a second time; the first is in"
                         f" {self.marks[key_path]}. YAML would silently keep only one of them: give them different"
                         " names."
                     )
-                present.add(str(key_node.value))
                 self.marks[key_path] = mark
                 self.enter(value_node, key_path)
-            for key_node, value_node in _merged(node):
-                if str(key_node.value) not in present:
-                    key_path = (*path, str(key_node.value))
-                    present.add(str(key_node.value))
-                    self.marks[key_path] = self._mark(key_node)
-                    self.enter(value_node, key_path)
         elif isinstance(node, yaml.SequenceNode):
             for number, child in enumerate(node.value):
                 self.marks[(*path, number)] = self._mark(child)
@@ -183,13 +175,3 @@ class _Index:
         line, column = node.start_mark.line, node.start_mark.column
         before = self._lines[line][:column] if line < len(self._lines) else ""
         return Mark(line + 1, column + 1 if before.strip(" -?") else None)
-
-
-def _merged(node: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-    """Yield the keys and values that ``<<`` merges into a mapping, in order of precedence."""
-    for key_node, value_node in node.value:
-        if key_node.tag == _MERGE:
-            for mapping in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
-                if isinstance(mapping, yaml.MappingNode):
-                    yield from (pair for pair in mapping.value if pair[0].tag != _MERGE)
-                    yield from _merged(mapping)

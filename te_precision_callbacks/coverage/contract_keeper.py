@@ -1,5 +1,4 @@
-"""Checks a run against its contract: after the first steps, at each change of precision, and at the end of a short
-run."""
+"""Checks a run against its contract: after the first steps, at each change of precision, and at its end."""
 
 from __future__ import annotations
 
@@ -7,10 +6,13 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.base.vocabulary import PRECISIONS
 from te_precision_callbacks.config.contract import Contract, OnBroken
 from te_precision_callbacks.config.problems import ConfigError, suggestion
@@ -25,9 +27,74 @@ from te_precision_callbacks.coverage.coverage import (
     left_out_in_words,
     percent,
 )
-from te_precision_callbacks.coverage.parallel import Ranks
-from te_precision_callbacks.coverage.shared_products import shared_products, shared_state
 from te_precision_callbacks.layers.folding import in_sentence
+
+EntryT = TypeVar("EntryT", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A product as ranks send it. Entries with different sizes are equal."""
+
+    layer: str
+    gemm: str
+    family: str
+    backward: bool
+    operands: tuple[tuple[str, str], ...]
+    runs: str
+    not_run: str
+    reason: Reason | None
+    product: Product = field(compare=False)
+
+
+def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: bool = False) -> list[Product]:
+    """The products of all ranks, each with the sizes of its first rank. All ranks must call it alike.
+
+    Args:
+        own: the products of this rank.
+        ranks: the ranks that reduce together.
+        kind: a name, equal on all ranks.
+        of_one: whether a product gets the mean multiply-adds of a rank instead of their sum.
+    """
+    macs: dict[_Entry, int] = {}
+    for product in own:
+        entry = _Entry(
+            product.layer,
+            product.gemm,
+            product.family,
+            product.backward,
+            tuple(product.operands.items()),
+            product.runs,
+            product.not_run,
+            product.reason,
+            product,
+        )
+        macs[entry] = macs.get(entry, 0) + product.macs
+    added = _added({entry: (count, 1) for entry, count in macs.items()}, ranks, kind, _Entry)
+    return [
+        replace(entry.product, macs=round(of_all / max(count, 1)) if of_one else of_all)
+        for entry, (of_all, count) in added.items()
+    ]
+
+
+def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
+    """The state of all ranks, added up; see :func:`shared_products`."""
+    sizes: dict[tuple[str, str], tuple[int, int]] = {}
+    for row in own:
+        tensors, size = sizes.get((row.subject, row.dtype), (0, 0))
+        sizes[row.subject, row.dtype] = tensors + row.tensors, size + row.bytes
+    added = _added(sizes, ranks, kind, tuple[str, str])
+    return tuple(StateRow(*key, tensors=tensors, bytes=size) for key, (tensors, size) in added.items())
+
+
+def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: Any) -> dict[EntryT, tuple[int, int]]:
+    """The entries of all ranks, each with the sums of its two numbers."""
+    entries = ranks.pool(own, kind, of)
+    pairs = [own.get(entry, (0, 0)) for entry in entries]
+    added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53
+    sums = [round(number) for number in added]
+    return {entry: (first, second) for entry, first, second in zip(entries, sums[::2], sums[1::2], strict=True)}
+
 
 logger = logging.getLogger(__name__)
 
@@ -259,9 +326,9 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
     for share in contract.shares:
         backward = _HALVES.get(share.part)
         gemm = share.part if share.part and backward is None else None
-        found = coverage.share(share.precision, gemm=gemm, backward=backward)
-        if not share.holds(found):
-            has = "there are no such products" if math.isnan(found) else f"it is {percent(found)} %"
+        measured = coverage.share(share.precision, gemm=gemm, backward=backward)
+        if not share.holds(measured):
+            has = "there are no such products" if math.isnan(measured) else f"it is {percent(measured)} %"
             yield f"{share}: {has}."
 
 
@@ -285,8 +352,8 @@ def _broken_state(contract: Contract, state: Iterable[StateRow], *, of_all: bool
     for subject, dtype in contract.state.items():
         others = [other for other in kept.get(subject, ()) if other != dtype]
         if others or (of_all and subject not in kept):
-            found = f"some are {', '.join(others)}" if others else "none was seen"
-            yield f"{subject} must be {dtype}: {found}."
+            what = f"some are {', '.join(others)}" if others else "none was seen"
+            yield f"{subject} must be {dtype}: {what}."
 
 
 def require_layers(contract: Contract, names: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from te_precision_callbacks.base.vocabulary import GEMMS, LOW_PRECISION, PRECISIONS
 from te_precision_callbacks.layers.folding import in_sentence
@@ -73,8 +73,7 @@ class Product:
     Attributes:
         layer: the path of the module, as in ``session.layers``; with the name of the weight if that is not ``weight``.
         family: ``te`` and ``te_ops`` for layers of Transformer Engine, ``torch`` for torch's linear and convolution
-            layers, ``attention`` for the two products of attention, ``lookup`` for embeddings, ``functional`` for all
-            others.
+            layers, ``attention`` for the two products of attention, ``lookup`` for embeddings; else ``functional``.
         gemm: ``fprop``, ``dgrad`` and ``wgrad`` of a product with a weight; ``qk`` and ``pv`` of attention; ``lookup``;
             ``other`` for a product without a weight.
         backward: whether it belongs to the backward, in which ``qk``, ``pv`` and ``other`` are two products each.
@@ -145,15 +144,9 @@ class Product:
         return self.precision in LOW_PRECISION["quantized"]
 
 
-def is_low(operands: Mapping[str, str]) -> bool:
-    """Return whether a product with these operands (tensor -> format) runs in low precision."""
-    return _widest(tuple(operands.values())) in LOW_PRECISION["quantized"]
-
-
 @functools.cache
 def _widest(formats: tuple[str, ...]) -> str:
-    found = [precision_of(text) for text in formats if text]
-    return max(found, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER), default="")
+    return precision_of(" -> ".join(filter(None, formats)))
 
 
 @functools.cache
@@ -208,9 +201,6 @@ class Coverage(tuple[Product, ...]):
         made.state, made.steps = state, steps
         return made
 
-    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (tuple(self),), {"state": self.state, "steps": self.steps}
-
     def macs(self, precision: str | None = None, *, gemm: str | None = None, backward: bool | None = None) -> int:
         """The multiply-adds of a step.
 
@@ -238,8 +228,7 @@ class Coverage(tuple[Product, ...]):
         return sums
 
     def share(self, precision: str, *, gemm: str | None = None, backward: bool | None = None) -> float:
-        """The share of the multiply-adds in a precision, from 0 to 1; nan without products. The arguments are as in
-        :meth:`macs`."""
+        """The share of multiply-adds in a precision, 0 to 1; nan without products. Arguments as in :meth:`macs`."""
         whole = self.macs(gemm=gemm, backward=backward)
         return self.macs(precision, gemm=gemm, backward=backward) / whole if whole else float("nan")
 
@@ -265,11 +254,11 @@ class Coverage(tuple[Product, ...]):
     @property
     def not_counted(self) -> dict[str, list[str]]:
         """Reason -> layers with uncounted operators or kernels, which no share includes."""
-        found: dict[str, list[str]] = {}
+        layers: dict[str, dict[str, None]] = {}
         for product in self:
-            if product.runs == "uncounted" and product.layer not in found.setdefault(product.not_run, []):
-                found[product.not_run].append(product.layer)
-        return found
+            if product.runs == "uncounted":
+                layers.setdefault(product.not_run, {})[product.layer] = None
+        return {reason: list(names) for reason, names in layers.items()}
 
     def __str__(self) -> str:
         whole = self.macs()
@@ -288,7 +277,7 @@ class Coverage(tuple[Product, ...]):
             of_gemm = low.get(name, {})
             share = percent(sum(of_gemm.values()) / whole)
             wholes = {gemm: self.macs(gemm=gemm) for gemm in GEMMS}
-            apart = [f"{gemm} {percent(of_gemm.get(gemm, 0) / each)}" for gemm, each in wholes.items() if each]
+            apart = [f"{gemm} {percent(of_gemm.get(gemm, 0) / macs)}" for gemm, macs in wholes.items() if macs]
             listed = f" ({', '.join(apart)})" if apart else ""
             texts.append(f"{name} in {share} % of the multiply-adds{held}{listed}")
         high = self.in_high_precision
@@ -300,8 +289,7 @@ class Coverage(tuple[Product, ...]):
 
 
 def left_out_in_words(coverage: Coverage) -> list[str]:
-    found = coverage.not_counted
-    texts = [f"{what} ({in_sentence(*layers, most=2)})" for what, layers in found.items()]
+    texts = [f"{what} ({in_sentence(*layers, most=2)})" for what, layers in coverage.not_counted.items()]
     return texts[:_MOST_CAUSES] + ([f"and {len(texts) - _MOST_CAUSES} more"] if len(texts) > _MOST_CAUSES else [])
 
 

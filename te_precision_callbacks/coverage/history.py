@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.config.effects import Acting
-from te_precision_callbacks.coverage.counted_kinds import CountedKinds, CountedStep
-from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, StateRow, is_low
+from te_precision_callbacks.coverage.coverage import NOTHING, Coverage, Product, ProductName, Reason, StateRow
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
 from te_precision_callbacks.coverage.micro_batches import Kind, Parts
 from te_precision_callbacks.coverage.other_steps import ProductSpan
+from te_precision_callbacks.coverage.seen_product import CountedKinds, CountedStep
 from te_precision_callbacks.statistics.schedule import Schedule
 
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
@@ -96,7 +96,7 @@ class Counted:
     def add(self, parts: Parts) -> None:
         keys = {*self.parts, *parts}
         pairs = {key: (self.parts.get(key, (0, 0)), parts.get(key, (0, 0))) for key in keys}
-        self.parts = {key: (one[0] + other[0], one[1] + other[1]) for key, (one, other) in pairs.items()}
+        self.parts = {key: (own[0] + other[0], own[1] + other[1]) for key, (own, other) in pairs.items()}
         self.steps += 1
 
 
@@ -126,7 +126,7 @@ class CoverageHistory:
         A step without a backward, such as a skipped batch, counts as the step before it; before the first backward, as
         the step after it. ``facts`` returns the facts about layers.
         """
-        self._cut(iteration)
+        self._counted = [counted for counted in self._counted if counted.since < iteration]
         last = self._counted[-1] if self._counted else None
         now = Counted(iteration, step.kinds, step.parts, {}, step.state or (), 1)
         if step.kinds.changes != self._kinds_changes and last is not None and last.kinds is step.kinds:
@@ -155,9 +155,6 @@ class CoverageHistory:
         self.changes += met not in self._met
         self._met.add(met)
         self._kinds_changes = step.kinds.changes
-
-    def _cut(self, iteration: int) -> None:
-        self._counted = [counted for counted in self._counted if counted.since < iteration]
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
         """Keep the products of layers that only other ranks have, given the products of all ranks."""
@@ -270,8 +267,9 @@ def _in_precision(
         return product
     if entry.not_run:
         return replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
-    reason, ref = (product.reason, product.reason_ref) if is_low(entry.operands) else _reason(entry, facts)
-    return replace(product, operands=entry.operands, reason=reason, reason_ref=ref)
+    made = replace(product, operands=entry.operands)
+    reason, ref = (product.reason, product.reason_ref) if made.is_low else _reason(entry, facts)
+    return replace(made, reason=reason, reason_ref=ref)
 
 
 def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Reason, str]:
@@ -300,6 +298,6 @@ def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[Kept, ...]]:
             replaced = () if effect.quantizes else tuple(gemm for gemm, _ in effect.modifies)
             for gemm in dict.fromkeys((*effect.high_precision, *replaced)):
                 steps = f", {effect.steps_in_words(gemm)}" if effect.schedules else ""
-                found = Kept(f"{feature} in {section.place()}{steps}", effect.steps(gemm))
-                kept[gemm] = (*kept.get(gemm, ()), found)
+                keeping = Kept(f"{feature} in {section.place()}{steps}", effect.steps(gemm))
+                kept[gemm] = (*kept.get(gemm, ()), keeping)
     return kept

@@ -38,6 +38,9 @@ class KeptState:
     Args:
         report: receives failures.
         call_now: returns the call of the model that runs in this thread.
+
+    Attributes:
+        reduced: the call, dtype and bytes of each reduction of gradients.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class KeptState:
     def close(self) -> None:
         self._parameters: tuple[torch.nn.Parameter, ...] = ()
         self._rows: dict[tuple[str, str, int], int] = {}
-        self._reduced: list[tuple[ModelCall | None, str, int]] = []
+        self.reduced: list[tuple[ModelCall | None, str, int]] = []
 
     def watch(self, model: Model) -> None:
         """Watch a model, and the optimizers passed to :meth:`note_step`."""
@@ -66,20 +69,16 @@ class KeptState:
         node = torch._C._current_autograd_node()
         if node is None or node.name() in _NODES_OF_PARAMETERS:
             for tensor in tensors_in([arguments[REDUCING[operator]]]):
-                self._reduced.append((self._call_now(), _type(tensor), _bytes(tensor)))
-
-    @property
-    def saw_reduction(self) -> bool:
-        return bool(self._reduced)
+                self.reduced.append((self._call_now(), _type(tensor), _bytes(tensor)))
 
     def rows(self) -> tuple[StateRow, ...]:
         """All rows; the reductions of a counted call count for all calls that it represents."""
         self._add("parameter", self._parameters)
         tensors: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
-        found = [(subject, dtype, 1, size) for (subject, dtype, _), size in self._rows.items()]
-        found += [("reduce", dtype, 1 if call is None else call.forwards, size) for call, dtype, size in self._reduced]
-        for subject, dtype, times, size in found:
+        entries = [(subject, dtype, 1, size) for (subject, dtype, _), size in self._rows.items()]
+        entries += [("reduce", dtype, 1 if call is None else call.forwards, size) for call, dtype, size in self.reduced]
+        for subject, dtype, times, size in entries:
             tensors[subject, dtype] += times
             sizes[subject, dtype] += times * size
         return tuple(StateRow(*key, count, sizes[key]) for key, count in tensors.items())
@@ -94,8 +93,8 @@ class KeptState:
                     if isinstance(value, torch.Tensor) and value.numel() >= parameter.numel() > 0 and value.dim():
                         self._add("master_weight" if name == _MASTER else "optimizer_state", (value,))
             for subject, attribute in (("gradient", "grad"), ("main_grad", "main_grad")):
-                found = (getattr(parameter, attribute, None) for parameter in self._parameters)
-                self._add(subject, (tensor for tensor in found if tensor is not None))
+                gradients = (getattr(parameter, attribute, None) for parameter in self._parameters)
+                self._add(subject, (tensor for tensor in gradients if tensor is not None))
         except Exception as error:
             self._report("looking at the state of", type(optimizer).__name__, error)
 

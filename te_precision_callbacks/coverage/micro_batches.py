@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD
-from te_precision_callbacks.coverage.nodes import found_in_graph, made_in_thread, mark_call
+from te_precision_callbacks.coverage.marks import found_in_graph, made_in_thread, mark_call
 
 _DEEPEST = 8
 
@@ -204,18 +204,15 @@ class ModelCalls:
             form = hash((base, tuple(numbers)))
             self._base[form] = base
         search = self._forms.setdefault(form, _CallSearch())
-        call = ModelCall(form, self._is_to_count(search), behind=list(_calls_in(leaves([arguments, keywords]))))
+        again = search.by_values or (search.last is not None and search.last.is_thrown_away)
+        wanted = (self.is_first and again) or (search.is_wanted and (self.is_first or self._left > 0))
+        call = ModelCall(form, wanted, behind=list(_calls_in(leaves([arguments, keywords]))))
         if call.is_counted:
             self._left -= not self.is_first
             search.is_new, search.last = False, call
         call.nodes = -made_in_thread()
         self.here_in_thread.call = call
         return call
-
-    def _is_to_count(self, form: _CallSearch) -> bool:
-        if self.is_first and (form.by_values or (form.last is not None and form.last.is_thrown_away)):
-            return True
-        return form.is_wanted and (self.is_first or self._left > 0)
 
     def leave(self) -> None:
         """End the call of this thread, also after an exception. A call that raised represents no other."""
@@ -251,16 +248,16 @@ class ModelCalls:
         here = self.here  # a backward inside of a call, as in a training step that optimizes by itself
         waiting = list(_calls_in(roots)) if here is None else [here]
         known = set(map(id, waiting))
-        found: ModelCall | None = None
+        counted: ModelCall | None = None
         while waiting:
             call = waiting.pop()
-            found = call if found is None or call.is_counted else found
+            counted = call if counted is None or call.is_counted else counted
             call.has_backward = True
             if not call.is_counted and call.has_ended and call.kind in self._lack_backward:
                 self._forms[call.form].seek(call.kind)
             waiting += [other for other in call.behind if id(other) not in known]
             known.update(map(id, call.behind))
-        return found
+        return counted
 
     @property
     def has_wishes(self) -> bool:

@@ -1,9 +1,14 @@
 """Watches the calls of a model and their backwards. In counted calls a dispatch mode sees torch's operators.
 
-One call of each kind is counted, and represents the others, also in later steps. The mode changes no number.
+One call of each kind is counted, and represents the others, also in later steps. The mode changes no number. An
+operator runs exactly once, whatever happens in the watch, and exceptions of operators pass through.
 
-Read from torch 2.13: ``Module._compiled_call_impl``, which replaces a module's call if it is set, and
-``torch.autograd._engine_run_backward``, which runs each backward.
+Read from torch 2.13: ``Module._compiled_call_impl``, which replaces a module's call if it is set;
+``torch.autograd._engine_run_backward``, which runs each backward, and uses the modes of the calling thread in its own
+threads; ``TorchDispatchMode.ignore_compile_internals``, which lets ``torch.compile`` compile under the mode;
+``supports_higher_order_operators``, without which an operator such as ``flex_attention`` raises; and
+``_get_current_dispatch_mode_stack``, ``_get_current_dispatch_mode``, ``_pop_mode_temporarily`` and
+``torch._C._len_torch_dispatch_stack``.
 """
 
 from __future__ import annotations
@@ -14,20 +19,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
+)
 
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
+from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
-from te_precision_callbacks.coverage.seeing import SeeingMode, is_seen_by
 from te_precision_callbacks.layers.forwards import in_backward, outside_of_dynamo
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
-
-made_in_thread: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number of autograd nodes of this thread. Not a Python function, since it is called around each layer."""
 
 
 class ModelWatch:
@@ -46,8 +54,8 @@ class ModelWatch:
         state: dtypes of the state.
         calls: the calls of the model.
         operators: the products of the step.
-        ran: id of a module of Transformer Engine -> whether its forwards in training since :meth:`take_ran` were in low
-            precision.
+        ran: id of a module of Transformer Engine -> whether its training forwards ran in low precision, since
+            the last :meth:`take_ran`.
     """
 
     def __init__(
@@ -69,7 +77,6 @@ class ModelWatch:
         self._in_gemm_layer = in_gemm_layer
         self._count = count
         self._is_muted = False
-        self._parts: list[tuple[torch.nn.Module, Any, Any]] = []
         self._replaced = Replaced(yields=True)
 
     def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
@@ -107,7 +114,6 @@ class ModelWatch:
         self.active = self.counting = False
         self.state.close()
         self._replaced.put_back()
-        self._leave_parts()
         self.failure = ""
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
@@ -132,7 +138,7 @@ class ModelWatch:
         def part(*arguments: Any, **keywords: Any) -> Any:
             call = here.call
             if call is None:
-                if not of_te or not self._looks() or not torch.is_grad_enabled() or in_backward():
+                if not of_te or not self.is_watching() or not torch.is_grad_enabled() or in_backward():
                     return upstream(*arguments, **keywords)
                 call = self.calls.outside
             try:
@@ -154,19 +160,7 @@ class ModelWatch:
             return result
 
         setattr(part, SURROUNDS, own)
-        self._parts.append((module, own, part))
-        module.__dict__["_compiled_call_impl"] = part
-
-    def _leave_parts(self) -> None:
-        for module, own, part in self._parts:
-            attributes = module.__dict__
-            if attributes.get("_compiled_call_impl") is not part:
-                continue  # somebody has put another call around it
-            if own is None:
-                del attributes["_compiled_call_impl"]
-            else:
-                attributes["_compiled_call_impl"] = own
-        self._parts.clear()
+        self._replaced.replace(module, "_compiled_call_impl", part)
 
     def _surround_calls(self, root: Any) -> None:
         """Surround the calls of a model; of a LightningModule also its training steps."""
@@ -182,7 +176,7 @@ class ModelWatch:
 
         @functools.wraps(upstream)
         def around(*arguments: Any, **keywords: Any) -> Any:
-            if not self._looks() or not torch.is_grad_enabled() or in_backward():
+            if not self.is_watching() or not torch.is_grad_enabled() or in_backward():
                 return upstream(*arguments, **keywords)
             calls = self.calls
             outer = calls.here
@@ -214,7 +208,7 @@ class ModelWatch:
 
         @functools.wraps(upstream)
         def around(roots: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not self._looks():
+            if not self.is_watching():
                 return upstream(roots, *arguments, **keywords)
             if in_backward():  # a backward inside of another one is looked at as that one is
                 self._guarded(lambda: self.operators.nodes.bind(roots))
@@ -231,17 +225,17 @@ class ModelWatch:
         if call is not None and call.is_counted:
             return nullcontext() if is_seen_by(self) else self._looking(call)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self.calls.is_first and distributed and not self.state.saw_reduction:
-            return SeeingMode(self, lambda: not self._looks(), only=REDUCING)
+        if self.calls.is_first and distributed and not self.state.reduced:
+            return SeeingMode(self, only=REDUCING)
         return self.operators.in_backward_of(call) if self.counting else nullcontext()
 
     @contextmanager
     def _looking(self, backward_of: ModelCall | None = None) -> Iterator[None]:
         self._guarded(self.operators.read_weights)
-        with self.operators.in_backward_of(backward_of), SeeingMode(self, lambda: not self._looks()):
+        with self.operators.in_backward_of(backward_of), SeeingMode(self):
             yield
 
-    def _looks(self) -> bool:
+    def is_watching(self) -> bool:
         return self.active and not self.failure and not self._is_paused()
 
     @outside_of_dynamo
@@ -260,6 +254,13 @@ class ModelWatch:
             self._report("counting the matrix products of", "a step", error)
 
     def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
+        """Note that an operator starts.
+
+        Args:
+            arguments: its positional arguments.
+            of_shards: whether it is an operator of a DTensor, which runs others on its shards.
+            by_values: whether the sizes of its result depend on the values of its operands.
+        """
         if by_values:
             self.operators.note_sizes_by_values()
         self.operators.nodes.bind(arguments)
@@ -267,6 +268,7 @@ class ModelWatch:
             self.operators.nodes.enter_outer(arguments)
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
+        """Note that an operator has run, given its name and namespace, positional arguments and result."""
         if not self._is_muted and not self._in_gemm_layer():
             self.operators.look(operator, arguments, result)
 
@@ -313,3 +315,95 @@ def _may_multiply(module: torch.nn.Module) -> bool:
 
 def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -> Any:
     return type(module).training_step(module, *arguments, **keywords)
+
+
+class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports each operator to the watch of a model.
+
+    Args:
+        watcher: the watch.
+        only: the operators to report; None for all.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watcher: ModelWatch, *, only: Iterable[str] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watcher = watcher
+        self._only = None if only is None else frozenset(only)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Iterable[type], arguments: Sequence[Any] = (), keywords: Any = None
+    ) -> Any:
+        name = self._enter(operator, types, arguments)
+        if name is NotImplemented:
+            return NotImplemented  # a DTensor's runs operators on its shards, which are reported
+        result = operator(*arguments, **(keywords or {}))
+        if name is not None:
+            self._leave(name, arguments, result)
+        return result
+
+    @outside_of_dynamo
+    def _leave(self, name: str, arguments: Sequence[Any], result: Any) -> None:
+        try:
+            self.watcher.after(name, arguments, result)
+        except Exception as error:
+            self.watcher.fail(error)
+
+    @outside_of_dynamo
+    def _enter(self, operator: Any, types: Iterable[type], arguments: Sequence[Any]) -> Any:
+        """The name of an operator to report; None if it only runs, NotImplemented if others do its work."""
+        if not self.watcher.is_watching():
+            return None
+        try:
+            kinds = {kind.__name__ for kind in types}
+            of_shards = "DTensor" in kinds
+            name = NotImplemented if of_shards else _name_of(operator)
+            if "FakeTensor" in kinds or (self._only is not None and name not in self._only):
+                return NotImplemented if of_shards else None  # by a FakeTensor, a DTensor learns the shape of a result
+            if self._only is None:
+                by_values = _goes_by_values(operator, arguments)
+                self.watcher.before(arguments, of_shards=of_shards, by_values=by_values)
+        except Exception as error:
+            self.watcher.fail(error)
+            return None
+        return name
+
+
+def is_seen_by(watcher: ModelWatch) -> bool:
+    """Return whether a watch receives all operators of this thread."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
+
+
+modes_are_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of dispatch modes of this thread. Not a Python function, since it is called before each GEMM."""
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Report no operator of this thread, unless the script has entered a mode later."""
+    if isinstance(_get_current_dispatch_mode(), SeeingMode):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
+
+
+def _goes_by_values(operator: Any, arguments: Sequence[Any]) -> bool:
+    if torch.Tag.dynamic_output_shape not in getattr(operator, "tags", ()):
+        return False
+    if operator is not torch.ops.aten.index.Tensor:
+        return True
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in arguments[1])
+
+
+def _name_of(operator: Any) -> str:
+    if isinstance(operator, torch._ops.HigherOrderOperator):
+        return f"higher_order::{operator._name}"
+    name: str = operator._schema.name
+    return name

@@ -18,7 +18,14 @@ import torch.nn.modules.conv
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
-from te_precision_callbacks.coverage.marks import Marks, Weight, WeightMarks, tensors_in
+from te_precision_callbacks.coverage.marks import (
+    Marks,
+    NodesOfProducts,
+    Weight,
+    WeightMarks,
+    products_of_node,
+    tensors_in,
+)
 from te_precision_callbacks.coverage.matrix_products import (
     MatrixProduct,
     Role,
@@ -27,7 +34,6 @@ from te_precision_callbacks.coverage.matrix_products import (
     why_not_counted,
 )
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
-from te_precision_callbacks.coverage.nodes import NodesOfProducts, products_of_node
 from te_precision_callbacks.coverage.precision_audit import dtype_name
 from te_precision_callbacks.coverage.seen_product import UNFUSED, SeenProduct, kind_of
 from te_precision_callbacks.layers.forwards import in_backward, in_evaluation, is_computing_again
@@ -147,14 +153,13 @@ class OperatorProducts:
 
         Args:
             left: the reason if the operator is not counted.
-            again: whether an activation checkpoint recomputes it. It is then not counted, but the backward may have its
-                nodes.
+            again: whether an activation checkpoint recomputes it: not counted, but the backward may have its nodes.
         """
         call = self.call_of_forward()
         if call is None if again else call is not None and not call.is_counted:
-            return  # of a call that is not counted, whose backward runs with that of one that is
+            return  # of a call that is not counted, whose backward may run with that of a counted one
         inside = self._innermost_module()
-        found = [(product, self._seen_in(operator, product, inside)) for product in products]
+        placed = [(product, self._seen_in(operator, product, inside)) for product in products]
         if left and inside is not None:
             family: Family = "functional"
             seen = SeenProduct(
@@ -162,19 +167,19 @@ class OperatorProducts:
             )
             self.nodes.note(seen, arguments, result)
             self.seen += [] if again else [seen]
-        for product, one in found:
-            if one is None:
+        for product, seen_product in placed:
+            if seen_product is None:
                 continue
-            one.call = call
-            self.with_product.add(one.layer)
+            seen_product.call = call
+            self.with_product.add(seen_product.layer)
             if not again:
-                self.seen.append(one)
-            self.nodes.note(one, arguments, result)
-            if one.weight is not None:
+                self.seen.append(seen_product)
+            self.nodes.note(seen_product, arguments, result)
+            if seen_product.weight is not None:
                 known = self._activations.get(product.a) or []
-                self._activations.put(product.a, [*known, one])
-            elif not one.role:
-                self._scores.put(result, one)
+                self._activations.put(product.a, [*known, seen_product])
+            elif not seen_product.role:
+                self._scores.put(result, seen_product)
 
     def _seen_in(
         self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
@@ -298,9 +303,9 @@ class OperatorProducts:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name not in _OF_CONSTANTS:
             if frame.f_code.co_varnames[:1] == ("self",):
-                found = self._modules.get(id(frame.f_locals.get("self")))
-                if found is not None:
-                    return found
+                named = self._modules.get(id(frame.f_locals.get("self")))
+                if named is not None:
+                    return named
             frame = frame.f_back
         return None
 

@@ -8,13 +8,63 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from te_precision_callbacks.coverage.coverage import Coverage, Product
+import pyarrow as pa
+
+from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
+from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.statistics.schedule import Schedule
+
+
+def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Mapping[str, Any], Product]]:
+    """The products of ``run.gemms`` and ``run.operands``. With several scopes, layer names include the scope."""
+    formats: dict[int, dict[str, str]] = defaultdict(dict)
+    for row in operands.to_pylist():
+        formats[row["gemm_id"]][row["tensor"]] = row["format"] or ""
+    rows = gemms.to_pylist()
+    has_scopes = len({row["scope"] or "" for row in rows if row["macs"]}) > 1
+    for row in rows:
+        name = f"{row['scope']}: {row['layer']}" if has_scopes and row["scope"] else row["layer"]
+        yield row, _product(row, name, formats.get(row["gemm_id"], {}))
+
+
+def other_steps_of_run(run: RecordedRun) -> list[str]:
+    if run.gemms["until"].null_count == run.gemms.num_rows:
+        return []  # as of most runs, of which thousands of products need not be gone through
+    products = recorded_products(run.gemms, run.operands)
+    return in_lines(
+        other_steps(
+            ProductSpan(product, row["order"] or 0, None, row["since"] or 0, row["until"]) for row, product in products
+        )
+    )
+
+
+def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> Product:
+    reason = row["reason"]
+    return Product(
+        name,
+        row["family"] or "functional",
+        row["gemm"],
+        bool(row["backward"]),
+        row["n"] or 0,
+        row["m"] or 0,
+        row["k"] or 0,
+        row["batch"] or 1,
+        row["calls"] or 0,
+        row["macs"] or 0,
+        operands,
+        row["runs"] or "seen",
+        row["not_run"] or "",
+        Reason[reason] if reason in Reason.__members__ else Reason.UNKNOWN if reason else None,
+        row["reason_ref"] or "",
+        row["mask_share"],
+    )
+
 
 _MOST_LINES = 3
 _MOST_INTERVALS = 4
@@ -66,7 +116,7 @@ class OtherSteps:
 
     @functools.cached_property
     def coverage(self) -> Coverage:
-        return Coverage(one.product for one in self.held if one.alike in self.holding)
+        return Coverage(counted.product for counted in self.held if counted.alike in self.holding)
 
     @property
     def steps(self) -> str:
@@ -86,18 +136,22 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     error ended them halfway.
     """
     spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
-    for one in products:
-        product = one.product
+    for span in products:
+        product = span.product
         if product.macs or product.runs == "uncounted":  # what a line names
             key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
-            spans.setdefault(key, (product, []))[1].append((one.since, one.until))
+            spans.setdefault(key, (product, []))[1].append((span.since, span.until))
     alike: dict[tuple[_Span, ...], int] = {}  # of the products of thousands of layers they are few
-    held = [_CountedProduct(product, alike.setdefault(tuple(found), len(alike))) for product, found in spans.values()]
-    unknown = {one.alike for one in held if one.product.macs and not one.product.precision}
-    firsts = sorted({first for found in alike for span in found for first in _firsts(*span)})[-_MOST_CHANGES:]
+    held = [
+        _CountedProduct(product, alike.setdefault(tuple(held_in), len(alike))) for product, held_in in spans.values()
+    ]
+    unknown = {span.alike for span in held if span.product.macs and not span.product.precision}
+    changed = {since for intervals in alike for since, _ in intervals}
+    changed |= {until + 1 for intervals in alike for _, until in intervals if until is not None}
+    firsts = sorted(changed)[-_MOST_CHANGES:]
     holding: list[list[int]] = [[] for _ in firsts]
-    for found, number in alike.items():
-        for since, until in found:
+    for held_in, number in alike.items():
+        for since, until in held_in:
             end = len(firsts) if until is None else bisect_right(firsts, until)
             for numbers in holding[bisect_left(firsts, since) : end]:
                 numbers.append(number)
@@ -117,11 +171,7 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     return [steps for steps in others if str(steps.coverage) != in_last]
 
 
-def in_lines(found: Sequence[OtherSteps]) -> list[str]:
+def in_lines(others: Sequence[OtherSteps]) -> list[str]:
     """One line for each entry, up to a maximum, and the number of entries left."""
-    more = len(found) - _MOST_LINES
-    return [*map(str, found[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]
-
-
-def _firsts(since: int, until: int | None) -> tuple[int, ...]:
-    return (since,) if until is None else (since, until + 1)
+    more = len(others) - _MOST_LINES
+    return [*map(str, others[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]

@@ -26,7 +26,7 @@ import torch
 from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName, class_names
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import Coverage, Family, Product, Reason
-from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_BACKWARD, GemmPrecision
+from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_BACKWARD, Format, GemmPrecision
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION as NO_RECIPE
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, in_precision, kept_by_sections
 from te_precision_callbacks.coverage.precision_audit import (
@@ -39,7 +39,6 @@ from te_precision_callbacks.coverage.precision_audit import (
     quantizers_of_layers,
     recipe_text,
 )
-from te_precision_callbacks.coverage.precision_history import Format
 from te_precision_callbacks.coverage.seen_product import kind_of
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation, module_names, named_roots
@@ -123,7 +122,7 @@ class _ProductPlanner:
     ) -> None:
         self._model = model
         self._named = {id(named.module): named for named in modules}
-        self._operations = {id(found.module): found.layers for found in operations}
+        self._operations = {id(operation.module): operation.layers for operation in operations}
         self._acting = acting
         self._recipe = recipe
         self._tokens = tokens
@@ -148,7 +147,11 @@ class _ProductPlanner:
         for key, path in names.items():
             module = below[key]
             layers = self._plan_te(key, module)
-            if not layers and not self._knows(path, module):
+            if self._ran is None:
+                is_known = bool(layers) or self._plan_torch(path, module)
+            else:
+                is_known = bool(layers) or any(f"{layer}.".startswith(f"{path}.") for layer in self._reached)
+            if not is_known:
                 others[path] = module
                 continue
             if self._ran is not None:
@@ -176,12 +179,6 @@ class _ProductPlanner:
             if layers:
                 self._plan_operation(module, layers)
         return layers
-
-    def _knows(self, path: str, module: torch.nn.Module) -> bool:
-        """Plan the products of a module of torch; returns whether they are known."""
-        if self._ran is None:
-            return self._plan_torch(path, module)
-        return any(layer == path or layer.startswith(f"{path}.") for layer in self._reached)
 
     def _products_of(self, ran: Ran) -> list[Product]:
         """The products of a step in the planned formats, and the products that it skipped."""
@@ -237,7 +234,10 @@ class _ProductPlanner:
         in_force = self._recipe_of([layer])
         override = None if in_force is None else in_force.backward_override
         recipe = recipe_text(in_force)
-        formats = self._formats_of(quantizers, dtype, recipe, override)
+        key = (*map(id, quantizers.values()), *quantizers, dtype, recipe, override)  # many layers have the same
+        if key not in self._formats:
+            self._formats[key] = formats_of_layer("", quantizers, dtype, recipe=recipe, backward_override=override)
+        formats = self._formats[key]
         sections = self._acting.get(layer, ())
         kept = kept_by_sections(sections)
         modified = {pair for section in sections for effect in section.effects.values() for pair in effect.modifies}
@@ -260,15 +260,6 @@ class _ProductPlanner:
                 GemmPrecision(layer, gemm, operands, seen=False, recipe=recipe or NO_RECIPE, excluded=excluded)
             )
 
-    def _formats_of(
-        self, quantizers: Mapping[str, Any], dtype: torch.dtype, recipe: str, override: str | None
-    ) -> Mapping[LayerOperand, Format]:
-        """The formats of a layer, cached, since many layers have the same quantizers."""
-        key = (*map(id, quantizers.values()), *quantizers, dtype, recipe, override)
-        if key not in self._formats:
-            self._formats[key] = formats_of_layer("", quantizers, dtype, recipe=recipe, backward_override=override)
-        return self._formats[key]
-
     # ------------------------------------------------------------------ torch
 
     def _plan_torch(self, path: str, module: torch.nn.Module) -> bool:
@@ -279,33 +270,29 @@ class _ProductPlanner:
             sizes = cast(torch.Tensor, module.weight).shape[0], cast(int, module.nf)
         else:
             return isinstance(module, torch.nn.Embedding)  # a look-up has no multiply-adds
-        self._plan_weight(path, module, cast(torch.Tensor, module.weight), sizes)
-        return True
-
-    def _plan_weight(self, layer: str, module: torch.nn.Module, weight: torch.Tensor, sizes: tuple[int, int]) -> None:
+        weight = cast(torch.Tensor, module.weight)
         macs = self._tokens * sizes[0] * sizes[1]
         for gemm, (n, m, k) in gemm_sizes(self._tokens, *sizes).items():
             if gemm != "fprop" and not self._trains:
                 continue
             if gemm == "wgrad" and not weight.requires_grad:
-                self._products.append(Product.left_out(layer, "torch", gemm, FROZEN))
+                self._products.append(Product.left_out(path, "torch", gemm, FROZEN))
                 continue
             operands: dict[str, str] = dict.fromkeys(OPERANDS[gemm], dtype_name(weight.dtype))
             backward, ref = gemm != "fprop", kind_of(module)
             self._products.append(
-                Product(
-                    layer, "torch", gemm, backward, n, m, k, 1, 1, macs, operands, "planned", "", Reason.NOT_TE, ref
-                )
+                Product(path, "torch", gemm, backward, n, m, k, 1, 1, macs, operands, "planned", "", Reason.NOT_TE, ref)
             )
+        return True
 
 
 def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -> tuple[str, ...]:
-    found: list[str] = []
+    paths: list[str] = []
     for key, path in names.items():
-        is_inner = any(path.startswith(f"{outer}.") for outer in found[-1:])
+        is_inner = any(path.startswith(f"{outer}.") for outer in paths[-1:])
         if not is_inner and any("Attention" in name for name in class_names(below[key])):
-            found.append(path)
-    return tuple(found)
+            paths.append(path)
+    return tuple(paths)
 
 
 class MadeQuantizers:
@@ -315,12 +302,10 @@ class MadeQuantizers:
     """
 
     def __init__(self) -> None:
-        self._of_class: dict[tuple[int, type, int, int], list[list[Any]]] = {}
-        self._others: list[list[list[Any]]] = []
+        self._made: dict[tuple[object, ...], list[list[Any]]] = {}
 
     def of(self, module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
-        """The quantizers of a module for a recipe, in Transformer Engine's order, forward and backward; empty without a
-        recipe.
+        """The quantizers of a module for a recipe, in Transformer Engine's order; empty without a recipe.
 
         The modules of a class share the quantizers of a recipe, unless it is custom.
 
@@ -331,13 +316,10 @@ class MadeQuantizers:
         """
         if recipe is None:
             return [[], []]
-        if recipe.custom():
-            self._others.append(_made_quantizers(module, recipe, forward, backward))
-            return self._others[-1]
-        key = id(recipe), type(module), forward, backward
-        if key not in self._of_class:
-            self._of_class[key] = _made_quantizers(module, recipe, forward, backward)
-        return self._of_class[key]
+        key = id(recipe), id(module) if recipe.custom() else type(module), forward, backward
+        if key not in self._made:
+            self._made[key] = _made_quantizers(module, recipe, forward, backward)
+        return self._made[key]
 
 
 def _made_quantizers(module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:

@@ -39,9 +39,10 @@ from te_precision_callbacks.coverage.gemm_precision import (
     NO_BACKWARD,
     NO_GRADIENT,
     NO_INPUT_GRADIENT,
-    GemmPrecision,
+    Format,
+    GemmFact,
+    PrecisionHistory,
 )
-from te_precision_callbacks.coverage.precision_history import Format, GemmFact, PrecisionHistory
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 
@@ -103,10 +104,10 @@ class _Notes:
         for operand, formats in self.formats.items():
             by_gemm.setdefault(operand.gemm, {})[operand.tensor] = formats
         seen: list[GemmName] = []
-        for gemm, found in by_gemm.items():
-            tensors = [tensor for tensor in OPERANDS[gemm] if tensor in found]
-            facts[gemm] = GemmFact(tuple((tensor, tuple(found[tensor])) for tensor in tensors))
-            if len(tensors) == len(OPERANDS[gemm]) and all(all(formats.values()) for formats in found.values()):
+        for gemm, operands in by_gemm.items():
+            tensors = [tensor for tensor in OPERANDS[gemm] if tensor in operands]
+            facts[gemm] = GemmFact(tuple((tensor, tuple(operands[tensor])) for tensor in tensors))
+            if len(tensors) == len(OPERANDS[gemm]) and all(all(formats.values()) for formats in operands.values()):
                 seen.append(gemm)
         return facts, seen
 
@@ -169,34 +170,14 @@ class PrecisionAudit:
         self._had_backward = True
 
     @property
-    def last(self) -> int | None:
-        """The last iteration that ran, or that has notes; None if there is none."""
-        self._write()
-        return self._history.last
-
-    @property
     def changes(self) -> int:
         return self._history.changes
 
     @property
-    def has_changed(self) -> bool:
+    def history(self) -> PrecisionHistory:
+        """The precision of all iterations that ran, or that have notes."""
         self._write()
-        return self._history.has_changed
-
-    def at(self, iteration: int) -> Iterator[GemmPrecision]:
-        """The precision in an iteration. Raises IterationError if it has not run."""
-        self._write()
-        return self._history.at(iteration)
-
-    def spans(self) -> Iterator[GemmPrecision]:
-        """The precision in all iterations, as ``PrecisionHistory.spans``."""
-        self._write()
-        return self._history.spans()
-
-    def __iter__(self) -> Iterator[GemmPrecision]:
-        """The precision over the run, as ``PrecisionHistory.whole``."""
-        self._write()
-        return self._history.whole()
+        return self._history
 
     def _write(self) -> None:
         """Copy the notes of this iteration, which may go on, to the history. Notes rarely change between iterations."""
@@ -223,8 +204,7 @@ class PrecisionAudit:
 
     def trained_in_fp8(self, layer: str) -> bool | None:
         """Return whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
-        self._write()
-        fact = self._now_of(LayerOperand(layer, "fprop", ""))
+        fact = self.history.now(layer)[0]
         formats = [made for _, all_made in fact.operands for made in all_made] if fact is not None else []
         return any(made.recipe for made in formats) if formats else None
 
@@ -297,8 +277,7 @@ class PrecisionAudit:
 
 
 def _in_a_region() -> bool:
-    """Return whether the script is inside of ``te.autocast``, enabled or not (TE 2.20.2,
-    ``pytorch/quantization.py``)."""
+    """Return whether the script is in ``te.autocast``, enabled or not (TE 2.20.2, ``pytorch/quantization.py``)."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return bool(FP8GlobalStateManager.quantization_state.autocast_depth)
@@ -337,8 +316,8 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise:
     """
     names = class_names(quantizer)
     if HYBRID_QUANTIZER in names:
-        one = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
-        return quantizer_format(one, high_precision, columnwise=columnwise)
+        of_direction = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
+        return quantizer_format(of_direction, high_precision, columnwise=columnwise)
     if quantizer is None or IDENTITY_QUANTIZER in names:
         return dtype_name(high_precision)
     return _known(quantizer) or type(quantizer).__name__
@@ -425,14 +404,14 @@ def gemms_left_out(
     """
     if not input_needs_gradient and not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
         return {LayerGemm(layer, gemm): NO_GRADIENT for layer in layers for gemm in GEMMS[1:]}
-    found = {
+    left_out = {
         LayerGemm(layer, "wgrad"): FROZEN
         for layer, frozen in zip(layers, _frozen(module, layers), strict=True)
         if frozen
     }
     if not input_needs_gradient and {"LayerNormLinear", "LayerNormMLP"}.isdisjoint(class_names(module)):
-        found |= {LayerGemm(layer, "dgrad"): NO_INPUT_GRADIENT for layer in layers}
-    return found
+        left_out |= {LayerGemm(layer, "dgrad"): NO_INPUT_GRADIENT for layer in layers}
+    return left_out
 
 
 def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:

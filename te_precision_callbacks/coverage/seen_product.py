@@ -1,19 +1,163 @@
-"""A matrix product that ran in a step, and the sum of its calls."""
+"""The matrix products that ran, and their sums over the calls of a step."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from te_precision_callbacks.base.vocabulary import OPERANDS
-from te_precision_callbacks.coverage.coverage import Family, Product, ProductName, Reason
+from te_precision_callbacks.coverage.coverage import ESTIMATED, Family, Product, ProductName, Reason, StateRow
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_INPUT_GRADIENT
 from te_precision_callbacks.coverage.marks import Weight
 from te_precision_callbacks.coverage.matrix_products import PackedSequence, Role, Sizes
-from te_precision_callbacks.coverage.micro_batches import ModelCall
+from te_precision_callbacks.coverage.micro_batches import NOT_CALLED, OUTSIDE, Kind, ModelCall, Parts
+
+
+class _Counted(NamedTuple):
+    """The counted calls of a kind: one, or several if sizes depend on the values of tensors.
+
+    Attributes:
+        seen: their products.
+        calls, backwards: the number of calls, and of calls with a backward.
+        may_lack_backward: whether a backward of the kind may exist and was not counted.
+    """
+
+    seen: Sequence[SeenProduct]
+    calls: int
+    backwards: int
+    may_lack_backward: bool
+
+    @property
+    def sizes(self) -> Counter[object]:
+        return Counter((seen.layer, seen.gemm, seen.is_of_backward, seen.sizes) for seen in self.seen)
+
+    def in_step(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
+        """The products, each with its number of runs in a step with these numbers of calls."""
+        for seen in self.seen:
+            counted = self.backwards if seen.is_of_backward else self.calls
+            yield seen, (backwards if seen.is_of_backward else forwards) / max(counted, 1)
+
+
+class CountedKinds:
+    """The counted kinds of a model's calls.
+
+    Args:
+        root: the path of the model.
+
+    Attributes:
+        changes: the number of times that a kind was counted.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.changes = 0
+        self._root = root
+        self._counted: dict[Kind, _Counted] = {}
+
+    def put(
+        self,
+        kind: Kind,
+        counted: Sequence[tuple[ModelCall, Sequence[SeenProduct]]],
+        differ_in_integers: Callable[[Kind, Kind], bool],
+    ) -> bool | None:
+        """Keep the products of counted calls of a kind.
+
+        Returns:
+            Whether a new kind has the products of a known kind with other integers in the input; None without one.
+        """
+        before = self._counted.get(kind)
+        calls = [(call, seen) for call, seen in counted if call.may_have_backward] or counted[:1]
+        if any(call.goes_by_values for call, _ in counted):
+            calls = counted
+        backwards = sum(call.may_have_backward for call, _ in calls)
+        if before is not None and (before.backwards or not backwards):
+            return None
+        other = next((other for other in self._counted if differ_in_integers(kind, other)), None)
+        lacks = kind.form != OUTSIDE and not backwards
+        self._put(kind, itertools.chain.from_iterable(products for _, products in calls), len(calls), backwards, lacks)
+        if before is not None or other is None:
+            return None
+        return self._counted[kind].sizes == self._counted[other].sizes
+
+    def put_failed(self, kind: Kind, seen: Iterable[SeenProduct]) -> None:
+        """Keep the products of a step in which counting failed; the form of the kind is the reason."""
+        self._put(kind, seen, 1, 1, False)
+
+    def _put(self, kind: Kind, products: Iterable[SeenProduct], calls: int, backwards: int, lacks: bool) -> None:
+        seen = [part for product in products for part in product.alone()]
+        self._counted[kind] = _Counted(seen, calls, backwards, lacks)
+        self.changes += 1
+
+    def has_backward(self, kind: Kind) -> bool | None:
+        """Return whether a kind has products of a backward; None if it was not counted."""
+        counted = self._counted.get(kind)
+        return None if counted is None else any(seen.is_of_backward for seen in counted.seen)
+
+    def products(self, parts: Parts, steps: int = 1) -> tuple[Product, ...]:
+        """The products of a step with these calls, or their mean over several steps. Uncounted ones come last."""
+        weighted: list[tuple[SeenProduct, float]] = []
+        unknown = lacking = 0
+        texts: dict[str, None] = {}
+        for kind, (forwards, backwards) in parts.items():
+            counted = self._counted.get(kind)
+            if counted is None:
+                unknown += forwards
+                alike = [self._counted[other] for other in self._counted if other.form == kind.form]
+                alike = alike or [self._counted[other] for other in self._counted if other.form != OUTSIDE]
+            else:
+                alike = [counted]
+                lacking += backwards * counted.may_lack_backward
+            for of_kind in alike:
+                weighted += [(seen, times / len(alike) / steps) for seen, times in of_kind.in_step(forwards, backwards)]
+            if isinstance(kind.form, str) and kind.form != OUTSIDE:
+                texts[kind.form] = None
+        whole = sum(forwards for forwards, _ in parts.values())
+        if unknown:
+            texts[
+                f"{ESTIMATED}{unknown} of {whole} micro-batches took another way through the model than those that"
+                " were counted, or had other sizes"
+            ] = None
+        if lacking:
+            texts[
+                f"{ESTIMATED}the backward of {lacking} of {whole} micro-batches, since none of this kind was counted"
+            ] = None
+        if all(kind.form == OUTSIDE for kind in parts):
+            texts[NOT_CALLED] = None
+        left: dict[tuple[str, str, bool], SeenProduct] = {}
+        for seen, _ in weighted:
+            if seen.not_counted:
+                left.setdefault((seen.layer, seen.not_counted, seen.backward), seen)
+        return (
+            *summed((seen, times) for seen, times in weighted if not seen.not_counted and times),
+            *(Product.uncounted(layer, seen.family, what, backward=back) for (layer, what, back), seen in left.items()),
+            *(Product.uncounted(self._root, "functional", what) for what in texts),
+        )
+
+
+class CountedStep(NamedTuple):
+    """The calls and the state of a step.
+
+    Attributes:
+        parts: its calls by kind.
+        kinds: the products of kinds.
+        state: the rows of state in the first step; else None.
+    """
+
+    parts: Parts
+    kinds: CountedKinds
+    state: tuple[StateRow, ...] | None
+
+    @property
+    def has_backward(self) -> bool:
+        return any(
+            backwards and self.kinds.has_backward(kind) is not False for kind, (_, backwards) in self.parts.items()
+        )
+
 
 OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
     "fprop": OPERANDS["fprop"],
@@ -90,8 +234,8 @@ class SeenProduct:
         if self.sequences is None:
             return [made]
         return [
-            replace(made, sizes=each.sizes, mask_share=share if share in (None, 1.0) else each.causal)
-            for each in self.sequences
+            replace(made, sizes=sequence.sizes, mask_share=share if share in (None, 1.0) else sequence.causal)
+            for sequence in self.sequences
         ]
 
     @property
@@ -120,16 +264,16 @@ def kind_of(module: torch.nn.Module) -> str:
 
 def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
     """The products of a step, each with the sum of its calls, given products and their numbers of runs."""
-    found: dict[tuple[str, ProductName, bool], list[tuple[SeenProduct, float]]] = {}
-    for one, times in seen:
-        found.setdefault((one.layer, one.gemm, one.is_of_backward), []).append((one, times))
-    has_backward = any(backward for _, _, backward in found)
-    for (layer, gemm, backward), calls in found.items():
+    by_name: dict[tuple[str, ProductName, bool], list[tuple[SeenProduct, float]]] = {}
+    for call, times in seen:
+        by_name.setdefault((call.layer, call.gemm, call.is_of_backward), []).append((call, times))
+    has_backward = any(backward for _, _, backward in by_name)
+    for (layer, gemm, backward), calls in by_name.items():
         # The sizes are those of the largest call: another one may have no rows, as that of an expert without tokens.
-        first = max((one for one, _ in calls), key=lambda one: math.prod(one.sizes))
+        first = max((call for call, _ in calls), key=lambda call: math.prod(call.sizes))
         n, m, k, batch = first.sizes
         names = _OF_BACKWARD if backward and gemm not in OPERANDS else OPERAND_NAMES[gemm]
-        formats = [" -> ".join(dict.fromkeys(one.formats[side] for one, _ in calls)) for side in (0, 1)]
+        formats = [" -> ".join(dict.fromkeys(call.formats[side] for call, _ in calls)) for side in (0, 1)]
         yield Product(
             layer,
             first.family,
@@ -140,7 +284,7 @@ def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
             k,
             batch,
             round(sum(times for _, times in calls)),
-            round(sum(times * math.prod(one.sizes) for one, times in calls)),
+            round(sum(times * math.prod(call.sizes) for call, times in calls)),
             dict(zip(names, formats, strict=True)),
             reason=first.reason,
             reason_ref=first.kind,
@@ -149,7 +293,7 @@ def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
         weight = first.weight
         if weight is None or gemm != "fprop" or not has_backward:
             continue
-        if (layer, "dgrad", True) not in found:
+        if (layer, "dgrad", True) not in by_name:
             yield Product.left_out(layer, first.family, "dgrad", NO_INPUT_GRADIENT)
         if not weight.trains:
             yield Product.left_out(layer, first.family, "wgrad", FROZEN)
@@ -158,10 +302,10 @@ def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
 def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
     """The share of the multiply-adds of calls that their masks keep; None if one is unknown."""
     left = whole = 0.0
-    for one, times in calls:
-        share = one.origin.mask_share
+    for call, times in calls:
+        share = call.origin.mask_share
         if share is None:
             return None
-        macs = times * math.prod(one.sizes)
+        macs = times * math.prod(call.sizes)
         left, whole = left + share * macs, whole + macs
     return left / whole if whole else None

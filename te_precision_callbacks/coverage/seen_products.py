@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.coverage.counted_kinds import CountedKinds, CountedStep
 from te_precision_callbacks.coverage.coverage import Family
-from te_precision_callbacks.coverage.masks import share_left
-from te_precision_callbacks.coverage.matrix_products import Role
+from te_precision_callbacks.coverage.matrix_products import Role, share_left
 from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
-from te_precision_callbacks.coverage.model_watch import ModelWatch
+from te_precision_callbacks.coverage.model_watch import ModelWatch, is_seen_by
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
-from te_precision_callbacks.coverage.seeing import is_seen_by
-from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, SeenProduct
+from te_precision_callbacks.coverage.seen_product import FUSED, OTHER_KERNEL, CountedKinds, CountedStep, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
@@ -28,14 +24,11 @@ _CALL = "te_precision_call"
 """The key of the model call in the data that a forward of Transformer Engine keeps."""
 
 
-class ModelProducts:
-    """The matrix products of a model's steps.
+class ModelProducts(ModelWatch):
+    """The matrix products of a model's steps: a listener of the tap, and of torch's operators.
 
     Args:
-        report: receives failures.
-        is_paused: whether the integration evaluates.
-        in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, which have events.
-        count: see :class:`ModelWatch`.
+        report, is_paused, in_gemm_layer, count: see :class:`ModelWatch`.
 
     Attributes:
         attentions: id of a module of Transformer Engine's attention -> its path.
@@ -51,19 +44,12 @@ class ModelProducts:
         in_gemm_layer: Callable[[], bool],
         count: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(report, is_paused, in_gemm_layer, count)
         self.attentions: Mapping[int, str] = {}
         self.recomputed_outside: set[str] = set()
         self._first_in_recipe: set[str] = set()
-        self._report = report
-        self._watch = ModelWatch(report, is_paused, in_gemm_layer, count)
         self._operations: frozenset[str] = frozenset()
         self._kinds = CountedKinds("")
-
-    @property
-    def counting(self) -> bool:
-        """Return whether products are counted in this step: in the first one, and if calls of a new kind are
-        expected."""
-        return self._watch.counting
 
     @property
     def has_graphs(self) -> bool:
@@ -71,15 +57,13 @@ class ModelProducts:
 
         Its other evidence depends on whether the graph runs, or the layers' own forwards.
         """
-        return self._watch.calls.has_graphs
+        return self.calls.has_graphs
 
     @has_graphs.setter
     def has_graphs(self, value: bool) -> None:
-        self._watch.calls.has_graphs = value
+        self.calls.has_graphs = value
 
-    # ------------------------------------------------------------------ its life
-
-    def watch(self, model: Model, names: Mapping[int, str], operations: Iterable[str]) -> None:
+    def watch_model(self, model: Model, names: Mapping[int, str], operations: Iterable[str]) -> None:
         """Count the products of a model from the next step on, and stop counting any other model.
 
         Args:
@@ -96,34 +80,32 @@ class ModelProducts:
             paths |= {id(part): path for part in modules[key].modules()}
         self._operations, self.attentions = frozenset(operations), attentions
         self._kinds = CountedKinds(next((paths[id(root)] for root in roots if id(root) in paths), ""))
-        self._watch.watch(model, {key: (path, modules[key]) for key, path in paths.items()})
+        self.watch(model, {key: (path, modules[key]) for key, path in paths.items()})
 
-    def end_step(self) -> CountedStep | None:
+    def take_step(self) -> CountedStep | None:
         """End a step. None if it had no products, or if counting has failed."""
-        watch, calls = self._watch, self._watch.calls
-        if not watch.active or (watch.failure and not watch.counting):
+        if not self.active or (self.failure and not self.counting):
             return None
         try:
-            is_first = calls.is_first
-            of_step = calls.end_step()
+            is_first = self.calls.is_first
+            of_step = self.calls.end_step()
             parts: Parts
-            if watch.failure:
-                parts = {Kind(watch.failure): (1, 1)}
-                self._kinds.put_failed(
-                    Kind(watch.failure), [one for one in self._seen if one.family in ("te", "te_ops")]
-                )
+            if self.failure:
+                kind = Kind(self.failure)
+                parts = {kind: (1, 1)}
+                self._kinds.put_failed(kind, [seen for seen in self._seen if seen.family in ("te", "te_ops")])
             else:
-                parts = self._count(of_step)
-            state = watch.state.rows() if is_first and parts else None
+                parts = self._keep_products(of_step)
+            state = self.state.rows() if is_first and parts else None
             return CountedStep(parts, self._kinds, state) if parts else None
         finally:
-            watch.end_step()
-            if not watch.counting:
+            self.end_step()
+            if not self.counting:
                 self._first_in_recipe = set()
 
-    def _count(self, of_step: Sequence[ModelCall]) -> Parts:
+    def _keep_products(self, of_step: Sequence[ModelCall]) -> Parts:
         """Keep the products of the counted calls of a step by kind."""
-        calls = self._watch.calls
+        calls = self.calls
         by_call: dict[ModelCall | None, list[SeenProduct]] = {}
         for seen in self._seen:
             by_call.setdefault(seen.call, []).append(seen)
@@ -139,31 +121,24 @@ class ModelProducts:
             parts[outside] = 1, 1
             if calls.outside.is_counted:
                 counted[outside] = [(calls.outside, by_call.get(None, []))]
-        for kind, found in counted.items():
-            if self._kinds.put(kind, found):
-                other = self._kinds.find(functools.partial(calls.differ_in_integers, kind))
-                if other is not None:
-                    calls.note_alike(kind, alike=self._kinds.are_alike(kind, other))
+        for kind, products in counted.items():
+            alike = self._kinds.put(kind, products, calls.differ_in_integers)
+            if alike is not None:
+                calls.note_alike(kind, alike=alike)
         return parts
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.counting and self._watch.calls.is_first:
-            self._watch.state.note_step(optimizer)
-
-    def take_ran(self) -> Mapping[int, set[bool]]:
-        return self._watch.take_ran()
+        if self.counting and self.calls.is_first:
+            self.state.note_step(optimizer)
 
     def close(self) -> None:
-        self._watch.close()
+        super().close()
         self.attentions, self.recomputed_outside, self._first_in_recipe = {}, set(), set()
         self._operations = frozenset()
 
     @property
     def _seen(self) -> list[SeenProduct]:
-        return self._watch.operators.seen
-
-    def muted(self) -> AbstractContextManager[None]:
-        return self._watch.muted()
+        return self.operators.seen
 
     # ------------------------------------------------------------------ what runs
 
@@ -182,10 +157,10 @@ class ModelProducts:
 
     def _call_of(self, event: GemmEvent) -> ModelCall | None:
         """The model call of a GEMM. Its forward and backward may run in different threads."""
-        if self._watch.failure:
+        if self.failure:
             return None
         if event.gemm == "fprop" or _CALL not in event.kept:
-            event.kept[_CALL] = self._watch.operators.call_now()
+            event.kept[_CALL] = self.operators.call_now()
         call: ModelCall | None = event.kept[_CALL]
         return call
 
@@ -200,9 +175,9 @@ class ModelProducts:
             self.recomputed_outside.add(event.layer)
 
     def _note_running(self, layer: str) -> None:
-        call = self._watch.operators.call_of_forward()
+        call = self.operators.call_of_forward()
         seen = SeenProduct(layer, "attention", "", ("", ""), (0, 0, 0, 0), call=call)
-        self._watch.operators.nodes.note_running(seen)
+        self.operators.nodes.note_running(seen)
 
     def see_gemm(
         self,
@@ -212,8 +187,7 @@ class ModelProducts:
         formats: tuple[str, str] = ("", ""),
         call: ModelCall | None = None,
     ) -> None:
-        """Count a GEMM of a layer of Transformer Engine, given n, m and k, the formats of its operands, and its
-        call."""
+        """Count a GEMM of a layer of Transformer Engine, given n, m and k, its operands' formats, and its call."""
         family: Family = "te_ops" if layer in self._operations else "te"
         self._seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1), call=call))
 
@@ -227,11 +201,11 @@ class ModelProducts:
                 seen.mask_share = share
 
     def enter_attention(self, layer: str, kind: ForwardKind) -> None:
-        self._watch.operators.with_product.discard(layer)
+        self.operators.with_product.discard(layer)
 
     def note_attention(self, event: AttentionEvent) -> None:
-        self._watch.operators.with_product.add(event.layer)
-        call = self._watch.operators.call_now()
+        self.operators.with_product.add(event.layer)
+        call = self.operators.call_now()
         if not self.counting or event.kind is not ForwardKind.OBSERVED or (call is not None and not call.is_counted):
             return
         query, key, value = (format_of(tensor, columnwise=False) for tensor in (event.query, event.key, event.value))
@@ -255,9 +229,9 @@ class ModelProducts:
 
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
         """Count the products of attention without an operator or event, by their sizes."""
-        if not self.counting or not is_seen_by(self._watch):
+        if not self.counting or not is_seen_by(self):
             return
-        call = self._watch.operators.call_of_forward()
+        call = self.operators.call_of_forward()
         if kind is ForwardKind.SILENT and not in_backward():  # computed again in the backward of a checkpoint
             self._note_running(layer)
         if kind is not ForwardKind.OBSERVED or (call is None and in_backward()):
@@ -265,7 +239,7 @@ class ModelProducts:
         tensors = given["query_layer"], given["key_layer"], given["value_layer"]
         sizes = AttentionSizes.of(*tensors, given["qkv_format"])
         share = share_left(given, sizes.rows, sizes.columns)
-        if layer in self._watch.operators.with_product:
+        if layer in self.operators.with_product:
             for seen in itertools.takewhile(lambda seen: seen.layer == layer, reversed(self._seen)):
                 seen.mask_share = share
             return
@@ -311,9 +285,8 @@ class ModelProducts:
                 self._seen.append(seen)
 
     def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
-        """Note layers of Transformer Engine that ran without an event of a GEMM; ``what`` names the kernel and the
-        reason."""
-        call = self._watch.operators.call_now()
+        """Note layers of Transformer Engine that ran without a GEMM event; ``what`` names the kernel and the reason."""
+        call = self.operators.call_now()
         if self.counting and (call is None or call.is_counted):
             for layer in layers:
                 family: Family = "te_ops" if layer in self._operations else "te"
@@ -323,6 +296,5 @@ class ModelProducts:
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:
-    """The format of an inner tensor of attention by its quantizer; without one, as in MXFP8, the format of an
-    operand."""
+    """The format of an inner tensor of attention by its quantizer; without one, as in MXFP8, an operand's format."""
     return otherwise if quantizer is None else quantizer_format(quantizer, torch.float32, columnwise=False)

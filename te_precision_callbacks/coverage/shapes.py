@@ -1,5 +1,4 @@
-"""Adds the layer's name to an exception of Transformer Engine; for an unsupported shape also the GEMM and the
-dimension.
+"""Adds the layer to an exception of Transformer Engine; for an unsupported shape also the GEMM and the dimension.
 
 Transformer Engine raises deep inside, and names at most the operand. The frames of the traceback show the layer, so
 nothing is recorded in a healthy run. Read from Transformer Engine 2.20.2: the forwards (``self``, ``inp``,
@@ -43,7 +42,8 @@ def explain_failure(
     if not isinstance(inner, Exception):
         return
     try:
-        text = _explanation(inner, modules) or _layer_of(inner, modules, others)
+        place = _place(inner.__traceback__, modules)
+        text = (None if place is None else _explanation(place)) or _layer_of(inner, place, others)
     except Exception as failure:
         logger.error("The layer of the exception above could not be found.", exc_info=failure)
         return
@@ -74,18 +74,22 @@ def _add_note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def _layer_of(error: Exception, modules: Sequence[NamedModule], others: Mapping[int, str]) -> str:
+def _layer_of(error: Exception, place: _Failed | None, others: Mapping[int, str]) -> str:
     """A sentence with the layer whose forward or backward raised; empty outside of layers."""
-    place = _place(error.__traceback__, modules)
     if place is not None:
         where, name, kind = "backward" if place.in_backward else "forward", place.named.name, place.named.module
     else:
-        owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
-        found = next((owner for owner in owners if id(owner) in others), None)
-        if found is None:
+        calls = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name in _FORWARDS)
+        owners = (frame.f_locals.get("self") for frame in calls)
+        other = next((owner for owner in owners if id(owner) in others), None)
+        if other is None:
             return ""
-        where, name, kind = "forward", others[id(found)], found
+        where, name, kind = "forward", others[id(other)], other
     return f"te-precision-callbacks: raised in the {where} of the layer {name!r} ({type(kind).__name__})."
+
+
+_FORWARDS = ("forward", "_call_impl")
+"""Functions of a module that run its forward; load_state_dict(), for example, does not."""
 
 
 @dataclass
@@ -107,11 +111,11 @@ class _Failed:
     gemm: GemmName | None = None
 
 
-def _explanation(error: Exception, modules: Sequence[NamedModule]) -> str | None:
-    place = _place(error.__traceback__, modules)
-    if place is None or not place.named.module.fp8:
-        return None
+def _explanation(place: _Failed) -> str | None:
+    """A sentence with the GEMM and the dimension if a shape is not supported; None otherwise."""
     module: Any = place.named.module
+    if not module.fp8:
+        return None
     recipe = name_of_recipe(module.fp8_meta["recipe"])
     if recipe is None:
         return None
@@ -124,7 +128,7 @@ def _explanation(error: Exception, modules: Sequence[NamedModule]) -> str | None
     if place.in_backward and hasattr(module, "fc2_weight"):
         layers.reverse()
     for layer, (tokens, in_features, out_features) in layers:
-        found = refusals(
+        refused = refusals(
             recipe,
             get_device_compute_capability(),
             tokens=tokens,
@@ -134,14 +138,14 @@ def _explanation(error: Exception, modules: Sequence[NamedModule]) -> str | None
             result_bytes=module.activation_dtype.itemsize,
             asserted=not hasattr(module, "num_gemms"),
         )
-        first = next((refusal for refusal in found if refusal.gemm in gemms), None)
+        first = next((refusal for refusal in refused if refusal.gemm in gemms), None)
         if first is not None:
-            return _in_words(layer.name, first, found)
+            return _in_words(layer.name, first, refused)
     return None
 
 
-def _in_words(layer: str, first: Refusal, found: Sequence[Refusal]) -> str:
-    works = max(refusal.next_size for refusal in found if refusal.dimension == first.dimension)
+def _in_words(layer: str, first: Refusal, refused: Sequence[Refusal]) -> str:
+    works = max(refusal.next_size for refusal in refused if refusal.dimension == first.dimension)
     what = " (all dimensions of the input but the last, multiplied)" if first.dimension == "tokens" else ""
     return (
         f"te-precision-callbacks: the layer {layer!r} cannot run the GEMM {first.gemm}: {first.dimension}{what} is"
@@ -152,48 +156,46 @@ def _in_words(layer: str, first: Refusal, found: Sequence[Refusal]) -> str:
 
 def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Failed | None:
     of_module = {id(named.module): named for named in modules}
-    of_part = {id(part): named for named in modules for part in _parts(named.module)}
+    # The objects in a backward that belong to one module alone.
+    of_part = {id(part): named for named in modules for part in named.module.parameters(recurse=False)}
+    for named in modules:
+        quantizers: Any = named.module.quantizers
+        of_part |= {id(part): named for parts in quantizers.values() for part in parts or ()}
     place: _Failed | None = None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         if not frame.f_globals.get("__name__", "").startswith("transformer_engine.pytorch."):
             continue
-        found = frame.f_locals
-        if id(found.get("self")) in of_module:
-            place = _Failed(of_module[id(found["self"])], in_backward=False)
-        elif "ctx" in found or "bwd_args" in found:
-            named = next((of_part[key] for key in map(id, _held(found)) if key in of_part), None)
-            if frame.f_code.co_name in ("backward", "_linear_backward_impl") and named is not None:
-                same = place is not None and place.named is named and place.in_backward
-                place = place if same else _Failed(named, in_backward=True)
+        local = frame.f_locals
+        layer = of_module.get(id(local.get("self")))
+        if layer is not None and (place is not None or frame.f_code.co_name == "forward"):
+            place = _Failed(layer, in_backward=False)
+        elif "ctx" in local or "bwd_args" in local:
+            owner = next((of_part[key] for key in map(id, _held(local)) if key in of_part), None)
+            if frame.f_code.co_name in ("backward", "_linear_backward_impl") and owner is not None:
+                same = place is not None and place.named is owner and place.in_backward
+                place = place if same else _Failed(owner, in_backward=True)
         if place is not None:
-            _read_sizes(place, found)
+            _read_sizes(place, local)
     return place
 
 
-def _read_sizes(place: _Failed, found: Mapping[str, Any]) -> None:
+def _read_sizes(place: _Failed, local: Mapping[str, Any]) -> None:
     for name in ("grad_output", "grad_outputs") if place.in_backward else ("inp",):
-        value: Any = found.get(name)
+        value: Any = local.get(name)
         tensor = value[0] if isinstance(value, tuple) and value else value
         if place.rows is None and hasattr(tensor, "size"):  # also the storage of a quantized tensor
             place.rows = math.prod(tensor.size()[:-1])
-    splits = found.get("m_splits", getattr(found.get("ctx"), "m_splits", None))
+    splits = local.get("m_splits", getattr(local.get("ctx"), "m_splits", None))
     if place.splits is None and splits is not None:
         place.splits = [int(size) for size in splits]
-    place.gemm = GEMM_OF_LAYOUT.get(str(found.get("layout")), place.gemm)
+    place.gemm = GEMM_OF_LAYOUT.get(str(local.get("layout")), place.gemm)
 
 
-def _parts(module: Any) -> Iterator[Any]:
-    """The objects in a backward that belong to one module alone."""
-    yield from module.parameters(recurse=False)
-    for quantizers in module.quantizers.values():
-        yield from quantizers or ()
-
-
-def _held(found: Mapping[str, Any]) -> Iterator[Any]:
+def _held(local: Mapping[str, Any]) -> Iterator[Any]:
     """The objects in the local variables of a backward, also in lists and in its context."""
-    contexts = (vars(found[name]) for name in ("ctx", "bwd_args") if hasattr(found.get(name), "__dict__"))
-    for values in (found, *contexts):
+    contexts = (vars(local[name]) for name in ("ctx", "bwd_args") if hasattr(local.get(name), "__dict__"))
+    for values in (local, *contexts):
         for value in list(values.values()):
             for part in value if isinstance(value, (list, tuple)) else (value,):
                 yield part

@@ -51,7 +51,7 @@ class Finding:
         until: the last one.
         last_good: the last checked iteration without the problem before ``since``; None without one.
         checkpoint: the iteration of the last checkpoint that is not later than ``last_good``; None without one.
-        seen: a description with the values of the first layer in the step ``seen_at``.
+        seen: a description with the values of one of the layers in the step ``seen_at``.
         why: why it matters.
         remedy: the remedy.
         patch: a section for the config that applies the remedy, in YAML; may be empty.
@@ -101,10 +101,10 @@ class Finding:
 
     @property
     def seen_in_words(self) -> str:
-        """The description, with step and layer if the finding spans others: ``in the first of them at step 2, ``."""
+        """The description, with its step if the finding spans several layers or steps."""
         if self.seen_at is None:
             return self.seen
-        where = "in the first of them " if len(self.layers) > 1 else ""
+        where = "in one of them " if len(self.layers) > 1 else ""
         spans_others = bool(where) or (self.since, self.until) != (self.seen_at, self.seen_at)
         return f"{where}at step {self.seen_at}, {self.seen}" if spans_others else self.seen
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.instrumentation.handed import arguments_of_forward
 from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
 from te_precision_callbacks.layers.forwards import Classify
-from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionListener, AttentionSizes
+from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes
 
 
 class AttentionTap:
@@ -27,7 +28,7 @@ class AttentionTap:
         classify: Classify,
         report: Callable[[str, str, Exception], None],
         running: Running,
-        listener: AttentionListener | None,
+        listener: ModelProducts | None,
     ) -> None:
         self.names: Mapping[int, str] = {}
         self._classify = classify

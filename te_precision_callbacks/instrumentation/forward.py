@@ -142,8 +142,8 @@ class ForwardHooks:
         self.arm()
 
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
-        """Count the matrix products of a model's next step; see :meth:`ModelProducts.watch`."""
-        self.products.watch(model, names, self._tap.operations.layers)
+        """Count the matrix products of a model's next step; see :meth:`ModelProducts.watch_model`."""
+        self.products.watch_model(model, names, self._tap.operations.layers)
         self._listen()
 
     def arm(self) -> None:

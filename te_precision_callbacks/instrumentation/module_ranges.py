@@ -11,7 +11,7 @@ from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
-from te_precision_callbacks.speed.trace.range_names import LayerRange
+from te_precision_callbacks.speed.trace.range_names import layer_range
 
 
 class ModuleRanges:
@@ -48,7 +48,7 @@ class _Hook:
     _open = _Open()
 
     def __init__(self, name: str) -> None:
-        self._name = LayerRange(name).name if name else ""
+        self._name = layer_range(name) if name else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, ("",)

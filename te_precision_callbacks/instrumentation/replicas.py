@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.instrumentation.parameters import Problem
 from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import alike, local, raw, view

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.coverage.gemm_precision import Format
 from te_precision_callbacks.coverage.precision_audit import (
     LayerOperand,
     PrecisionAudit,
     formats_of_fused_path,
     of_fprop,
 )
-from te_precision_callbacks.coverage.precision_history import Format
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.round_robin import RoundRobin
 

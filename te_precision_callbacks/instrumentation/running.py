@@ -11,10 +11,10 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from te_precision_callbacks.base.vocabulary import OperandName
-from te_precision_callbacks.coverage.seeing import modes_are_active, unseen
+from te_precision_callbacks.coverage.model_watch import modes_are_active, unseen
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmOperand
-from te_precision_callbacks.speed.trace.range_names import LayerRange, module_of
+from te_precision_callbacks.speed.trace.range_names import layer_range, module_of
 
 
 class Forward:
@@ -182,14 +182,14 @@ class Running:
     def _range(self, forward: Forward | None, *, backward: bool) -> AbstractContextManager[Any]:
         if not self.has_ranges or forward is None or not forward.layers:
             return nullcontext()
-        return record_function(LayerRange(module_of(forward.layers), "", backward).name)
+        return record_function(layer_range(module_of(forward.layers), backward=backward))
 
     def range_of_gemm(self, forward: Forward | None, gemm: str, *, grouped: bool) -> AbstractContextManager[Any]:
         """Return the range of a GEMM of a layer, or of the GEMMs of all experts that one call runs."""
         if forward is None or not forward.layers:
             return nullcontext()
         layer = module_of(forward.layers) if grouped else forward.layers[forward.next_number_of(gemm)]
-        return record_function(LayerRange(layer, gemm, gemm != "fprop").name)
+        return record_function(layer_range(layer, gemm, backward=gemm != "fprop"))
 
 
 class CurrentForward(threading.local):

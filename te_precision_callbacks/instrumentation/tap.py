@@ -40,6 +40,7 @@ from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, class_names
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force
+from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.instrumentation.attention_tap import AttentionTap
 from te_precision_callbacks.instrumentation.callers import Callers
 from te_precision_callbacks.instrumentation.handed import (
@@ -64,7 +65,6 @@ from te_precision_callbacks.instrumentation.unfused import UnfusedTensors
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.layers.gemm_events import (
     OUTSIDE,
-    AttentionListener,
     BeforeSum,
     GemmEvent,
     Listener,
@@ -99,7 +99,7 @@ class GemmTap:
         *,
         enter: Callable[[torch.nn.Module, ForwardKind], Collection[tuple[int, str]]] | None = None,
         silent: Callable[[Sequence[str], str, bool], None] | None = None,
-        attention: AttentionListener | None = None,
+        attention: ModelProducts | None = None,
     ) -> None:
         self._classify = classify
         self._report = report

@@ -76,16 +76,16 @@ def _boxes(numbers: Sequence[_Numbers], width: int) -> list[list[list[int]]]:
     """Express all numbers as few products of sets; each product has one set for each number of a name."""
     if not width:
         return [[]]
-    sets = [sorted({each[place] for each in numbers}) for place in range(width)]
+    sets = [sorted({entry[place] for entry in numbers}) for place in range(width)]
     if math.prod(map(len, sets)) == len(numbers):
         return [sets]
     rests: dict[int, list[_Numbers]] = {}
     for first, *rest in numbers:
         rests.setdefault(first, []).append(tuple(rest))
     firsts: dict[tuple[_Numbers, ...], list[int]] = {}
-    for first, found in rests.items():
-        firsts.setdefault(tuple(sorted(found)), []).append(first)
-    return [[sorted(these), *box] for found, these in firsts.items() for box in _boxes(found, width - 1)]
+    for first, others in rests.items():
+        firsts.setdefault(tuple(sorted(others)), []).append(first)
+    return [[sorted(same), *box] for others, same in firsts.items() for box in _boxes(others, width - 1)]
 
 
 def _filled(form: str, sets: Iterable[Sequence[int]], most_ranges: int | None) -> str:

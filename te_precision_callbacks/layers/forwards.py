@@ -69,7 +69,7 @@ class ForwardClassifier:
 
     def end(self) -> None:
         """Treat every forward from now on as without a session."""
-        self.abandoned = _always
+        self.abandoned = lambda: True
 
     @property
     def paused(self) -> bool:
@@ -101,10 +101,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
-def _always() -> bool:
-    return True
-
-
 def in_evaluation() -> bool:
     """Return whether the running forward of a training step is an evaluation, such as a teacher's.
 
@@ -133,8 +129,7 @@ def running_functions() -> Iterator[FunctionCtx | None]:
 
 
 def is_computing_again() -> bool:
-    """Return whether a backward runs a forward that an activation checkpoint recomputes, and not the backward of a
-    node."""
+    """Return whether a backward runs a forward that an activation checkpoint recomputes, not a node's backward."""
     in_module = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -142,9 +137,9 @@ def is_computing_again() -> bool:
         if code is _ENGINE:
             return False  # a backward inside of the backward of a checkpoint
         in_module = in_module or code is _MODULE_CALL
-        found = _autograd_frame(frame)
-        if found is not None and found[0] != "forward":
-            name, context = found
+        autograd = _autograd_frame(frame)
+        if autograd is not None and autograd[0] != "forward":
+            name, context = autograd
             checkpoints = "Checkpoint" in type(context).__name__
             return name == "unpack_hook" or in_module or checkpoints or torch.is_grad_enabled()
         frame = frame.f_back
@@ -154,9 +149,9 @@ def is_computing_again() -> bool:
 def _autograd_frames() -> Iterator[tuple[str, FunctionCtx | None]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = _autograd_frame(frame)
-        if found is not None:
-            yield found
+        autograd = _autograd_frame(frame)
+        if autograd is not None:
+            yield autograd
         frame = frame.f_back
 
 

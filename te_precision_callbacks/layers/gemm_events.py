@@ -10,9 +10,10 @@ Transformer Engine frees operands right after a GEMM and reuses their memory: a 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,8 +53,7 @@ class GemmOperand(NamedTuple):
 
     @property
     def data(self) -> Any:
-        """The plain or quantized tensor or storage that the extension reads; None if there is no data of that
-        direction."""
+        """The plain or quantized tensor or storage that the extension reads; None without data of that direction."""
         given = self.given
         if self.on_debug_path:
             given = given.columnwise_gemm_tensor if self.columnwise else given.rowwise_gemm_tensor
@@ -163,19 +163,6 @@ class AttentionEvent:
     arguments: Mapping[str, Any]
 
 
-class AttentionListener(Protocol):
-    """Receives the events of Transformer Engine's attention, with any kernel."""
-
-    def enter_attention(self, layer: str, kind: ForwardKind) -> None:
-        """A forward begins."""
-
-    def note_attention(self, event: AttentionEvent) -> None:
-        """Fused attention has run, in a forward or backward."""
-
-    def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
-        """A forward ends; ``given`` are the arguments of ``DotProductAttention.forward``."""
-
-
 BeforeSum = Callable[[str, GemmName, Any, dict[Any, Any]], Any]
 """Listener called before a GEMM adds to its result, with the layer, the GEMM, the addend, and the data kept for the
 forward; its return value is in the event."""
@@ -186,7 +173,4 @@ Listener = Callable[[GemmEvent], None]
 
 def _matrix(data: Any) -> tuple[int, int]:
     shape = tuple(data.size()) if hasattr(data, "size") else ()
-    rows = 1
-    for extent in shape[:-1]:
-        rows *= extent
-    return rows, shape[-1] if shape else 1
+    return math.prod(shape[:-1]), shape[-1] if shape else 1

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.layers.scopes import FoundScope, Scope, found_scope, scope_of
+from te_precision_callbacks.layers.scopes import Scope, found_scope, scope_of
 
 if TYPE_CHECKING:
     from te_precision_callbacks.base.vocabulary import LayerNames
@@ -142,7 +142,7 @@ def named_te_modules(
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    found: dict[int, _Found] = {}
+    by_id: dict[int, _Found] = {}
     taken: set[str] = set()
     others: list[tuple[str, str]] = []
     of_upstream = upstream_names(model)
@@ -152,27 +152,29 @@ def named_te_modules(
             module, path = place.module, place.by_number if by_number else place.path
             if not isinstance(module, TransformerEngineBaseModule):
                 continue
-            if id(module) in found:
-                others.append((found[id(module)].name, path))
+            if id(module) in by_id:
+                others.append((by_id[id(module)].name, path))
                 continue
             parts = _gemm_parts(module)
             if parts is None:
                 continue
             upstream = of_upstream[id(module)]
-            said = scope_of(scope, place.path)
-            untold = said or _untold(found_scope(module), place)
-            own_scope = untold if by_number else said
+            given_scope, rank_scope = scope_of(scope, place.path), found_scope(module)
+            # Without the parts that numbers in its path already show.
+            missing = "" if place.has_number else rank_scope.stage, "" if place.has_experts else rank_scope.experts
+            untold = given_scope or ".".join(filter(None, missing))
+            own_scope = untold if by_number else given_scope
             name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
-            found[id(module)] = _Found(module, name, own_scope, untold, place, upstream, parts, is_lightning)
+            by_id[id(module)] = _Found(module, name, own_scope, untold, place, upstream, parts, is_lightning)
     named = []
-    for each in found.values():
-        name, also = each.name, [_NUMBERED_EXPERTS.sub("experts", each.name) if by_number else each.place.full_path]
+    for entry in by_id.values():
+        name, also = entry.name, [_NUMBERED_EXPERTS.sub("experts", entry.name) if by_number else entry.place.full_path]
         also += [again + name[len(first) :] for first, again in others if f"{name}.".startswith(f"{first}.")]
-        if layer_names == "upstream":
-            layers = [_layer_of_upstream(each, part) for part in each.parts]
-        else:
-            layers = [_layer(each, part, also) for part in each.parts]
-        named.append(NamedModule(each.module, _joined(each.scope, name), tuple(layers)))
+        layers = tuple(
+            _layer_of_upstream(entry, part) if layer_names == "upstream" else _layer(entry, part, also)
+            for part in entry.parts
+        )
+        named.append(NamedModule(entry.module, _joined(entry.scope, name), layers))
     return tuple(named)
 
 
@@ -224,7 +226,7 @@ def named_operations(model: Model, *, by_number: bool = False, scope: Scope = ""
     The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` around it. Each group of a ``GroupedLinear``
     is a layer, ``.gemm_0`` and so on, as in :func:`named_te_modules`.
     """
-    found = []
+    operations = []
     for prefix, root in named_roots(model) or ():
         for place in _places(root, prefix, through_adapters=True):
             kind = type(place.module)
@@ -233,17 +235,11 @@ def named_operations(model: Model, *, by_number: bool = False, scope: Scope = ""
                 name = _joined(scope_of(scope, place.path), path)
                 groups = getattr(place.module, "num_groups", None)
                 layers = (name,) if groups is None else tuple(f"{name}.gemm_{n}" for n in range(groups))
-                found.append(NamedOperation(place.module, layers))
-    return found
+                operations.append(NamedOperation(place.module, layers))
+    return operations
 
 
 _GEMM_OPERATIONS = ("BasicLinear", "GroupedLinear")
-
-
-def _untold(found: FoundScope, place: _Node) -> str:
-    """The scope of a module, without parts that numbers in its path already show."""
-    parts = ("" if place.has_number else found.stage, "" if place.has_experts else found.experts)
-    return ".".join(part for part in parts if part)
 
 
 class _Found(NamedTuple):
@@ -275,7 +271,8 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
     call is used.
     """
     roots = [root for _, root in named_roots(model) or ()]
-    was_called = any(_has_upstreams_name(root) for root in roots)
+    # The script has called the function for a model, or inside of its wrappers.
+    was_called = any(vars(module).get("name") == "model" for root in roots for _, module in _wrapped(root))
     names: dict[int, tuple[str, ...]] = {}
     # From the last child to the first: the first path that reaches a module is then the last of its paths.
     stack = [(root, "model", "model") for root in roots]
@@ -297,11 +294,6 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
             wrapped = _is_process_wrapper_part(module, child_name)
             stack.append((child, f"{name}.{number}", plain if wrapped else f"{plain}.{plain_number}"))
     return names
-
-
-def _has_upstreams_name(root: torch.nn.Module) -> bool:
-    """Return whether the script has called ``infer_and_assign_layer_names`` for a model, or inside of its wrappers."""
-    return any(vars(module).get("name") == "model" for _, module in _wrapped(root))
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
@@ -337,20 +329,20 @@ def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
     Args:
         layers: the layers of all ranks, named by path.
     """
-    found: dict[str, dict[str, None]] = {}
+    by_name: dict[str, dict[str, None]] = {}
     for layer in layers:
-        found.setdefault(layer.name, {})[layer.by_number] = None
-    return {name: list(numbered) for name, numbered in found.items() if len(numbered) > 1}
+        by_name.setdefault(layer.name, {})[layer.by_number] = None
+    return {name: list(numbered) for name, numbered in by_name.items() if len(numbered) > 1}
 
 
 def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
     """Name in the script -> names of its layers here. Names of other layers here are left out."""
     by_name = {layer.name: layer for layer in layers}
-    found: dict[str, list[str]] = {}
+    given: dict[str, list[str]] = {}
     for layer in by_name.values():
         if layer.given and by_name.get(layer.given, layer).given == layer.given:
-            found.setdefault(layer.given, []).append(layer.name)
-    return found
+            given.setdefault(layer.given, []).append(layer.name)
+    return given
 
 
 class ModuleTree:
@@ -463,8 +455,7 @@ def _places(
     Args:
         root, prefix, opaque: as in :func:`module_paths`.
         others: receives, for each further path of a module, its first path and that further path.
-        through_adapters: whether a layer with PEFT's adapters, or with trained copies, has the path of PEFT's
-            replacement.
+        through_adapters: whether layers with PEFT's adapters or trained copies have the path of the replacement.
     """
     seen: dict[int, str] = {}
     root, full_prefix = _unwrapped(root, opaque, prefix)
@@ -512,8 +503,7 @@ def _layer_number(module: torch.nn.Module, child: torch.nn.Module) -> str:
 
 
 def _expert_numbers(module: torch.nn.Module, child_name: str) -> str:
-    """``experts`` with the first and the last of their numbers; empty for another child. Read from Megatron Core
-    0.16."""
+    """``experts`` with the first and the last of their numbers; else empty. Read from Megatron Core 0.16."""
     experts = getattr(module, "local_expert_indices", None) if child_name == "experts" else None
     return f"{child_name}_{experts[0]}_{experts[-1]}" if experts else ""
 
@@ -599,20 +589,20 @@ def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
     return ("",) if classes & {"Linear", "LayerNormLinear"} else None
 
 
-def _layer_of_upstream(found: _Found, part: str) -> Layer:
-    upstream = _with_part(found.upstream, part)
-    kind = type(found.module).__name__
-    name = _joined(found.scope, found.name) + part
-    return Layer(name, (), (kind,), given=upstream[0], upstream=upstream, scope=found.scope)
+def _layer_of_upstream(entry: _Found, part: str) -> Layer:
+    upstream = _with_part(entry.upstream, part)
+    kind = type(entry.module).__name__
+    name = _joined(entry.scope, entry.name) + part
+    return Layer(name, (), (kind,), given=upstream[0], upstream=upstream, scope=entry.scope)
 
 
-def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
-    module, name = found.module, found.name
+def _layer(entry: _Found, part: str, also: Sequence[str]) -> Layer:
+    module, name = entry.module, entry.name
     bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.pytorch")]
     classes = dict.fromkeys([type(module).__name__, *(base for base in bases if base != "TransformerEngineBaseModule")])
     given = str(getattr(module, "name", None) or "")
     is_whole = bool(given) and not _AUTOMATIC_NAME.match(given)
-    without_attribute = name.partition(".")[2] if found.is_lightning else ""
+    without_attribute = name.partition(".")[2] if entry.is_lightning else ""
     candidates = [
         alias + part for alias in (_AUTOMATIC_NAME.sub("", given), without_attribute, *also) if alias and alias != name
     ]
@@ -622,8 +612,8 @@ def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
             for alias in [name + part, *candidates]
             if old in alias and re.search(rf"\b{old}\b", alias)
         ]
-    whole = _joined(found.scope, name) + part
-    if found.scope:
+    whole = _joined(entry.scope, name) + part
+    if entry.scope:
         candidates = [name + part, *candidates]  # a selector without a scope means the layers of all scopes
     aliases = tuple(alias for alias in dict.fromkeys(candidates) if alias != whole)
     return Layer(
@@ -631,7 +621,7 @@ def _layer(found: _Found, part: str, also: Sequence[str]) -> Layer:
         aliases=aliases,
         types=spellings(classes),
         given=given + part if is_whole else "",
-        upstream=_with_part(found.upstream, part),
-        by_number=_joined(found.untold, found.place.by_number) + part,
-        scope=found.scope,
+        upstream=_with_part(entry.upstream, part),
+        by_number=_joined(entry.untold, entry.place.by_number) + part,
+        scope=entry.scope,
     )

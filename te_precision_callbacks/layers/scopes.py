@@ -33,9 +33,9 @@ class FoundScope(NamedTuple):
 
 
 def found_scope(module: torch.nn.Module) -> FoundScope:
-    parameters = [each for each in module._parameters.values() if each is not None]  # as parameters(recurse=False)
+    parameters = [p for p in module._parameters.values() if p is not None]  # as parameters(recurse=False)
     stage, experts = _of_megatron(parameters)
-    for mesh in {id(found): found for found in map(_mesh, parameters) if found is not None}.values():
+    for mesh in {id(mesh): mesh for mesh in map(_mesh, parameters) if mesh is not None}.values():
         # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a part of that of the whole job.
         root = mesh._get_root_mesh()
         stage = stage or _place(root, _PIPELINE, "pp")
@@ -59,13 +59,13 @@ def mesh_sizes(modules: Iterable[torch.nn.Module]) -> dict[str, int]:
             "cp": state.get_context_parallel_world_size(),
             "ep": state.get_expert_model_parallel_world_size(),
         }
-    found: dict[str, int] = {}
-    for mesh in map(_mesh, (each for module in modules for each in module.parameters(recurse=False))):
+    sizes: dict[str, int] = {}
+    for mesh in map(_mesh, (parameter for module in modules for parameter in module.parameters(recurse=False))):
         if mesh is not None:
             root = mesh._get_root_mesh()
             names = root.mesh_dim_names or [f"dim{number}" for number in range(root.ndim)]
-            found.update({name: root.size(number) for number, name in enumerate(names)})
-    return found
+            sizes.update({name: root.size(number) for number, name in enumerate(names)})
+    return sizes
 
 
 def _megatron() -> Any:

@@ -6,7 +6,8 @@ import fnmatch
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
-from te_precision_callbacks.overflow.interval import Event, ForwardCall, Gradient, History, Interval, Labelled, seen
+from te_precision_callbacks.overflow.interval import Event, Interval, Seen, seen
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Reader:
         self.loss_scaled = False
         self.step: Callable[[], str] = str
         self._options = options
-        self._history = History(options.max_frames)
+        self._history: deque[Seen] = deque(maxlen=options.max_frames)
         self._traced = frozenset(options.trace_batches)
         self._traced_last = ""
 
@@ -103,16 +104,16 @@ class Reader:
         )
         bad = find(loss_scaled=self.loss_scaled)
         scale = None
-        if bad is not None and isinstance(events[bad[0]], Gradient) and may_be_skipped:
+        if bad is not None and events[bad[0]].kind == "gradient" and may_be_skipped:
             scale = interval.loss_scale()
             if scale is not None and not scale <= 1:  # the scaler reduces the scale, and skips the step
                 bad = find(loss_scaled=True)
         if bad is None:
-            self._history.add(events, values)
+            self._history.extend(seen(events[-self._options.max_frames :], values))  # an event has a frame at least
             return None
         index, number = bad
         frames = [*self._history, *seen(events[: index + 1], values)]
-        after = len(list(events[index].frames())) - 1 - number
+        after = len(events[index].frames) - 1 - number
         frames = frames[: len(frames) - after][-self._options.max_frames :]
         culprit = frames[-1]
         place = culprit.frame.place
@@ -134,19 +135,16 @@ class Reader:
 
     def _weights_of(self, module: torch.nn.Module, path: str) -> Mapping[str, float]:
         """Return the largest magnitude of each parameter of a module. The host waits for the device."""
-        slots = Slots(abs_min=False)
         try:
-            named = module.named_parameters(recurse=is_compiled(module))
-            measured = {name: slots.measure(parameter) for name, parameter in named}
-            values = slots.read()
+            extremes = _extremes_of(module.named_parameters(recurse=is_compiled(module)))
         except Exception as error:  # the overflow must still be reported
             logger.warning("Activation overflow: the parameters of %s could not be read (%s).", path, text_of(error))
             return {}
-        return {name: text.amax(slot, values) for name, slot in measured.items() if isinstance(slot, Slot)}
+        return {name: text.amax(low, high) for name, (low, high) in extremes.items()}
 
     def forget(self) -> None:
         """Drop the frames so far."""
-        self._history = History(self._options.max_frames)
+        self._history.clear()
 
     def _trace(self, events: Sequence[Event], values: Values, batch: str) -> None:
         lines: list[str] = []
@@ -186,28 +184,37 @@ def first_bad(
     if not suspects:
         return None
     for index, event in enumerate(events):
-        if event.batch in not_in or (loss_scaled and isinstance(event, Gradient)):
+        if event.batch in not_in or (loss_scaled and event.kind == "gradient"):
             continue
-        neg_inf_is_bad = not isinstance(event, Labelled)
-        if isinstance(event, ForwardCall):
-            entered = any(
-                isinstance(measured, Slot) and measured in suspects and values.extremes(measured)[0] == -math.inf
-                for _, measured in event.inputs
-            )
-            path = event.place.path
+        suspect = [
+            (number, frame, *values.extremes(frame.measured))
+            for number, frame in enumerate(event.frames)
+            if isinstance(frame.measured, Slot) and frame.measured in suspects
+        ]
+        is_forward = event.kind == "forward"
+        neg_inf_is_bad = event.kind != "label"
+        if is_forward:
+            entered = any(frame.sign == ">" and low == -math.inf for _, frame, low, _ in suspect)
+            place = event.frames[0].place
+            path = "" if place is None else place.path
             neg_inf_is_bad = not (entered or any(fnmatch.fnmatchcase(path, pattern) for pattern in allow_neg_inf))
             if not neg_inf_is_bad:  # the modules around it return its output
-                excused.update(measured for _, measured in event.outputs)
-        for number, frame in enumerate(event.frames()):
-            if frame.measured not in suspects or not isinstance(frame.measured, Slot):
-                continue
-            low, high = values.extremes(frame.measured)
+                excused.update(frame.measured for frame in event.frames if frame.sign == "<")
+        for number, frame, low, high in suspect:
             if math.isnan(high) or high == math.inf:
                 return index, number
-            is_input = isinstance(event, ForwardCall) and frame.sign == ">"
+            is_input = is_forward and frame.sign == ">"
             if low == -math.inf and neg_inf_is_bad and not is_input and frame.measured not in excused:
                 return index, number
     return None
+
+
+def _extremes_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[float, float]]:
+    """Return the smallest and the largest element of each tensor. The host waits for the device."""
+    slots = Slots(abs_min=False)
+    measured = {name: slots.measure(tensor) for name, tensor in named}
+    values = slots.read()
+    return {name: values.extremes(slot) for name, slot in measured.items() if isinstance(slot, Slot)}
 
 
 def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> list[str]:
@@ -219,19 +226,15 @@ def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -
         roots: the models, each with the prefix of its paths.
         path: the path of a module.
     """
-    slots = Slots(abs_min=False)
-    names: dict[Slot, str] = {}
-    seen: set[int] = set()
-    for place, module in sorted(watched_modules(roots), key=lambda found: found[0] != path):
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for place, module in sorted(watched_modules(roots), key=lambda watched: watched[0] != path):
         for name, parameter in module.named_parameters(recurse=is_compiled(module)):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                measured = slots.measure(parameter)
-                if isinstance(measured, Slot):
-                    names[measured] = f"{place}.{name}".removeprefix(".")
-    values = slots.read()
-    bad = values.not_finite()
-    return [f"{name} ({text.what(*values.extremes(slot))})" for slot, name in names.items() if slot in bad]
+            named.setdefault(id(parameter), (f"{place}.{name}".removeprefix("."), parameter))
+    return [
+        f"{name} ({text.what(low, high)})"
+        for name, (low, high) in _extremes_of(named.values()).items()
+        if not (math.isfinite(low) and math.isfinite(high))
+    ]
 
 
 def advice_on_weights(broken: Sequence[str]) -> str:

@@ -14,9 +14,9 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import STOPS
-from te_precision_callbacks.overflow.extreme_slots import Measured, Unmeasured
+from te_precision_callbacks.overflow.extreme_slots import Unmeasured
 from te_precision_callbacks.overflow.hooks import ModelHooks, WatchedModule
-from te_precision_callbacks.overflow.interval import ForwardCall, Gradient, GradientRoles
+from te_precision_callbacks.overflow.interval import Event, Frame, Record
 from te_precision_callbacks.overflow.journal import Journal, Pass
 from te_precision_callbacks.overflow.looking import Looking
 
@@ -92,11 +92,9 @@ class ForwardCalls:
             return
         try:
             measured = journal.training.slots.measure(parameter.grad)
-            event = Gradient(journal.batches.number, [("<", watched, f"grad of {name}")], measured)
+            self._note(journal.batches.number, [Frame("<", watched, f"grad of {name}", measured)])
         except Exception as error:
             journal.fail(error)
-        else:
-            self._note(event)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the detector, which another one replaces."""
@@ -140,7 +138,7 @@ class ForwardCalls:
         self, current: Pass, watched: WatchedModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
         """Measure the inputs of a call, before the module can change them."""
-        taken: list[tuple[str, Measured | None]] = []
+        taken: list[Frame] = []
         current.open.append((watched, taken))
         interval = current.interval
         if interval is None or self._journal.broken:
@@ -149,13 +147,14 @@ class ForwardCalls:
         # The arguments do not count as nesting.
         for role, tensor in _items({**dict(enumerate(inputs)), **keywords}, "input", -1):
             if tensor is None:
-                taken.append((role, _UNKNOWN))
+                taken.append(Frame(">", watched, role, _UNKNOWN))
                 continue
             record = interval.measure(tensor) if current.frames else interval.record(tensor)
-            taken.append((role, record.measured))
+            if record.measured is not None:
+                taken.append(Frame(">", watched, role, record.measured))
             if gradients and tensor.requires_grad:
-                roles = interval.gradient_roles(tensor, record, current.batch, self._gradient)
-                roles.takers.append((watched, role))
+                interval.watch_gradient(tensor, record, current.batch, self._gradient)
+                record.takers.append((watched, role))
 
     def _give(self, current: Pass, watched: WatchedModule, output: Any, *, failed: bool) -> None:
         """Note a call that has ended."""
@@ -164,30 +163,28 @@ class ForwardCalls:
         if failed or taken is None or interval is None or self._journal.broken:
             return
         gradients = current.gradients and torch.is_grad_enabled()
-        given: list[tuple[str, Measured]] = []
+        given: list[Frame] = []
         for role, tensor in tensors_in(output, "output"):
             if tensor is None:
-                given.append((role, _UNKNOWN))
+                given.append(Frame("<", watched, role, _UNKNOWN))
                 continue
             record = interval.measure(tensor) if current.frames else interval.record(tensor)
             if record.measured is not None:
-                given.append((role, record.measured))
+                given.append(Frame("<", watched, role, record.measured))
             if gradients and tensor.requires_grad:
-                roles = interval.gradient_roles(tensor, record, current.batch, self._gradient)
-                roles.makers.append((watched, role))
+                interval.watch_gradient(tensor, record, current.batch, self._gradient)
+                record.makers.append((watched, role))
         if not current.frames:
             return
-        entered = [(role, measured) for role, measured in taken if measured is not None]
         parameters = watched.module.named_parameters(recurse=False) if self._parameters else ()
-        own = [(name, interval.slots.measure(parameter)) for name, parameter in parameters]
-        if not (entered or given or own):
-            return
-        interval.events.append(ForwardCall(watched, current.batch, own, entered, given))
+        own = [Frame("=", watched, name, interval.slots.measure(parameter)) for name, parameter in parameters]
+        if frames := [*own, *taken, *given]:
+            interval.events.append(Event("forward", current.batch, frames))
 
     # ------------------------------------------------------------------ a backward
 
     @outside_of_dynamo
-    def _gradient(self, roles: GradientRoles, gradient: torch.Tensor | None) -> None:
+    def _gradient(self, record: Record, gradient: torch.Tensor | None) -> None:
         """Record a gradient."""
         journal = self._journal
         if gradient is None or journal.broken or journal.closed:
@@ -195,18 +192,14 @@ class ForwardCalls:
         training = journal.training
         try:
             measured = training.measure(gradient).measured
-            frames = roles.frames()
-            if measured is None or not frames:
-                return
+            if measured is not None and (frames := record.gradient_frames(measured)):
+                self._note(record.batch or 0, frames)
         except Exception as error:
             journal.fail(error)
-        else:
-            self._note(Gradient(roles.batch, frames, measured))
 
-    def _note(self, gradient: Gradient) -> None:
-        journal = self._journal
-        journal.training.events.append(gradient)
-        journal.due = True
+    def _note(self, batch: int, frames: Sequence[Frame]) -> None:
+        self._journal.training.events.append(Event("gradient", batch, frames))
+        self._journal.due = True
 
 
 def _calls_running(module: torch.nn.Module) -> int:

@@ -76,11 +76,9 @@ class _Store:
         self.free: list[Slot] = []
 
     def take(self) -> Slot:
-        try:
-            return self.free.pop()
-        except IndexError:
+        if not self.free:
             self._grow()
-            return self.free.pop()
+        return self.free.pop()
 
     @property
     def used(self) -> int:

@@ -6,10 +6,9 @@ import contextlib
 import functools
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -17,7 +16,7 @@ from te_precision_callbacks.overflow.extreme_slots import Measured, Slots, Value
 from te_precision_callbacks.overflow.hooks import WatchedModule
 
 
-class ReportLine(NamedTuple):
+class Frame(NamedTuple):
     """A line of a report.
 
     Attributes:
@@ -33,89 +32,48 @@ class ReportLine(NamedTuple):
     measured: Measured
 
 
-Tensors = Sequence[tuple[str, Measured]]
-
-
 @dataclass(slots=True, eq=False)
-class ForwardCall:
-    """The forward of a module, recorded when it ends."""
-
-    place: WatchedModule
-    batch: int
-    parameters: Tensors
-    inputs: Tensors
-    outputs: Tensors
-
-    def frames(self) -> Iterator[ReportLine]:
-        for role, measured in self.parameters:
-            yield ReportLine("=", self.place, role, measured)
-        for role, measured in self.inputs:
-            yield ReportLine(">", self.place, role, measured)
-        for role, measured in self.outputs:
-            yield ReportLine("<", self.place, role, measured)
-
-
-@dataclass(slots=True, eq=False)
-class Gradient:
-    """A gradient, with the modules that have its tensor as an input or output."""
-
-    batch: int
-    roles: Sequence[tuple[str, WatchedModule, str]]
-    measured: Measured
-
-    def frames(self) -> Iterator[ReportLine]:
-        for sign, place, role in self.roles:
-            yield ReportLine(sign, place, role, self.measured)
-
-
-@dataclass(slots=True, eq=False)
-class Labelled:
-    """A tensor given to ``detect_overflow`` inside a forward."""
-
-    batch: int
-    label: str
-    measured: Measured
-
-    def frames(self) -> Iterator[ReportLine]:
-        yield ReportLine("=", None, self.label, self.measured)
-
-
-Event = ForwardCall | Gradient | Labelled
-"""An entry of an interval, expanded into frames only for a report."""
-
-
-@dataclass(slots=True, eq=False)
-class GradientRoles:
-    """The modules that have a tensor as an input or output.
+class Event:
+    """An entry of an interval.
 
     Attributes:
-        batch: the batch of the forward.
-        takers: the modules with the tensor as an input, in the order of the forward.
-        makers: the modules with the tensor as an output.
+        kind: the forward of a module, recorded when it ends; a gradient, with the modules that have its tensor as an
+            input or output; or a tensor given to ``detect_overflow`` inside a forward.
+        batch: the batch number.
+        frames: its lines in a report.
     """
 
+    kind: Literal["forward", "gradient", "label"]
     batch: int
-    takers: list[tuple[WatchedModule, str]] = field(default_factory=list)
-    makers: list[tuple[WatchedModule, str]] = field(default_factory=list)
-
-    def frames(self) -> list[tuple[str, WatchedModule, str]]:
-        """Return sign, module and role of each frame: inner modules end first, and begin last."""
-        left = [("<", place, f"grad_{role}") for place, role in reversed(self.takers)]
-        return left + [(">", place, f"grad_{role}") for place, role in reversed(self.makers)]
-
-
-Arrived = Callable[[GradientRoles, torch.Tensor | None], None]
-"""Called with a gradient; None if an autograd Function, such as DDP's for unused outputs, returns None."""
+    frames: Sequence[Frame]
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A version of a tensor, by weak reference."""
+    """A version of a tensor, by weak reference.
+
+    Attributes:
+        measured: its extremes.
+        batch: the batch of the forward, if its gradient is watched.
+        takers: the modules with the tensor as an input, in the order of the forward.
+        makers: the modules with the tensor as an output.
+    """
 
     tensor: weakref.ref[torch.Tensor]
     version: int
     measured: Measured | None = None
-    gradient: GradientRoles | None = None
+    batch: int | None = None
+    takers: list[tuple[WatchedModule, str]] = field(default_factory=list)
+    makers: list[tuple[WatchedModule, str]] = field(default_factory=list)
+
+    def gradient_frames(self, measured: Measured) -> list[Frame]:
+        """Return the frames of a gradient: inner modules end first, and begin last."""
+        left = [Frame("<", place, f"grad_{role}", measured) for place, role in reversed(self.takers)]
+        return left + [Frame(">", place, f"grad_{role}", measured) for place, role in reversed(self.makers)]
+
+
+Arrived = Callable[[Record, torch.Tensor | None], None]
+"""Called with a gradient; None if an autograd Function, such as DDP's for unused outputs, returns None."""
 
 
 class Interval:
@@ -158,16 +116,16 @@ class Interval:
             record.measured = self.slots.measure(tensor)
         return record
 
-    def gradient_roles(self, tensor: torch.Tensor, record: Record, batch: int, arrived: Arrived) -> GradientRoles:
-        """Return the roles of a tensor's gradient; ``arrived`` is called with them."""
-        if record.gradient is None:
-            roles = record.gradient = GradientRoles(batch)
-            if tensor.dtype.is_floating_point:
-                with contextlib.suppress(RuntimeError):  # such as under a transform of torch.func
-                    handle = tensor.register_hook(functools.partial(arrived, roles))  # type: ignore[no-untyped-call]
-                    if tensor.is_leaf:  # a leaf outlives the graph
-                        self._leaf_hooks.append(handle)
-        return record.gradient
+    def watch_gradient(self, tensor: torch.Tensor, record: Record, batch: int, arrived: Arrived) -> None:
+        """Let ``arrived`` be called with a tensor's record and gradient, unless it will be already."""
+        if record.batch is not None:
+            return
+        record.batch = batch
+        if tensor.dtype.is_floating_point:
+            with contextlib.suppress(RuntimeError):  # such as under a transform of torch.func
+                handle = tensor.register_hook(functools.partial(arrived, record))  # type: ignore[no-untyped-call]
+                if tensor.is_leaf:  # a leaf outlives the graph
+                    self._leaf_hooks.append(handle)
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
         """Note that a scaler, which can skip the step, has multiplied a loss by ``scale``: one element on any device,
@@ -196,29 +154,11 @@ class Seen(NamedTuple):
     """A frame with its batch and its values."""
 
     batch: int
-    frame: ReportLine
+    frame: Frame
     values: Values
-
-
-class History:
-    """The last ``length`` checked frames, for a later report."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._parts: deque[tuple[list[Event], Values]] = deque()
-
-    def add(self, events: Sequence[Event], values: Values) -> None:
-        """Append events, which have at least one frame each."""
-        self._parts.append((list(events[-self._length :]), values))
-        while sum(len(part) for part, _ in self._parts) - len(self._parts[0][0]) >= self._length:
-            self._parts.popleft()
-
-    def __iter__(self) -> Iterator[Seen]:
-        for events, values in self._parts:
-            yield from seen(events, values)
 
 
 def seen(events: Sequence[Event], values: Values) -> Iterator[Seen]:
     for event in events:
-        for frame in event.frames():
+        for frame in event.frames:
             yield Seen(event.batch, frame, values)

@@ -12,9 +12,8 @@ from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_in_w
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import text_of
-from te_precision_callbacks.overflow.extreme_slots import Measured
 from te_precision_callbacks.overflow.hooks import WatchedModule
-from te_precision_callbacks.overflow.interval import Interval, Labelled
+from te_precision_callbacks.overflow.interval import Event, Frame, Interval
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +36,9 @@ class Pass:
     gradients: bool
     evaluates: bool
     batch: int = 0
-    open: list[tuple[WatchedModule, list[tuple[str, Measured | None]]]] = field(default_factory=list)
+    open: list[tuple[WatchedModule, list[Frame]]] = field(default_factory=list)
 
-    def close(self, place: WatchedModule) -> list[tuple[str, Measured | None]] | None:
+    def close(self, place: WatchedModule) -> list[Frame] | None:
         """Return the inputs of a module's call that ends; None if no call of the module is open."""
         if all(opened is not place for opened, _ in reversed(self.open)):
             return None
@@ -152,7 +151,7 @@ class Journal:
             return
         try:
             measured = current.interval.slots.measure(tensor)
-            current.interval.events.append(Labelled(current.batch, label, measured))
+            current.interval.events.append(Event("label", current.batch, [Frame("=", None, label, measured)]))
         except Exception as error:
             self.fail(error)
 

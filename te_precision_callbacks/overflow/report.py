@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from te_precision_callbacks.overflow.extreme_slots import Slot, Values
-from te_precision_callbacks.overflow.interval import Event, ForwardCall, Gradient, Seen
+from te_precision_callbacks.overflow.extreme_slots import Slot
+from te_precision_callbacks.overflow.interval import Event, Seen
 
 _LARGE = 2.0**8
 """A parameter is too large above this magnitude, and above everything that enters the module."""
@@ -29,7 +29,7 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Ma
         weights: the largest magnitude of each parameter of the module.
     """
     frame = culprit.frame
-    if isinstance(event, Gradient):
+    if event.kind == "gradient":
         scaler = (
             " If something other than torch's GradScaler scales the loss, set loss_scaled of the detector to True."
             if loss_scale is None
@@ -37,13 +37,14 @@ def advice(culprit: Seen, event: Event, *, loss_scale: float | None, weights: Ma
             " skip every step from here on."
         )
         return f"The forward was finite: the gradient became inf or nan on its way back.{scaler}"
-    if isinstance(event, ForwardCall) and frame.sign == ">":
+    if event.kind == "forward" and frame.sign == ">":
         return (
             "It entered the module from outside the watched modules: from the data, or from code between modules,"
             " which detect_overflow() can check."
         )
-    if isinstance(event, ForwardCall) and weights:
-        entered = max((amax(slot, culprit.values) for _, slot in event.inputs if isinstance(slot, Slot)), default=0.0)
+    if event.kind == "forward" and weights:
+        inputs = [frame.measured for frame in event.frames if frame.sign == ">"]
+        entered = max((amax(*culprit.values.extremes(slot)) for slot in inputs if isinstance(slot, Slot)), default=0.0)
         name, largest = max(weights.items(), key=lambda item: item[1])
         if max(entered, _LARGE) < largest < math.inf:
             return (
@@ -86,7 +87,9 @@ def line(seen: Seen, *, abs_min: bool) -> str:
     if abs_min:
         least = f"{values.least(frame.measured):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
         columns.append(f"abs_min={least:>9}")
-    largest = f"{amax(frame.measured, values):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
+    largest = (
+        f"{amax(*values.extremes(frame.measured)):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
+    )
     columns.append(f"abs_max={largest:>9}")
     return f"{' '.join(columns)} {_where(seen)}"
 
@@ -97,9 +100,8 @@ def _where(seen: Seen) -> str:
     return f"{frame.sign} [{seen.batch}] {': '.join(name for name in [*names, frame.role] if name)}"
 
 
-def amax(slot: Slot, values: Values) -> float:
+def amax(low: float, high: float) -> float:
     """Return the largest magnitude, or nan."""
-    low, high = values.extremes(slot)
     return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
 
 

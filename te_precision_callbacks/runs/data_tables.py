@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, OverflowError)
 _ROW_GROUP = 1 << 17
 """Rows per row group: the least that a reader of one series has to read."""
 
-_NEVER_NULL = {"iteration", "series", "value", "bin", "name", "gemm_id"}
+_NEVER_NULL = {"iteration", "series", "value", "bin", "name", "kind", "gemm_id"}
 _TIMES = {"iteration", "logging_step", "since", "until", "wall_time"}
 
 
@@ -64,28 +63,22 @@ def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: li
             path = path.with_suffix(CLOSED)
     if table is None:
         open_regular(path).close()
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            groups = [*range(file.num_row_groups)] if series is None else _groups_with(file, series)
-            table = file.read_row_groups(groups, list(columns))
+        if series is None:  # in a training too, in which read_table would import pandas
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                table = file.read(list(columns))
+        else:
+            rows = pc.field("series").isin(series)
+            table = pq.read_table(
+                path, columns=list(columns), filters=rows, partitioning=None, page_checksum_verification=True
+            )
     wanted = pa.schema([schema.field(name) for name in columns])
     table = table.select(columns).replace_schema_metadata(None)
     if not table.schema.equals(wanted):
         table = table.cast(wanted)
-    if series is not None:
-        table = table.filter(pc.is_in(table["series"], pa.array(series, pa.int32())))
+    if series is not None and path.suffix == OPEN:
+        table = table.filter(pc.field("series").isin(series))
     _require_sound(table)
     return table.unify_dictionaries()
-
-
-def _groups_with(file: pq.ParquetFile, series: list[int]) -> list[int]:
-    """Return the row groups that can contain any of the series, by which closed files are sorted."""
-    place, series = file.schema_arrow.get_field_index("series"), sorted(series)
-    found = []
-    for number in range(file.num_row_groups):
-        spans = file.metadata.row_group(number).column(place).statistics
-        if spans is None or not spans.has_min_max or bisect_left(series, spans.min) < bisect_right(series, spans.max):
-            found.append(number)
-    return found
 
 
 def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:

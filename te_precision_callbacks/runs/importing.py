@@ -29,12 +29,11 @@ import pyarrow as pa
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.runs.errors import NotARunError
-from te_precision_callbacks.runs.event_lines import events_table
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
 from te_precision_callbacks.runs.input_files import open_regular, pieces_of
 from te_precision_callbacks.runs.recorded import Notes, RecordedRun, Segment
 from te_precision_callbacks.runs.run_files import gaps
-from te_precision_callbacks.runs.tables import FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.sinks.log_file import older_half
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of, parsed_log_name
@@ -110,7 +109,7 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
     index, table = _assemble(rows, [name.decode(errors="replace") for name in names], layers)
     iterations = np.unique(table["iteration"].to_numpy()).tolist()
     segments = np.unique(np.concatenate([part["segment"] for parts in rows.values() for part in parts])).tolist()
-    layer_rows = [{"layer_id": number, "scope": "", "layer": name, "since": 0} for number, name in enumerate(layers)]
+    layer_rows = [{"scope": "", "layer": name, "since": 0} for name in layers]
     steps = [
         {"segment": segments[-1], "iteration": each, "logging_step": each, "wall_time": _time(times[each].decode())}
         for each in iterations
@@ -167,7 +166,7 @@ def _read_events(logs: Logs) -> tuple[list[str], pa.Table]:
                     severity = "warning" if level == "WARNING" else "error"
                     row = {"segment": 0, "iteration": 0, "rank": rank, "kind": "logged", "severity": severity}
                     rows.append({**row, "wall_time": _time(time), "text": text})
-    return list(layers), events_table(rows)
+    return list(layers), pa.Table.from_pylist(rows, EVENTS).sort_by("wall_time")
 
 
 def _read_statistics(

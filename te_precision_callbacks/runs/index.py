@@ -67,49 +67,31 @@ class SeriesIndex:
         flags: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         """Add rows of values, or of histograms without ``values`` and ``flags``."""
-        if not len(series):
-            return
         self._grow()
-        if np.any(series[1:] < series[:-1]):
-            order = np.argsort(series, kind="stable")
-            series, iterations = series[order], iterations[order]
-            values = None if values is None else values[order]
-            flags = None if flags is None else flags[order]
-        starts = np.flatnonzero(np.r_[True, series[1:] != series[:-1]])
-        found = series[starts]
         of = self._of
-        of["count"][found] += np.diff(np.r_[starts, len(series)])
-        of["first"][found] = np.minimum(of["first"][found], np.minimum.reduceat(iterations, starts))
-        of["last"][found] = np.maximum(of["last"][found], np.maximum.reduceat(iterations, starts))
-        if values is not None and flags is not None:
-            self._note_worst(series, iterations, values, flags, starts)
-
-    def _note_worst(
-        self,
-        series: npt.NDArray[np.integer[Any]],
-        iterations: npt.NDArray[np.int64],
-        values: npt.NDArray[np.float64],
-        flags: npt.NDArray[np.uint8],
-        starts: npt.NDArray[np.int64],
-    ) -> None:
-        of, found = self._of, series[starts]
+        of["count"] += np.bincount(series, minlength=len(of))
+        np.minimum.at(of["first"], series, iterations)
+        np.maximum.at(of["last"], series, iterations)
+        if values is None or flags is None:
+            return
         telling = ~of["delayed"][series] | ((flags & STEP0) == 0)
-        key = np.where(telling, badness(values, of["sign"][series]), -np.inf)
-        counts = np.logical_or.reduceat(telling, starts)
-        highest = np.maximum.reduceat(key, starts)
-        is_highest = np.flatnonzero(key == np.repeat(highest, np.diff(np.r_[starts, len(series)])))
-        _, first = np.unique(series[is_highest], return_index=True)
-        worse = counts & ((highest > of["bad"][found]) | (of["worst_at"][found] < 0))
-        where, taken = is_highest[first][worse], found[worse]
-        of["bad"][taken], of["worst"][taken], of["worst_at"][taken] = key[where], values[where], iterations[where]
+        series, iterations, values = series[telling], iterations[telling], values[telling]
+        key = badness(values, of["sign"][series])
+        highest = np.full(len(of), -np.inf)
+        np.maximum.at(highest, series, key)
+        rows = np.flatnonzero(key == highest[series])
+        whose, first = np.unique(series[rows], return_index=True)
+        worse = (highest[whose] > of["bad"][whose]) | (of["worst_at"][whose] < 0)
+        whose, rows = whose[worse], rows[first[worse]]
+        of["bad"][whose], of["worst"][whose], of["worst_at"][whose] = key[rows], values[rows], iterations[rows]
 
     def _grow(self) -> None:
         largest = np.iinfo(np.int64).max
         new = itertools.islice(self._numbers, len(self._of), None)
         families = (family_of(subject.tensor, subject.statistic, subject.gemm or None) for subject in new)
         rows = [
-            (0, largest, -largest, sign_of(one.worse), one.is_of_delayed_scaling, -np.inf, np.nan, -1)
-            for one in families
+            (0, largest, -largest, sign_of(family.worse), family.is_of_delayed_scaling, -np.inf, np.nan, -1)
+            for family in families
         ]
         if rows:
             self._of = np.append(self._of, np.array(rows, _OF_SERIES))

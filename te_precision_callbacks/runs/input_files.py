@@ -33,18 +33,14 @@ def open_regular(path: Path) -> IO[bytes]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, and make its texts :func:`writable`; raises OSError or ValueError."""
     with open_regular(path) as file:
-        return parse_json(file.read())
-
-
-def parse_json(text: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object, and make its texts :func:`writable`; raises ValueError."""
+        text = file.read()
     try:
-        found = writable(json.loads(text))
+        facts = writable(json.loads(text))
     except RecursionError:
         raise ValueError("its objects are nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(facts, dict):
         raise ValueError("no JSON object")
-    return found
+    return facts
 
 
 def writable(value: Any) -> Any:
@@ -52,9 +48,9 @@ def writable(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="backslashreplace").decode()
     if isinstance(value, list | tuple):
-        return [writable(each) for each in value]
+        return [writable(item) for item in value]
     if isinstance(value, dict):
-        return {writable(key): writable(each) for key, each in value.items()}
+        return {writable(key): writable(item) for key, item in value.items()}
     return value
 
 

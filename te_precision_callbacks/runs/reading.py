@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,6 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError
-from te_precision_callbacks.runs.event_lines import event_row, events_table
 from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
 from te_precision_callbacks.runs.index import (
     NO_VALUES,
@@ -36,14 +34,12 @@ from te_precision_callbacks.runs.index import (
     Subject,
     in_order,
 )
-from te_precision_callbacks.runs.input_files import MOST_ITERATION, open_regular, pieces_of, read_json
+from te_precision_callbacks.runs.input_files import MOST_ITERATION, read_json
 from te_precision_callbacks.runs.recorded import Notes, RecordedRun, Segment, Status, Thinned, thinning_notes
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
-    EVENTS_FILE,
     FOLDER,
     RUN_FILE,
-    SEGMENT_NAME,
     DataFile,
     data_files,
     gaps,
@@ -53,7 +49,7 @@ from te_precision_callbacks.runs.run_files import (
     ranks_of,
     segments_of,
 )
-from te_precision_callbacks.runs.tables import FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
 
 _MOST_ATTEMPTS = 5
 """Attempts to read a run while its files are being replaced."""
@@ -75,11 +71,10 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     """Read a recorded run.
 
     Args:
-        path: a log folder, its folder ``precision_records``, or the folder of a run or segment; or a log folder or a
-            statistics log of plain nvidia-dlfw-inspect.
+        path: a log folder, its folder ``precision_records``, or the folder of a run; or a log folder or a statistics
+            log of plain nvidia-dlfw-inspect.
         run: one of :func:`list_runs`, or the beginning of its name; required if there are several. ``"latest"`` is the
-            run that was started or resumed last. Logs of plain nvidia-dlfw-inspect have no
-            name.
+            run that was started or resumed last. Logs of plain nvidia-dlfw-inspect have no name.
 
     Raises:
         NotARunError: there is no such run.
@@ -90,16 +85,13 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
     if not folder.exists():
         raise NotARunError(f"{folder}: there is no such file or folder.")
     if folder.is_dir():
-        if SEGMENT_NAME.fullmatch(folder.name) and (folder / RUN_FILE).exists():
-            _check_name(folder.parent, folder, run)
-            return _read_run(folder.parent, folder, lambda: {int(folder.name.partition("-")[2]): folder})
         if segments_of(folder):
-            _check_name(folder, folder, run)
-            return _read_run(folder, folder, lambda: segments_of(folder))
+            if run not in (None, "latest") and not folder.name.startswith(str(run)):
+                raise NotARunError(f"{folder} is the run {folder.name!r}, not {run!r}. Give the log folder or no name.")
+            return _read_run(folder, folder)
         runs = list_runs(folder)
         if runs:
-            chosen = _records_of(folder) / _choose(folder, runs, run)
-            return _read_run(chosen, folder, lambda: segments_of(chosen))
+            return _read_run(_records_of(folder) / _choose(folder, runs, run), folder)
     logs = find_logs(folder)
     if logs is not None:
         if run not in (None, "latest"):
@@ -128,15 +120,10 @@ def _records_of(folder: Path) -> Path:
     return folder if folder.name == FOLDER else folder / FOLDER
 
 
-def _check_name(folder: Path, given: Path, wanted: str | None) -> None:
-    if wanted not in (None, "latest") and not folder.name.startswith(str(wanted)):
-        raise NotARunError(f"{given} is the run {folder.name!r}, not {wanted!r}. Give the log folder, or no name.")
-
-
-def _read_run(folder: Path, given: Path, folders: Callable[[], Mapping[int, Path]]) -> RecordedRun:
+def _read_run(folder: Path, given: Path) -> RecordedRun:
     for _ in range(_MOST_ATTEMPTS):
         try:
-            return _Reader(folder, given, folders()).run()
+            return _Reader(folder, given, segments_of(folder)).run()
         except FileNotFoundError as error:  # a file was replaced between its listing and its reading
             vanished = error
     raise _replaced(folder, vanished) from vanished
@@ -220,6 +207,7 @@ class _Reader:
         folders = [(number, rank) for number, of_segment in ranks.items() for rank in of_segment.values()]
         steps = [(number, table) for number, rank in folders for table in self._tables(rank, "steps", STEPS)]
         scalars = [(number, table) for number, rank in folders for table in self._tables(rank, "scalars", SCALARS)]
+        events = [table for _, rank in folders for table in self._tables(rank, "events", EVENTS)]
         for number, table in (*steps, *scalars):
             self._note_span(number, table["iteration"].to_numpy())
         for number in self.folders:
@@ -241,7 +229,7 @@ class _Reader:
             series=self.index.table(),
             steps=all_steps,
             scalars=self._joined(scalars, SCALARS),
-            events=self._events(folders),
+            events=_sorted(EVENTS, events, "iteration", "wall_time"),
             read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
             read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
             said=self.said,
@@ -337,9 +325,7 @@ class _Reader:
 
     def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
         """Join the valid rows of all segments, by iteration; lower ranks come first."""
-        kept = [self._that_count(number, table) for number, table in tables]
-        joined = pa.concat_tables([schema.empty_table(), *kept]).unify_dictionaries().combine_chunks()
-        return joined.take(pc.sort_indices(joined, sort_keys=[("iteration", "ascending")]))
+        return _sorted(schema, [self._that_count(number, table) for number, table in tables], "iteration")
 
     def _that_count(self, segment: int, table: pa.Table) -> pa.Table:
         return table.filter(pc.less(table["iteration"], pa.scalar(self.ends[segment], pa.int64())))
@@ -363,7 +349,7 @@ class _Reader:
                 iterations = table["iteration"].to_numpy()
                 firsts.append((int(iterations.min()), file.interval))
                 self._note_span(segment, iterations)
-                series = _translated(table["series"].to_numpy(), numbers)
+                series = _translated(table["series"], numbers).to_numpy()
                 own = [table["value"].to_numpy(), table["flags"].fill_null(0).to_numpy()] if "value" in columns else []
                 self.index.note(series, iterations, *own)
             # The first and the last steps of a file may be among those that were left out.
@@ -416,15 +402,14 @@ class _Reader:
             self._note_lost(rows.file.path, error)
             return None
         table = self._that_count(rows.segment, table)
-        series = _translated(table["series"].to_numpy(), numbers)
-        table = table.set_column(columns.index("series"), nothing.schema.field("series"), pa.array(series))
-        return table.filter(pa.array(series >= 0))
+        series = _translated(table["series"], numbers)
+        table = table.set_column(columns.index("series"), nothing.schema.field("series"), series)
+        return table.filter(pc.is_valid(series))
 
-    # ------------------------------------------------------------------ facts and events
+    # ------------------------------------------------------------------ facts
 
     def _facts(self, segments: tuple[Segment, ...]) -> dict[str, pa.Table]:
         found: dict[str, list[pa.Table]] = {name: [] for name in FACTS}
-        layers: dict[tuple[str, str], int] = {}
         gemms = 0
         for place, segment in enumerate(segments):
             folder = self.folders[segment.number]
@@ -432,7 +417,7 @@ class _Reader:
             following = min((later.first_iteration for later in segments[place + 1 :]), default=None)
             for where in (folder, *ranks_of(folder).values()):
                 tables = {name: self._fact(where, name, following) for name in FACTS}
-                gemms += _renumber(tables, layers, gemms)
+                gemms += _renumber(tables, gemms)
                 for name, table in tables.items():
                     found[name].append(table)
         found["states"] = [table for table in found["states"] if len(table)][-1:] or found["states"][:1]
@@ -450,41 +435,20 @@ class _Reader:
         table = table.set_column(schema.get_field_index("until"), schema.field("until"), until)
         return table.filter(pc.less_equal(pc.fill_null(table["since"], 0), table["until"]))
 
-    def _events(self, folders: Iterable[tuple[int, Path]]) -> pa.Table:
-        paths = (folder / EVENTS_FILE for _, folder in folders)
-        return events_table(itertools.chain.from_iterable(self._event_rows(path) for path in paths if path.exists()))
 
-    def _event_rows(self, path: Path) -> Iterator[dict[str, Any]]:
-        count = bad = 0
-        try:
-            with open_regular(path) as file:
-                for lines, _ in pieces_of(file):
-                    for line in lines.split(b"\n")[:-1]:
-                        count += 1
-                        row = event_row(line)
-                        if row is None:
-                            bad += 1
-                        else:
-                            yield row
-        except OSError as error:
-            self.said.add(f"{path} cannot be read: {error}", unread=True)
-        if bad:
-            self.said.add(f"{path}: {bad} of {count} lines cannot be read.", unread=True)
+def _sorted(schema: pa.Schema, tables: list[pa.Table], *columns: str) -> pa.Table:
+    joined = pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
+    return joined.sort_by([(name, "ascending") for name in columns])
 
 
 def _whole(value: object, otherwise: int) -> int:
     return value if isinstance(value, int) and 0 <= value < MOST_ITERATION else otherwise
 
 
-def _translated(series: npt.NDArray[np.int32], numbers: Mapping[int, int]) -> npt.NDArray[np.int32]:
-    """Map series of a file to series of the run; -1 for series not in ``numbers``."""
-    own = np.array([*numbers, np.iinfo(np.int64).max], np.int64)
-    of_run = np.array([*numbers.values(), -1], np.int32)
-    order = np.argsort(own)
-    own, of_run = own[order], of_run[order]
-    places = np.searchsorted(own, series)
-    found: npt.NDArray[np.int32] = np.where(own[places] == series, of_run[places], np.int32(-1))
-    return found
+def _translated(series: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.ChunkedArray:
+    """Map series of a file to series of the run; null for series not in ``numbers``."""
+    rows = pc.index_in(series, pa.array([*numbers], pa.int32()))
+    return pc.take(pa.array([*numbers.values()], pa.int32()), rows)
 
 
 def _first_of_each(table: pa.Table, column: str) -> pa.Table:
@@ -492,16 +456,8 @@ def _first_of_each(table: pa.Table, column: str) -> pa.Table:
     return table.filter(pa.array(np.r_[True, values[1:] != values[:-1]][: len(values)]))
 
 
-def _renumber(tables: dict[str, pa.Table], layers: dict[tuple[str, str], int], gemms: int) -> int:
-    """Renumber layers and products of a folder within the run: a layer keeps its number in all segments, a product does
-    not. Return the number of products.
-    """
-    for name in ("layers", "gemms"):
-        table = tables[name]
-        subjects = zip(table["scope"].to_pylist(), table["layer"].to_pylist(), strict=True)
-        numbers = [layers.setdefault((scope or "", layer), len(layers)) for scope, layer in subjects]
-        place = table.column_names.index("layer_id")
-        tables[name] = table.set_column(place, table.schema.field(place), pa.array(numbers, pa.int32()))
+def _renumber(tables: dict[str, pa.Table], gemms: int) -> int:
+    """Renumber the products of a folder within the run, and return how many there are."""
     own = np.unique(np.concatenate([tables[name]["gemm_id"].to_numpy() for name in ("gemms", "operands")]))
     for name in ("gemms", "operands"):
         table = tables[name]

@@ -3,7 +3,7 @@
     <log_dir>/precision_records/<run_id>/seg-000/run.json
                                          seg-000/layers.parquet, gemms.parquet, ...
                                          seg-000/rank-00000/values-0001.parquet, values-0002.arrow, ...
-                                         seg-000/rank-00000/events.jsonl
+                                         seg-000/rank-00000/steps-0001.parquet, events-0001.parquet, ...
 
 A rank appends record batches to the Arrow stream ``<table>-<number>.arrow``, and closes it as
 ``<table>-<number>.parquet``. A thinned file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files
@@ -30,7 +30,7 @@ from te_precision_callbacks.runs.input_files import read_json
 
 FOLDER = "precision_records"
 
-RUN_FILE, EVENTS_FILE = "run.json", "events.jsonl"
+RUN_FILE = "run.json"
 OPEN, CLOSED = ".arrow", ".parquet"
 
 SEGMENT_NAME = re.compile(r"seg-(\d{3,9})")
@@ -179,8 +179,8 @@ def is_incomplete(path: Path) -> bool:
 class AppendedFile(io.FileIO):
     """An append-only file. Writes are unbuffered, so that a forked process does not repeat them."""
 
-    def __init__(self, path: Path, *, new: bool = False) -> None:
-        super().__init__(path, "x" if new else "a", opener=own_file)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "x", opener=own_file)
 
     def write(self, data: Any, /) -> int:
         """Append data.

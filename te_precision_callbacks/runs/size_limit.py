@@ -61,6 +61,7 @@ class SizeLimit:
 
     Args:
         writer: the writer of this process's segment.
+        files: its closed files with their sizes, oldest first; those of earlier segments are added.
         limit: the most bytes for the rank, in all segments.
         say: receives an event's kind and text.
 
@@ -68,14 +69,16 @@ class SizeLimit:
         is_full: whether there is no room for more statistics.
     """
 
-    def __init__(self, run: Path, writer: RunWriter, limit: int, say: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, run: Path, writer: RunWriter, files: dict[DataFile, int], limit: int, say: Callable[[str, str], None]
+    ) -> None:
         self.is_full = False
         self._writer = writer
+        self._files = files
         self._limit = limit
         self._say = say
         self._said: set[str] = set()
         self._begins: dict[Path, int] = {}  # segment -> the first iteration with a step, of this process
-        self._earlier: dict[DataFile, int] = {}  # files of earlier segments, oldest first
         self._fixed = 0  # the bytes of what is never rewritten in other segments
         self._damaged: set[Path] = set()
         self._incompressible: set[Path] = set()  # rewriting these alone gains nothing
@@ -93,14 +96,12 @@ class SizeLimit:
             for path in (*(file.path for file in replaced), *filter(is_incomplete, [*sizes])):
                 path.unlink(missing_ok=True)
                 del sizes[path]
-            self._earlier |= {file: sizes.pop(file.path) for file in files}
+            self._files |= {file: sizes.pop(file.path) for file in files}
         self._fixed += sum(sizes.values())
 
     def follow(self, writer: RunWriter) -> None:
-        """Continue with another segment of this process."""
-        closed = self._writer.closed
-        self._earlier |= closed
-        self._fixed += self._writer.nbytes - sum(closed.values())
+        """Continue with another segment of this process; earlier files but the closed ones stay as they are."""
+        self._fixed += self._writer.nbytes
         self._writer = writer
 
     def note_step(self, iteration: int) -> None:
@@ -130,13 +131,9 @@ class SizeLimit:
 
     # ------------------------------------------------------------------ which files
 
-    @property
-    def _files(self) -> dict[DataFile, int]:
-        return {**self._earlier, **self._writer.closed}
-
     def _used_and_room(self) -> tuple[int, float]:
         """Return the bytes of statistics, and their limit."""
-        everything = sum(self._earlier.values()) + self._fixed + self._writer.nbytes
+        everything = sum(self._files.values()) + self._fixed + self._writer.nbytes
         used = sum(size for file, size in self._files.items() if file.table in _TABLES) + self._writer.open_bytes
         return used, max(self._limit - (everything - used), _LEAST * self._limit)
 
@@ -179,16 +176,15 @@ class SizeLimit:
         size = write_table(table, path)
         for file in group:
             file.path.unlink(missing_ok=True)
-        files = self._earlier if first in self._earlier else self._writer.closed
-        if size > _NO_GAIN * sum(files[file] for file in group):
+        if size > _NO_GAIN * sum(self._files[file] for file in group):
             self._incompressible.add(path)
-        old = list(files.items())
-        files.clear()
+        old = list(self._files.items())
+        self._files.clear()
         for file, nbytes in old:
             if file == first:
-                files[DataFile(first.table, first.first, last.last, interval, path)] = size
+                self._files[DataFile(first.table, first.first, last.last, interval, path)] = size
             elif file not in group:
-                files[file] = nbytes
+                self._files[file] = nbytes
         self._say_once(
             "records_thinned",
             f"The records of rank {self._writer.rank} have reached their limit of {self._limit:,} bytes. Of the oldest"

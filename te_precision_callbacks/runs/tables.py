@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.statistics.series import FIRST_STEP
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The version of the files. A reader refuses files of any other version."""
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
@@ -88,23 +88,22 @@ EVENTS = pa.schema(
         ("segment", pa.int16()),
         ("iteration", _ITERATION),
         ("rank", pa.int32()),
-        ("phase", _NAME),  # forward, backward, step, checkpoint
-        ("kind", _NAME),
-        ("severity", _NAME),  # info, warning, error
+        ("phase", pa.string()),  # forward, backward, step, checkpoint
+        ("kind", pa.string()),
+        ("severity", pa.string()),  # info, warning, error
         ("wall_time", pa.timestamp("us", tz="UTC")),
-        ("scope", _NAME),
-        ("layer", _NAME),
-        ("tensor", _NAME),
-        ("gemm", _NAME),
+        ("scope", pa.string()),
+        ("layer", pa.string()),
+        ("tensor", pa.string()),
+        ("gemm", pa.string()),
         ("text", pa.string()),
         ("data", pa.string()),  # JSON
     ]
 )
-"""Something that happened: one JSON object a line in events.jsonl, with these keys."""
+"""Something that happened."""
 
 LAYERS = pa.schema(
     [
-        ("layer_id", pa.int32()),
         ("scope", pa.string()),
         ("layer", pa.string()),
         ("given", pa.string()),  # the name that the script has given to it
@@ -125,7 +124,6 @@ LAYERS = pa.schema(
 GEMMS = pa.schema(
     [
         ("gemm_id", pa.int32()),
-        ("layer_id", pa.int32()),
         ("scope", pa.string()),
         ("layer", pa.string()),
         ("gemm", pa.string()),  # as Product.gemm

@@ -1,7 +1,7 @@
 """Writing of runs, by the session's sink or without a session.
 
     with RunWriter.begin("logs", first_iteration=0, front_door="my loop") as run:
-        run.put_facts("layers", [{"layer_id": 0, "layer": "fc1", "exec_fwd": 0, "since": 0}])
+        run.put_facts("layers", [{"layer": "fc1", "exec_fwd": 0, "since": 0}])
         series = run.series("fc1", "activation", "amax")
         for iteration in range(10):
             run.add_step(iteration)
@@ -21,7 +21,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,7 +35,6 @@ from te_precision_callbacks.runs.input_files import writable
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
-    EVENTS_FILE,
     FOLDER,
     OPEN,
     RUN_FILE,
@@ -151,7 +149,7 @@ class _Table:
         if self._rows:
             if self._file is None:
                 self._number += 1
-                self._file = AppendedFile(self._path, new=True)
+                self._file = AppendedFile(self._path)
                 options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
                 self._stream = pa.ipc.new_stream(self._file, self._schema, options=options)
                 self._since = time.monotonic()
@@ -200,16 +198,23 @@ class RunWriter:
         rank: the rank that writes.
         close_bytes: close open files at this size, at most :data:`CLOSE_BYTES`.
         small_bytes: the minimum of this size for steps and scalars, which are never thinned.
+        closed: receives closed files with their sizes, oldest first.
 
     Attributes:
         run_id, segment, folder, rank: the run, its segment with the folder, and the rank.
         own: the folder of the rank in the segment.
-        closed: closed files with their sizes, oldest first.
         status: the status of the segment for run.json.
     """
 
     def __init__(
-        self, run_folder: Path, segment: int, rank: int = 0, *, close_bytes: float = math.inf, small_bytes: float = 0
+        self,
+        run_folder: Path,
+        segment: int,
+        rank: int = 0,
+        *,
+        close_bytes: float = math.inf,
+        small_bytes: float = 0,
+        closed: dict[DataFile, int] | None = None,
     ) -> None:
         self.run_id = run_folder.name
         self.segment = segment
@@ -217,7 +222,6 @@ class RunWriter:
         self.rank = rank
         self.own = self.folder / rank_name(rank)
         self.own.mkdir(exist_ok=True)
-        self.closed: dict[DataFile, int] = {}
         self.status: Status = "running"
         self._facts: dict[str, Any] = {}
         self._fact_bytes: dict[str, int] = {}
@@ -225,15 +229,14 @@ class RunWriter:
         kinds: dict[str, tuple[pa.Schema, Callable[[list[Any]], pa.RecordBatch], float]] = {
             "steps": (STEPS, _batch_of(STEPS), max(close_bytes, small_bytes)),
             "scalars": (SCALARS, _batch_of(SCALARS), max(close_bytes, small_bytes)),
+            "events": (EVENTS, _batch_of(EVENTS), max(close_bytes, small_bytes)),
             "values": (VALUES, self._values_batch, close_bytes),
             "vectors": (VECTORS, self._vectors_batch, close_bytes),
         }
         self._tables = {
-            name: _Table(self.own, name, schema, batch, self.closed, size)
+            name: _Table(self.own, name, schema, batch, {} if closed is None else closed, size)
             for name, (schema, batch, size) in kinds.items()
         }
-        self._events: list[bytes] = []
-        self._event_file: AppendedFile | None = None
 
     @classmethod
     def begin(
@@ -433,22 +436,22 @@ class RunWriter:
             "segment": self.segment,
             "iteration": iteration,
             "rank": self.rank,
-            **{key: value for key, value in subject.items() if value is not None},
+            **subject,
             "kind": kind,
             "severity": severity,
-            "wall_time": datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="microseconds"),
+            "wall_time": round(seconds * 1e6),
             "text": text,
             "data": None if data is None else json.dumps(data, default=str),
         }
-        self._events.append(json.dumps(row).encode() + b"\n")
+        self._tables["events"].add(writable(row))
 
     # ------------------------------------------------------------------ to the disk
 
     @property
     def nbytes(self) -> int:
-        events = 0 if self._event_file is None else self._event_file.tell()
+        """Bytes of all files but closed ones."""
         opened = sum(table.open_bytes for table in self._tables.values())
-        return opened + sum(self.closed.values()) + sum(self._fact_bytes.values()) + events
+        return opened + sum(self._fact_bytes.values())
 
     @property
     def open_bytes(self) -> int:
@@ -462,11 +465,6 @@ class RunWriter:
         """Append all new rows to the open files; raises OSError."""
         for table in self._tables.values():
             table.flush()
-        if self._events:
-            if self._event_file is None:
-                self._event_file = AppendedFile(self.own / EVENTS_FILE)
-            self._event_file.write(b"".join(self._events))
-            self._events = []
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
         """Write and close all files; rank 0 records the end in run.json, even after a failure.
@@ -490,9 +488,6 @@ class RunWriter:
         """Close all files as they are."""
         for table in self._tables.values():
             table.leave()
-        if self._event_file is not None:
-            self._event_file.close()
-            self._event_file = None
 
 
 def _columns_of(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> list[pa.Array]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,9 +16,13 @@ from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.coverage.contract_keeper import ContractKeeper, PrecisionContractError, require_layers
+from te_precision_callbacks.coverage.contract_keeper import (
+    ContractKeeper,
+    PrecisionContractError,
+    require_layers,
+    shared_products,
+)
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD, NOTHING, Coverage
-from te_precision_callbacks.coverage.shared_products import shared_products
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
@@ -62,13 +67,13 @@ class RuleChecks:
 
     def scalars(self, scalars: Scalars) -> list[Event]:
         """Check the trainer's scalars. Rank 0 records its scalars; a finding of another rank names that rank."""
-        found = self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None)
-        return self._react(found, scalars.iteration)
+        findings = self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None)
+        return self._react(findings, scalars.iteration)
 
     def event(self, event: Event) -> list[Event]:
         """Check an event. Only problems of parameters were not reported before."""
-        found = self._diagnosis.event(event, None if event.data.get("of_all") else own_rank() or None)
-        return self._react(found, event.iteration) if event.kind == "parameters" else []
+        findings = self._diagnosis.event(event, None if event.data.get("of_all") else own_rank() or None)
+        return self._react(findings, event.iteration) if event.kind == "parameters" else []
 
     def records(self, records: StepRecords) -> tuple[StepRecords, list[Event]]:
         """Check the statistics of a step, and return its records with the number of findings so far."""
@@ -106,14 +111,16 @@ class RuleChecks:
             self._stop()
 
     def _stop(self) -> None:
-        found, self._stopping = self._stopping, []
-        text = "; ".join(map(str, found)) or "another rank has found it, and names it in its own error"
-        remedies = " ".join(dict.fromkeys(f"{finding.remedy}." for finding in found))
-        raise PrecisionFindingError(f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), found)
+        findings, self._stopping = self._stopping, []
+        text = "; ".join(map(str, findings)) or "another rank has found it, and names it in its own error"
+        remedies = " ".join(dict.fromkeys(f"{finding.remedy}." for finding in findings))
+        raise PrecisionFindingError(
+            f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), findings
+        )
 
-    def _react(self, found: Sequence[Finding], iteration: int) -> list[Event]:
+    def _react(self, findings: Sequence[Finding], iteration: int) -> list[Event]:
         events = []
-        for finding in found:
+        for finding in findings:
             data = finding.as_json()
             severity = "info" if finding.severity == "note" else finding.severity
             layer = finding.layers[0] if finding.layers else ""
@@ -144,18 +151,6 @@ class RuleChecks:
         except Exception as error:
             self._context.failures.report("calling on_finding= for", finding.rule, error)
             return False
-
-
-class CheckedContract(NamedTuple):
-    """The result of a check of the contract.
-
-    Attributes:
-        event: the result for the records; None if the contract was not checked.
-        error: the error that ends the run.
-    """
-
-    event: Event | None = None
-    error: PrecisionContractError | None = None
 
 
 class ContractCheck:
@@ -200,8 +195,13 @@ class ContractCheck:
         if self._keeper is not None:
             self._keeper.begin_step(self._changes, iteration, self._ranks)
 
-    def end_step(self, iteration: int) -> CheckedContract:
-        results = self._results
+    def end_step(self, iteration: int) -> Iterator[Event]:
+        """Yield the result of a check for the records, if the contract is checked in this step.
+
+        Raises:
+            PrecisionContractError: after the result, if it ends the run.
+        """
+        results, keeper = self._results, self._keeper
         if self._shares_left:
             own = results.coverage_at(iteration)
             shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
@@ -209,14 +209,13 @@ class ContractCheck:
             is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step", bool))
             is_over = is_over or not self._ranks.are_together  # ranks that are apart share nothing again
             self._shares_left = 0 if is_over else self._shares_left - 1
-        keeper = self._keeper
-        if keeper is None:
-            return CheckedContract()
-        changes = self._changes
-        return _checked(iteration, lambda: keeper.end_step(results.coverage_at, changes, iteration, self._ranks))
+        if keeper is not None:
+            changes = self._changes
+            check = functools.partial(keeper.end_step, results.coverage_at, changes, iteration, self._ranks)
+            yield from _results_of(check, iteration)
 
-    def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> CheckedContract:
-        """Check the contract at the end of the run, if it was not checked before.
+    def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> Iterator[Event]:
+        """Check the contract at the end of the run, if it was not checked before; as :meth:`end_step`.
 
         Args:
             iteration: the last step.
@@ -225,27 +224,25 @@ class ContractCheck:
             raises: False if another error ends the run, which must not be hidden.
         """
         keeper, results = self._keeper, self._results
-        if keeper is None:
-            return CheckedContract()
-        has_run = has_step and iteration in results.iterations
-        coverage = Results(results).coverage(iteration) if has_run else NOTHING
-        at, changes, ranks = results.coverage_at, self._changes, self._ranks
-        return _checked(
-            iteration, lambda: keeper.end_run(at, coverage, changes, iteration, ranks, why_not=why_not, raises=raises)
-        )
+        if keeper is not None:
+            has_run = has_step and iteration in results.iterations
+            coverage = Results(results).coverage(iteration) if has_run else NOTHING
+            arguments = results.coverage_at, coverage, self._changes, iteration, self._ranks
+            yield from _results_of(
+                functools.partial(keeper.end_run, *arguments, why_not=why_not, raises=raises), iteration
+            )
 
 
-def _checked(iteration: int, check: Callable[[], str | None]) -> CheckedContract:
-    error = None
+def _results_of(check: Callable[[], str | None], iteration: int) -> Iterator[Event]:
     try:
         broken = check()
-    except PrecisionContractError as raised:
-        broken, error = str(raised), raised
-    if broken is None:
-        return CheckedContract()
-    severity: Severity = "warning" if broken else "info"
-    text = broken or "The run holds its precision contract."
-    return CheckedContract(Event("contract_judged", text, iteration, severity, phase="step"), error)
+    except PrecisionContractError as error:
+        yield Event("contract_judged", str(error), iteration, "warning", phase="step")
+        raise
+    if broken is not None:
+        severity: Severity = "warning" if broken else "info"
+        text = broken or "The run holds its precision contract."
+        yield Event("contract_judged", text, iteration, severity, phase="step")
 
 
 class ParameterChecks:
@@ -293,16 +290,16 @@ class ParameterChecks:
             return None
         self._checked |= checked
         of_kind: dict[str, list[Problem]] = {}
-        for each in {(each.what, each.name): each for each in problems}.values():
-            of_kind.setdefault(each.what, []).append(each)
+        for problem in {(problem.what, problem.name): problem for problem in problems}.values():
+            of_kind.setdefault(problem.what, []).append(problem)
         rows: list[dict[str, Any]] = [
             {
                 "what": what,
-                "names": [each.name for each in found[:MOST_NAMES]],
-                "since": min(each.since for each in found),
-                "number": found[0].number,
+                "names": [problem.name for problem in alike[:MOST_NAMES]],
+                "since": min(problem.since for problem in alike),
+                "number": alike[0].number,
             }
-            for what, found in of_kind.items()
+            for what, alike in of_kind.items()
         ]
         data = {"checked": sorted(checked), "problems": rows, "of_all": of_all}
         text = f"{many(len(problems), 'problem')} in parameters" if problems else "Parameters were checked"

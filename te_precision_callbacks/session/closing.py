@@ -133,7 +133,8 @@ def closing_lines(
     places = {"logs": str(log_dir or ""), "trace": trace, "speed": speed, "page": page}
     ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []
     last = [f"  {what}: {where}" for what, where in places.items() if where]
-    findings = verdict.findings
+    repeated = f"ended by {ended_by}".rstrip(":. ")
+    findings = [finding for finding in verdict.findings if not finding.seen.endswith(repeated)]
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []
     room = MOST_LINES - 1 - len(first) - bool(ran) - len(last)
     shown = findings if len(findings) <= room else findings[: room - 1]

@@ -186,15 +186,15 @@ class StepCollector:
             values = self._scalars.read()
             table = results.series
             own = [table.intern(*parsed_log_name(name, self._layers.names)) for name in names]
-            series = np.concatenate([*(found.series for found in measured), np.array(own, dtype=np.int32)])
-            numbers = np.concatenate([*(found.values for found in measured), np.array(values)])
-            histograms = {number: counts for found in measured for number, counts in found.histograms.items()}
+            series = np.concatenate([*(part.series for part in measured), np.array(own, dtype=np.int32)])
+            numbers = np.concatenate([*(part.values for part in measured), np.array(values)])
+            histograms = {number: counts for part in measured for number, counts in part.histograms.items()}
         except Exception as error:
             self._clear()
             self._context.failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
-        ending.local |= any(found.local for found in measured)
-        # Where ranks are apart the first one alone writes its numbers; each one those that are left at the end.
+        ending.local |= any(part.local for part in measured)
+        # Separated ranks leave their values to the first rank; at the end each rank writes what it has left.
         left_to_first = ending.local and not ending.is_remainder and not ranks.leads
         reduced = len(series) - len(own) if left_to_first or (ranks.several and not ending.local) else 0
         layers = {table[number].layer for number in series.tolist()}
@@ -252,7 +252,7 @@ class TrainerScalars:
         except Exception as error:
             self._context.failures.report("reading", "the trainer's numbers", error)
             return []
-        found: dict[tuple[int, int], dict[str, float]] = {}
+        by_step: dict[tuple[int, int], dict[str, float]] = {}
         for (iteration, logging_step, name, _), number in zip(kept, numbers, strict=True):
-            found.setdefault((iteration, logging_step), {})[name] = number
-        return [Scalars(iteration, logging_step, values) for (iteration, logging_step), values in found.items()]
+            by_step.setdefault((iteration, logging_step), {})[name] = number
+        return [Scalars(iteration, logging_step, values) for (iteration, logging_step), values in by_step.items()]

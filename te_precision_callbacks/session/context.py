@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.options import SessionOptions
@@ -21,12 +21,14 @@ class LoopFacts:
         counts_from: the logging step of iteration 0, unless ``step`` gets another one.
         front_door: the integration, for records: ``lightning``, ``accelerate``, ``transformers``.
         counts_batches: whether ``step`` is called after each micro-batch on purpose.
+        gives_way: whether another session that starts stops this one.
     """
 
     trainer_steps: bool = False
     counts_from: int = 0
     front_door: str = "session"
     counts_batches: bool = False
+    gives_way: bool = False
 
 
 @dataclass(frozen=True)

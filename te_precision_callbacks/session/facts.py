@@ -70,7 +70,7 @@ class RunFacts:
         self._taken: object = None
         self._rests_until = 0.0
         self._machine: Row | None = None
-        self._told_until: int | None = None
+        self._changes_until: int | None = None
         self._has_ended = False
 
     def changed(self, *, at_last: bool = False) -> bool:
@@ -92,13 +92,12 @@ class RunFacts:
         begun = time.perf_counter()
         self._taken = self._state
         infos = self._results.layers
-        precision = list(self._results.audit.spans())
+        precision = list(self._results.audit.history.spans())
         gemms, operands = self._products(precision)
         layer_rows = list(self._layers(infos, gemms))
-        ids = {row["layer"]: row["layer_id"] for row in layer_rows}
         scopes = {row["layer"]: row["scope"] for row in layer_rows}
         for row in gemms:
-            row["layer_id"], row["scope"] = ids[row["layer"]], scopes[row["layer"]]
+            row["scope"] = scopes[row["layer"]]
         tables = {
             "layers": layer_rows,
             "gemms": gemms,
@@ -115,11 +114,11 @@ class RunFacts:
         before: dict[tuple[str, str], GemmPrecision] = {}
         formats: dict[int, list[str]] = defaultdict(list)
         recipes: dict[int, list[str]] = defaultdict(list)
-        last = self._told_until
-        for entry in self._results.audit.spans():
+        last = self._changes_until
+        for entry in self._results.audit.history.spans():
             earlier = before.get((entry.layer, entry.gemm))
             before[entry.layer, entry.gemm] = entry
-            self._told_until = max(entry.since, -1 if self._told_until is None else self._told_until)
+            self._changes_until = max(entry.since, -1 if self._changes_until is None else self._changes_until)
             if earlier is None or entry.not_run or earlier.not_run or last is None or entry.since <= last:
                 continue
             if entry.operands != earlier.operands:
@@ -127,8 +126,8 @@ class RunFacts:
                 formats[entry.since].append(f"{entry.layer} {entry.gemm}: {change}")
             if entry.recipe != earlier.recipe:
                 recipes[entry.since].append(f"{entry.layer} {entry.gemm}: {earlier.recipe} -> {entry.recipe}")
-        for kind, found in (("precision_changed", formats), ("recipe_changed", recipes)):
-            for iteration, texts in sorted(found.items()):
+        for kind, changes in (("precision_changed", formats), ("recipe_changed", recipes)):
+            for iteration, texts in sorted(changes.items()):
                 yield Event(kind, _listed(texts), iteration, phase="step", data={"changes": texts[:1000]})
 
     # ------------------------------------------------------------------ run.json
@@ -156,16 +155,16 @@ class RunFacts:
     def _settings(self) -> Row:
         """The fields of :class:`te_precision_callbacks.diagnosis.facts.Settings`."""
         layers, reduces = self._model.layers, self._options.reduce
-        found = computing(layers.modules, layers.operations)
+        computed = computing(layers.modules, layers.operations)
         several = reduces and is_distributed(self._options.process_group)
         return {
             "loss_is_scaled": self._results.scales_loss,
             "adds_eps": self._results.adds_eps,
-            "float16": computes_in_float16(found),
+            "float16": computes_in_float16(computed),
             "ranks": torch.distributed.get_world_size(self._options.process_group) if several else 1,
             "alike": not layers.of_other_ranks,
-            "ignored": ignored_arguments(recipes_of(found)),
-            "amaxes": amax_reductions(found),
+            "ignored": ignored_arguments(recipes_of(computed)),
+            "amaxes": amax_reductions(computed),
             "unmeasured": self._unmeasured,
             "loss_is_filtered": self._results.filters_loss,
             "expects_low": self._results.expects_low
@@ -181,13 +180,13 @@ class RunFacts:
 
     def _machine_facts(self) -> Row:
         facts = torch_facts()
-        found = dict(versions()) | {"python": platform.python_version()}
+        installed = dict(versions()) | {"python": platform.python_version()}
         for name in _TRAINERS:
-            if name.partition("-")[0] in sys.modules and (installed := _version_of_trainer(name)) is not None:
-                found[name] = installed
+            if name.partition("-")[0] in sys.modules and (version := _version_of_trainer(name)) is not None:
+                installed[name] = version
         return {
             "front_door": self._front_door,
-            "versions": found,
+            "versions": installed,
             "environment": read_environment(os.environ),
             "torch_settings": dict(facts.settings),
             "platform": platform.platform(),
@@ -220,7 +219,6 @@ class RunFacts:
 
     def _layers(self, infos: Sequence[LayerInfo], gemms: Sequence[Row]) -> Iterator[Row]:
         """Layers that can be observed, layers of other ranks, and layers that only have products."""
-        ids: dict[str, int] = {}
         begin = self._results.iterations.first or 0
         weights = self._weights()
         families: dict[str, str] = {}
@@ -230,7 +228,6 @@ class RunFacts:
             since[row["layer"]] = min(row["since"], since.get(row["layer"], row["since"]))
         for info in infos:
             yield {
-                "layer_id": ids.setdefault(info.name, len(ids)),
                 "scope": info.scope,
                 "layer": info.name,
                 "given": info.given,
@@ -243,37 +240,30 @@ class RunFacts:
                 "sections": list(info.sections),
                 "since": begin,
             }
+        names = {info.name for info in infos}
         for layer in self._model.layers.of_other_ranks:
-            if layer.name not in ids:
-                number = ids.setdefault(layer.name, len(ids))
-                kind, scope = layer.types[0], layer.scope
-                yield {
-                    "layer_id": number,
-                    "scope": scope,
-                    "layer": layer.name,
-                    "class": kind,
-                    "family": "te",
-                    "since": begin,
-                }
+            if layer.name not in names:
+                names.add(layer.name)
+                row = {"scope": layer.scope, "layer": layer.name, "class": layer.types[0]}
+                yield {**row, "family": "te", "since": begin}
         for name, family in families.items():
-            if name not in ids:
-                number = ids.setdefault(name, len(ids))
-                yield {"layer_id": number, "scope": "", "layer": name, "family": family, "since": since[name]}
+            if name not in names:
+                yield {"scope": "", "layer": name, "family": family, "since": since[name]}
 
     def _weights(self) -> dict[str, Row]:
         """Layer -> the columns about its weights on this rank."""
-        found: dict[str, Row] = {}
+        columns: dict[str, Row] = {}
         for named in self._model.layers.modules:
             for number, layer in enumerate(named.layers):
-                weights = [getattr(each, "_local_tensor", each) for each in weights_of(named.module, number)]
+                weights = [getattr(weight, "_local_tensor", weight) for weight in weights_of(named.module, number)]
                 quantized = any(not QUANTIZED.isdisjoint(class_names(weight)) for weight in weights)
                 dtypes = dict.fromkeys(str(weight.dtype).partition(".")[2] for weight in weights)
-                found[layer.name] = {
+                columns[layer.name] = {
                     "params": sum(weight.numel() for weight in weights),
                     "weight_dtype": ", ".join(dtypes),
                     "primary_weights": "quantized" if quantized else "high",
                 }
-        return found
+        return columns
 
     def _products(self, precision: Iterable[GemmPrecision]) -> tuple[list[Row], list[Row]]:
         gemms: list[Row] = []

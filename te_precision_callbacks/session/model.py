@@ -13,14 +13,14 @@ from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.config.differences import FlatConfig, flat_config
+from te_precision_callbacks.base.ranks.together import Ranks
+from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_alike
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.idle import idle_in_words
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.contract_keeper import remedy
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
-from te_precision_callbacks.coverage.parallel import Ranks
 from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
@@ -77,7 +77,7 @@ def placements(
         modules: the modules of this rank.
         reduced_over: the group over which statistics are reduced; None for all ranks.
     """
-    found: dict[str, Placement] = {}
+    placed: dict[str, Placement] = {}
     ranks_of = torch.distributed.get_process_group_ranks
     for named in modules:
         module: Any = named.module
@@ -94,8 +94,8 @@ def placements(
             mode = getattr(module, "parallel_mode", None)
             if hasattr(module, "set_parallel_mode"):
                 mode = _MLP_MODES.get(layer.name.rpartition(".")[2])
-            found[layer.name] = Placement(rank, first, mode, sequence_parallel)
-    return found
+            placed[layer.name] = Placement(rank, first, mode, sequence_parallel)
+    return placed
 
 
 class NamedLayers:
@@ -129,7 +129,7 @@ class NamedLayers:
     @property
     def other_names(self) -> dict[int, str]:
         """The names of attention and operations of ``te.ops`` of this rank, by the id of the module."""
-        operations = {id(found.module): found.layers[0] for found in self.operations if found.layers}
+        operations = {id(named.module): named.layers[0] for named in self.operations if named.layers}
         return {**self._attentions, **operations}
 
     @property
@@ -249,7 +249,7 @@ class ObservedModel:
         sections = flat_config(options.config.enabled_sections, planned.sections)
         config = {"layer_names": repr(options.layer_names), **sections}
         agreed = {name: getattr(options, name) for name in ("strict", "debug", "require", "early_steps")}
-        ranks.require_alike({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration)
+        require_alike({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration, ranks)
         self.flat_config = config
         watched = ACTIVATION_OVERFLOW in options.debug
         goes_on = "with activation overflow detection alone" if watched else "without precision debugging"
@@ -259,7 +259,7 @@ class ObservedModel:
             logger.warning("%s", without_layers(goes_on, self._context.loop.front_door))
         self.model = model
         self._observe(planned)
-        self._count_products()
+        self._hooks.count_products(model, self.layers.paths(model))
         self.attached = True
 
     def _plan(self, model: Model) -> _Planned:
@@ -371,9 +371,6 @@ class ObservedModel:
     def all_names(self) -> list[str]:
         return [*dict.fromkeys([*self.layers.paths(self.model).values(), *sorted(self.layers.names)])]
 
-    def _count_products(self) -> None:
-        self._hooks.count_products(self.model, self.layers.paths(self.model))
-
     @property
     def enters_autocast(self) -> bool:
         """Return whether a region of ``te.autocast(enabled=True)`` has been entered."""
@@ -381,7 +378,7 @@ class ObservedModel:
 
     def note_products(self) -> None:
         outside = self._hooks.products.recomputed_outside
-        step = self._hooks.products.end_step()
+        step = self._hooks.products.take_step()
         if step is None:
             return
         self._warn_of_recomputed(outside)

@@ -75,13 +75,13 @@ class RunResults:
     def coverage_at(self, iteration: int) -> Coverage:
         """This rank's matrix products of an iteration. Raises IterationError if it has not run."""
         last = iteration if self.iterations.last is None else self.iterations.last
-        return self.coverage.at(iteration, last, self.audit.at(iteration), self.unconverted)
+        return self.coverage.at(iteration, last, self.audit.history.at(iteration), self.unconverted)
 
     def other_steps(self) -> list[OtherSteps]:
         """Return the steps that ran in another precision than the last one."""
-        if len(self.coverage.spans()) < 2 and not self.audit.has_changed:
+        if len(self.coverage.spans()) < 2 and not self.audit.history.has_changed:
             return []  # as in most runs, of which thousands of layers need not be gone through
-        return other_steps(self.coverage.by_span(self.audit.spans(), self.unconverted))
+        return other_steps(self.coverage.by_span(self.audit.history.spans(), self.unconverted))
 
 
 class Results:
@@ -124,7 +124,8 @@ class Results:
         """The precision in which each GEMM ran so far. ``session.precision(at=120)`` gives the precision of one
         iteration, and raises a LookupError if that has not run.
         """
-        return Precision(self._results.audit, self._results.audit.at)
+        history = self._results.audit.history
+        return Precision(history.whole(), history.at)
 
     def coverage(self, at: int | None = None) -> Coverage:
         """Return every matrix product of the model in a step: its multiply-adds, its precision, and the reason for high
@@ -139,7 +140,7 @@ class Results:
             IterationError: the iteration has not run under this session; a LookupError.
         """
         results = self._results
-        iteration = results.audit.last if at is None else at
+        iteration = results.audit.history.last if at is None else at
         if iteration is None:
             return NOTHING
         own = results.coverage_at(iteration)

@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.devices import is_capturing
@@ -19,9 +20,10 @@ from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.base.ranks.together import Ranks, leads
 from te_precision_callbacks.config.idle import never_due_in_words
+from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
-from te_precision_callbacks.coverage.parallel import Ranks, leads
 from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_failure
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
@@ -37,7 +39,6 @@ from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
 from te_precision_callbacks.session.checks import (
-    CheckedContract,
     ContractCheck,
     OverflowCheck,
     ParameterChecks,
@@ -53,7 +54,7 @@ from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
 from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume import ResumeAudit, versions
-from te_precision_callbacks.session.training_loop import LoopChecks, OptimizerHooks, has_gradients, is_in_evaluation
+from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Sink, StepRecords, end_of
 from te_precision_callbacks.sinks.writer_thread import all_within
 
@@ -128,7 +129,7 @@ class Run:
         )
         self.model = model = ObservedModel(context, self.hooks, engine)
         self._loop_checks = LoopChecks(context, model)
-        self._optimizer_hooks = OptimizerHooks(self._before_optimizer_step, self._after_optimizer_step)
+        self._optimizer_hooks: list[RemovableHandle] = []
         self._updates = UpdateWatch(model, scalars, failures)
         self._scaled = ScaledOptimizers()
         self._collector = StepCollector(
@@ -175,14 +176,15 @@ class Run:
         """Implement ``InspectSession.attach``."""
         context, ranks = self.context, self.context.ranks
         ranks.meet()
-        with ranks.together("attaching a session", agree=ranks.several, error=SessionError):
+        with ranks.together("attaching a session", SessionError, ConfigError, agree=ranks.several):
             self.observation.engine.reduce_over(ranks.messages)
             context.inspector.events.begin(in_full=self._files.in_full)
             self._files.attach()
             self.model.attach(model)
             self._contract.attach(self.model.all_names)
             self._parameters.begin(context.iteration)
-            self._optimizer_hooks.begin()
+            if not self._optimizer_hooks:
+                self._optimizer_hooks = hook_optimizers(self._before_optimizer_step, self._after_optimizer_step)
             self._scaled.begin()
             self.overflow.attach(model)
         ranks.settle()
@@ -209,7 +211,11 @@ class Run:
         """Implement ``InspectSession.step``."""
         try:
             if is_capturing():
-                self._warn_captured()
+                self._log_once(
+                    logging.WARNING,
+                    "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not"
+                    " call it. Call step() after each replay.",
+                )
                 return None
             return self._end_step(logging_step)
         except ASKED_FOR:
@@ -226,7 +232,11 @@ class Run:
         context, collector = self.context, self._collector
         self._check_overflow()
         if self.is_forked:
-            self._warn_forked()
+            self._log_once(
+                logging.WARNING,
+                "step(): the session was started in the process that this one was forked from, which owns the logs."
+                " Nothing is observed here. To observe this process, start a session after the fork.",
+            )
             return None
         if context.inspector.ended:
             self._report_ended()
@@ -236,8 +246,9 @@ class Run:
         try:
             with context.ranks.together(
                 "step()",
+                ObservationError,
+                ConfigError,
                 agree=context.options.strict and context.ranks.several,
-                error=ObservationError,
                 on_all=(PrecisionContractError, PrecisionFindingError),
             ):
                 if collector.ending is not None:  # a step that was interrupted
@@ -282,7 +293,8 @@ class Run:
         # Record the dumps and the results of checks over all ranks.
         self._send_events(*dump_events(self.observation.recorder.take_written()))
         self._send_checked(self._parameters.end_step(iteration))
-        self._send_contract(self._contract.end_step(iteration))
+        for event in self._contract.end_step(iteration):
+            self._send_events(event)
         self._rules.stop_if_wanted()
         return records
 
@@ -419,12 +431,6 @@ class Run:
             else:
                 self._send_findings(self._rules.event(event))
 
-    def _send_contract(self, checked: CheckedContract) -> None:
-        if checked.event is not None:
-            self._send_events(checked.event)
-        if checked.error is not None:
-            raise checked.error
-
     def _send_nonfinite(self, error: BaseException) -> None:
         for event in nonfinite_event(error, self.context.iteration):
             if self._is_new(error):
@@ -509,7 +515,12 @@ class Run:
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
                 ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks, guard)),
                 ("writing", "the summary", summarizes, self._closing.write_summary),
-                ("printing", "the verdict", summarizes, lambda: self._print_verdict(ended_by)),
+                (
+                    "printing",
+                    "the verdict",
+                    summarizes,
+                    lambda: self._closing.print_verdict(ended_by, self._profiling.trace),
+                ),
                 ("undoing", "what the session has changed", True, self._put_back),
                 ("closing", "the dumps", True, lambda: self._close_dumps(error, guard)),
                 ("leaving", "the other ranks", True, context.ranks.end),
@@ -591,7 +602,8 @@ class Run:
                 " training"
             )
         iteration = self.context.iteration - has_stepped
-        self._send_contract(self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None))
+        for event in self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None):
+            self._send_events(event)
 
     def _note_unended(self) -> None:
         """Record the products of a run without any step."""
@@ -622,9 +634,6 @@ class Run:
             logger.warning("%s", text)
             self.context.results.never_due = text
             self._send_events(Event("never_due", text, last, "warning"))
-
-    def _print_verdict(self, ended_by: BaseException | None) -> None:
-        self._closing.print_verdict(ended_by, self._profiling.trace)
 
     def _check_whole_run(self) -> None:
         if not self._is_terminated:
@@ -657,7 +666,8 @@ class Run:
             then.callback(self.hooks.remove)
             if self._ends is not None:
                 then.callback(self._ends.forget)
-            then.callback(self._optimizer_hooks.remove)
+            for handle in self._optimizer_hooks:
+                then.callback(handle.remove)
             then.callback(self._updates.clear)
             then.callback(self._parameters.remove)
             then.callback(self._scaled.remove)
@@ -682,25 +692,15 @@ class Run:
             self._collector.collect_own()
 
     def _report_ended(self) -> None:
-        if self.context.notices.first("ended"):
-            logger.error(
-                "The script has called debug_api.end_debug() while the session was running, so nothing more is"
-                " observed. Training goes on. Leave initialize, step and end_debug to the session."
-            )
+        self._log_once(
+            logging.ERROR,
+            "The script has called debug_api.end_debug() while the session was running, so nothing more is observed."
+            " Training goes on. Leave initialize, step and end_debug to the session.",
+        )
 
-    def _warn_forked(self) -> None:
-        if self.context.notices.first("forked"):
-            logger.warning(
-                "step(): the session was started in the process that this one was forked from, which owns the logs."
-                " Nothing is observed here. To observe this process, start a session after the fork."
-            )
-
-    def _warn_captured(self) -> None:
-        if self.context.notices.first("captured step"):
-            logger.warning(
-                "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not"
-                " call it. Call step() after each replay."
-            )
+    def _log_once(self, level: int, text: str) -> None:
+        if self.context.notices.first(text):
+            logger.log(level, "%s", text)
 
     def _describe(self) -> RunInfo:
         return RunInfo(

@@ -135,8 +135,7 @@ class InspectSession(Results):
 
     @property
     def observing(self) -> bool:
-        """A loop sets this to False for an evaluation. Forwards without
-        gradients, or of modules in eval mode, are never observed."""
+        """A loop sets this to False to evaluate. Forwards without gradients, or in eval mode, are never observed."""
         return not self._classify.paused
 
     @observing.setter
@@ -187,6 +186,7 @@ class InspectSession(Results):
         trainer_steps: bool = False,
         counts_batches: bool = False,
         eval_mode_counts: bool = True,
+        gives_way: bool = False,
     ) -> InspectSession:
         """Start nvidia-dlfw-inspect with all features; nothing is observed before :meth:`attach`.
 
@@ -201,6 +201,7 @@ class InspectSession(Results):
             counts_batches: whether :meth:`step` is called after each micro-batch on purpose.
             eval_mode_counts: whether modules in eval mode count as evaluation. A loop that sets :attr:`observing` may
                 turn this off.
+            gives_way: whether another session that starts stops this one, instead of raising an error.
 
         Raises:
             SessionError: a session is running already in this process, or nothing can be written to the log folder.
@@ -211,10 +212,9 @@ class InspectSession(Results):
         if self.running:
             raise SessionError("This session is running already. Call stop() before start(), or make a new session.")
         other = running_session()
-        if other is not None and other._loop.front_door == "watch":
-            other.stop()  # the script has a session of its own
-            other = None
-        if other is not None:
+        if other is not None and other._loop.gives_way:
+            other.stop()
+        elif other is not None:
             raise SessionError(
                 f"Another session is running, started at {other._results.started_at}, and a process can have only one"
                 " at a time. Stop the other session first; if no variable refers to it, call"
@@ -225,7 +225,7 @@ class InspectSession(Results):
         self._results = self._no_findings(log_dir)
         self._results.started_at = _place_in_script()
         self._notices = Notices()
-        self._loop = LoopFacts(trainer_steps, counts_from, front_door, counts_batches)
+        self._loop = LoopFacts(trainer_steps, counts_from, front_door, counts_batches, gives_way)
         self._classify.eval_mode_counts = eval_mode_counts
         self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop, self._notices)
         self._resume_audit = run.resume_audit
@@ -243,10 +243,8 @@ class InspectSession(Results):
         """Name the Transformer Engine modules of ``model`` and begin to observe them.
 
         Call this when the model is complete, and again if modules were added or replaced. If statistics are reduced,
-        call it
-        on all ranks, at a place where no rank waits for another (in a pipeline: before the first schedule). Ranks may
-        have
-        different layers; a section must match a layer on at least one of them.
+        call it on all ranks, at a place where no rank waits for another (in a pipeline: before the first schedule).
+        Ranks may have different layers; a section must match a layer on at least one of them.
 
         Raises:
             ConfigError: a section matches no layer, a feature is unknown, a layer gets one feature from two sections,
@@ -261,8 +259,7 @@ class InspectSession(Results):
         sinks.
 
         A step that Ctrl-C interrupts is completed by the next step or by :meth:`stop`. In a forked process, ``step``
-        does
-        nothing.
+        does nothing.
 
         Args:
             logging_step: the logging step of the records. None: the debug iteration, plus the ``counts_from`` of
@@ -298,8 +295,7 @@ class InspectSession(Results):
         """Record scalars of the training, such as loss, gradient norm, learning rate and loss scale.
 
         Call this before :meth:`step`, or after it with the ``logging_step`` of that step. The trainer's loggers do not
-        get
-        them. A tensor is copied to the host later, with others. Without a running session nothing happens.
+        get them. A tensor is copied to the host later, with others. Without a running session nothing happens.
 
         Args:
             scalars: name -> number, or tensor with one element; other values are skipped. Reports and comparisons use
@@ -381,10 +377,9 @@ class InspectSession(Results):
         """Return the state that a checkpoint needs to continue the run.
 
         It has ``iteration``; ``fingerprint``, a text, of this rank's low-precision state; and ``losses``, the last 20
-        training
-        losses that :meth:`log` got. Take it together with the model's state, on any rank; also after :meth:`stop`.
-        There is no
-        fingerprint before :meth:`attach`, and for a model without layers of Transformer Engine.
+        training losses that :meth:`log` got. Take it together with the model's state, on any rank; also after
+        :meth:`stop`. There is no fingerprint before :meth:`attach`, and for a model without layers of Transformer
+        Engine.
 
         Args:
             file: the file or folder of the checkpoint: a finding then does not name a checkpoint that was deleted.
@@ -401,8 +396,7 @@ class InspectSession(Results):
         """Continue at the iteration of a checkpoint, unless there is ``start_step=``, and audit the resume.
 
         In the first step the model is compared with the fingerprint. Call this before the first forward; the model may
-        be
-        restored before or after it. Missing keys change nothing.
+        be restored before or after it. Missing keys change nothing.
 
         Args:
             state: from :meth:`state_dict`.

@@ -41,19 +41,10 @@ MOST_ROWS = 50
 """Maximum number of rows of a table."""
 
 _WIDTH = 120
-"""Width of the file, and of a notebook."""
+"""Width of the file."""
 
 _MOST_EARLIER = 1 << 22
 """Bytes of earlier summaries that the file keeps."""
-
-
-class Summary(Group):
-    """The result of :func:`summary`, for a terminal and for a notebook."""
-
-    def _repr_html_(self) -> str:
-        console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_jupyter=False)
-        console.print(self)
-        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 class _Fitted:
@@ -66,7 +57,7 @@ class _Fitted:
         yield fitted_table(self._table, options.max_width) or self._table
 
 
-def summary(session: Results) -> Summary:
+def summary(session: Results) -> Group:
     """Findings, the precision of each GEMM, layers that are not in low precision or not observed, and the log folder.
 
     Args:
@@ -98,7 +89,7 @@ def write_summary(session: Results, coverage: Coverage, other_steps: Sequence[st
     replace_whole(path, lambda file: file.write(f"{lines}\n\n".encode("utf-8", "backslashreplace") + earlier))
 
 
-def _summary(session: Results, coverage: Coverage, other_steps: Sequence[str]) -> Summary:
+def _summary(session: Results, coverage: Coverage, other_steps: Sequence[str]) -> Group:
     verdict, never_due = session.findings, session._results.never_due
     tables = [
         _precision_table(session),
@@ -112,7 +103,7 @@ def _summary(session: Results, coverage: Coverage, other_steps: Sequence[str]) -
         ),
     ]
     logs = [session.log_dir / folder for folder in (EVENTS_FOLDER, STATISTICS_FOLDER)]
-    return Summary(
+    return Group(
         Paragraph(verdict.summary),
         *(Paragraph(f"- {finding.severity}: {finding}. {finding.remedy}.") for finding in verdict.wrong),
         Text(),
@@ -147,7 +138,7 @@ def _coverage_table(coverage: Coverage) -> Table:
     for product in coverage.in_high_precision:
         rows.setdefault((form_of(product.layer), product.precision, product.why), []).append(product)
     cells = []
-    for (_, precision, why), products in sorted(rows.items(), key=lambda row: -sum(each.macs for each in row[1])):
+    for (_, precision, why), products in sorted(rows.items(), key=lambda row: -sum(product.macs for product in row[1])):
         share = percent(sum(product.macs for product in products) / coverage.macs())
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         layers = ", ".join(folded((product.layer for product in products), most=1))

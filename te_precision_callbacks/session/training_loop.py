@@ -54,44 +54,28 @@ def has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if any(gradient.layout != torch.strided for gradient in gradients) or is_capturing():
         return bool(gradients)
-    found: dict[torch.device, list[torch.Tensor]] = {}
+    flags_of: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # DTensor: this rank's part
-        found.setdefault(own.device, []).append(own.any())
-    return any(bool(torch.stack(flags).any()) for flags in found.values())
+        flags_of.setdefault(own.device, []).append(own.any())
+    return any(bool(torch.stack(flags).any()) for flags in flags_of.values())
 
 
-class OptimizerHooks:
-    """Calls a run before and after each step of an optimizer, from :meth:`begin` to :meth:`remove`.
-
-    Args:
-        before, after: methods of the run, which the hooks do not keep alive.
-    """
-
-    def __init__(
-        self, before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
-    ) -> None:
-        self._calls = weakref.WeakMethod(before), weakref.WeakMethod(after)
-        self._handles: list[RemovableHandle] = []
-
-    def begin(self) -> None:
-        """Begin to call, if that was not done yet."""
-        if not self._handles:
-            before, after = map(_hook, self._calls)
-            self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-
-    def remove(self) -> None:
-        """Call no longer."""
-        for handle in self._handles:
-            handle.remove()
+OptimizerMethod = Callable[[torch.optim.Optimizer], None]
 
 
-def _hook(method: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]) -> Callable[..., None]:
+def hook_optimizers(before: OptimizerMethod, after: OptimizerMethod) -> list[RemovableHandle]:
+    """Call methods, which the hooks do not keep alive, before and after each step of an optimizer."""
+    return [register_optimizer_step_pre_hook(_hook(before)), register_optimizer_step_post_hook(_hook(after))]
+
+
+def _hook(method: OptimizerMethod) -> Callable[..., None]:
+    reference = weakref.WeakMethod(method)
+
     @outside_of_dynamo
     def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found = method()
-        if found is not None:
-            found(optimizer)
+        if (bound := reference()) is not None:
+            bound(optimizer)
 
     return call
 
@@ -182,7 +166,7 @@ class LoopChecks:
         """Return whether the gradient of one parameter has changed since the last call."""
         watched = None if self._watched is None else self._watched()
         if watched is None and search:
-            watched = next((each for each in self._model.parameters() if each.grad is not None), None)
+            watched = next((parameter for parameter in self._model.parameters() if parameter.grad is not None), None)
             self._watched = None if watched is None else weakref.ref(watched)
         before, gradient = self._gradient, None if watched is None else watched.grad
         self._gradient = None if gradient is None else (id(gradient), gradient._version)

@@ -170,8 +170,7 @@ class LayerInfo:
         given: the name that the script has given to the layer, used by the statistics log and ``summary``; empty
             without such a name, or if another layer has the same name.
         refused: the reason if Transformer Engine's debug path refuses the layer, or some of its forwards, which are
-            then
-            not observed; else empty.
+            then not observed; else empty.
         exec_fwd: the position of its first forward among the first forwards of all layers of this rank, from 0; None if
             it has not run, or was not observed.
         exec_bwd: the same for its backward.

@@ -16,7 +16,7 @@ from te_precision_callbacks.base.lazy import lazy_names
 if TYPE_CHECKING:
     from te_precision_callbacks.speed.advice import Advice
     from te_precision_callbacks.speed.calibration import Calibration, Time, calibrate
-    from te_precision_callbacks.speed.costs import Cost, Shape
+    from te_precision_callbacks.speed.costs import Shape
     from te_precision_callbacks.speed.devices import Device, device_named, device_reported, known_devices
     from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
     from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step
@@ -27,7 +27,6 @@ __all__ = [
     "Advice",
     "Calibration",
     "CalibrationError",
-    "Cost",
     "Device",
     "DeviceError",
     "ProductTime",

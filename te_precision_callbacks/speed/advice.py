@@ -75,22 +75,22 @@ def advise(
     if alternative:
         advice += _low_instead(times, device, alternative, table)
     least = _LEAST_SHARE * sum(time.low_ms for time in times if not math.isnan(time.low_ms))
-    return sorted((one for one in advice if one.saves_ms > least), key=lambda one: -one.saves_ms)
+    return sorted((change for change in advice if change.saves_ms > least), key=lambda change: -change.saves_ms)
 
 
 def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]:
     """Suggest BF16 for layers that low precision makes slower."""
     layers = layers_without_gain(times)
-    of_layers = [one for one in times if one.layer in layers and one.cost is not None]
+    of_layers = [time for time in times if time.layer in layers and time.is_low]
     if not of_layers:
         return
     whole = total(of_layers, device)
-    names = list(dict.fromkeys(one.layer for one in of_layers))
+    names = list(dict.fromkeys(time.layer for time in of_layers))
     yield Advice(
         f"keep {in_sentence(*names, most=3)} in BF16: low precision makes it slower",
         whole.low_ms - whole.high_ms,
         (whole.low_ms * (1 - whole.interval[1]), whole.low_ms * (1 - whole.interval[0])),
-        keep_high(*names, others={one.layer for one in times} - set(names)),
+        keep_high(*names, others={time.layer for time in times} - set(names)),
         # docs/high-precision.md
         "estimated for te.autocast(enabled=False) around them in the model; this config, for a trial, puts their"
         " modules on Transformer Engine's debug path, whose cost on a GPU is not measured",
@@ -101,23 +101,23 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
     """Suggest another FP8 recipe."""
     scatter = device.fitted.scatter
     of_recipe: dict[str, list[ProductTime]] = defaultdict(list)
-    for one in times:
-        if one.cost is not None:
-            of_recipe[one.recipe].append(one)
+    for time in times:
+        if time.is_low:
+            of_recipe[time.recipe].append(time)
     for old, before in of_recipe.items():
         for new in _FP8:
             if new == old or old == "nvfp4":
                 continue
             try:
-                after = timed([(one.product, new) for one in before], device, table=table)
+                after = timed([(time.product, new) for time in before], device, table=table)
             except SpeedError:  # not supported by the device
                 continue
-            saved = sum(one.low_ms for one in before) - sum(one.low_ms for one in after)
+            saved = sum(time.low_ms for time in before) - sum(time.low_ms for time in after)
             # Errors of kernels cancel where both recipes have the same kernels; errors of casts do not.
-            casts = math.hypot(sum(one.cast_ms for one in before), sum(one.cast_ms for one in after))
+            casts = math.hypot(sum(time.cast_ms for time in before), sum(time.cast_ms for time in after))
             width = scatter.quantile * scatter.cast * casts
             if new == "mxfp8" or old in ("mxfp8", "fp8_block_scaling"):
-                width = math.hypot(width, scatter.quantile * scatter.kernel * sum(one.low_ms for one in before))
+                width = math.hypot(width, scatter.quantile * scatter.kernel * sum(time.low_ms for time in before))
             note = "changes the numerics: compare the losses"
             yield Advice(f"{new} instead of {old}", saved, (saved - width, saved + width), note=note)
 
@@ -127,21 +127,19 @@ def _low_instead(
 ) -> Iterator[Advice]:
     """Suggest low precision for layers with a removable reason for high precision."""
     of_reason: dict[Reason, list[Product]] = defaultdict(list)
-    for one in times:
-        reason = one.product.reason
-        if not one.recipe and one.gemm in GEMMS and reason is not None and reason in _REMEDY:
-            of_reason[reason].append(one.product)
+    for time in times:
+        reason = time.product.reason
+        if not time.recipe and time.gemm in GEMMS and reason is not None and reason in _REMEDY:
+            of_reason[reason].append(time.product)
     for reason, products in of_reason.items():
         in_low = timed([(product, recipe) for product in products], device, table=table)
-        gains: dict[str, float] = defaultdict(float)
-        for one in in_low:
-            gains[one.layer] += one.high_ms - one.low_ms
-        better = [one for one in in_low if gains[one.layer] > 0]
+        without_gain = layers_without_gain(in_low)
+        better = [time for time in in_low if time.layer not in without_gain]
         if not better:
             continue
         whole = total(better, device)
-        names = list(dict.fromkeys(one.layer for one in better))
-        refs = dict.fromkeys(one.product.reason_ref for one in better if one.product.reason_ref)
+        names = list(dict.fromkeys(time.layer for time in better))
+        refs = dict.fromkeys(time.product.reason_ref for time in better if time.product.reason_ref)
         by = " and ".join(refs) or "a section of the config"
         low, high = whole.interval
         yield Advice(
@@ -155,8 +153,8 @@ def _low_instead(
 def _padding(times: Iterable[ProductTime], recipe: str, device: Device) -> str:
     """Return which dimensions a recipe pads, as part of a sentence."""
     sizes: dict[str, None] = {}
-    for one in times:
-        shape = shape_of(one.product)
+    for time in times:
+        shape = shape_of(time.product)
         filled = padded(shape, recipe, device.capability)
         sizes |= {f"{a} to {b}": None for a, b in zip(shape[:3], filled[:3], strict=True) if a != b}
     return f", padded from {', '.join(sizes)}" if sizes else ""

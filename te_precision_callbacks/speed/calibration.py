@@ -163,21 +163,21 @@ def calibrate(
 
     name = "cpu" if device == "cpu" else torch.cuda.get_device_name()
     versions = {"torch": torch.__version__, "transformer_engine": transformer_engine.__version__}
-    found = Calibration(name, versions) if table is None else table
-    if found.device != name:
+    measured = Calibration(name, versions) if table is None else table
+    if measured.device != name:
         raise CalibrationError(
-            f"The table has times measured on {found.device!r}; this is {name!r}. Choose another file."
+            f"The table has times measured on {measured.device!r}; this is {name!r}. Choose another file."
         )
-    wanted = {key: make for key, make in _wanted(products, device).items() if key not in found.times}
+    wanted = {key: make for key, make in _wanted(products, device).items() if key not in measured.times}
     for number, (key, make) in enumerate(wanted.items(), 1):
         if report is not None:
             report(key, number, len(wanted))
         try:
-            found.times[key] = _time_of(make(), device)
+            measured.times[key] = _time_of(make(), device)
         except (RuntimeError, AssertionError, ValueError, PrecisionDebugError) as error:  # an unsupported shape
             text = str(error).partition("\n")[0]
             logger.warning("%s was not measured; using the model's time: %s", key, text)
-    return found
+    return measured
 
 
 def _time_of(run: Callable[[], object], device: str) -> Time:
@@ -185,7 +185,7 @@ def _time_of(run: Callable[[], object], device: str) -> Time:
     import torch
 
     run()
-    found = []
+    samples = []
     for _ in range(_REPEATS):
         if device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -195,33 +195,33 @@ def _time_of(run: Callable[[], object], device: str) -> Time:
                 run()
             end.record()
             end.synchronize()
-            found.append(start.elapsed_time(end) / _CALLS)
+            samples.append(start.elapsed_time(end) / _CALLS)
         else:
             begun = time.perf_counter()
             run()
-            found.append((time.perf_counter() - begun) * 1e3)
-    median = statistics.median(found)
-    return Time(median, statistics.stdev(found) / median if median else 0.0)
+            samples.append((time.perf_counter() - begun) * 1e3)
+    median = statistics.median(samples)
+    return Time(median, statistics.stdev(samples) / median if median else 0.0)
 
 
 def _wanted(products: Iterable[tuple[Product, str]], device: str) -> dict[str, Callable[[], Callable[[], object]]]:
     """Return the keys to measure -> a factory of the function to time."""
-    found: dict[str, Callable[[], Callable[[], object]]] = {}
+    wanted: dict[str, Callable[[], Callable[[], object]]] = {}
     low: dict[str, dict[str, tuple[Shape, str]]] = {}
     for product, recipe in products:
         shape = shape_of(product)
         if product.batch > 1 or product.gemm not in GEMMS:
             continue
-        found.setdefault(high_key(shape), functools.partial(_matmul, shape, device))
+        wanted.setdefault(high_key(shape), functools.partial(_matmul, shape, device))
         if recipe in RECIPES:
-            found.setdefault(gemm_key(shape, recipe), functools.partial(_gemm, shape, recipe, device))
+            wanted.setdefault(gemm_key(shape, recipe), functools.partial(_gemm, shape, recipe, device))
             low.setdefault(product.layer, {})[product.gemm] = shape, recipe
     for of_layer in low.values():
         for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in of_layer.items()}):
             shape, recipe = of_layer[first]
             of = recipe, operand, *operand_sizes(operand, first, shape), directions
-            found.setdefault(cast_key(*of), functools.partial(_cast, *of, device))
-    return found
+            wanted.setdefault(cast_key(*of), functools.partial(_cast, *of, device))
+    return wanted
 
 
 def _matmul(shape: Shape, device: str) -> Callable[[], object]:

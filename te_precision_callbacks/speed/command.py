@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from te_precision_callbacks.speed.devices import Device
     from te_precision_callbacks.speed.estimate import Step, StepSpeed
-    from te_precision_callbacks.speed.recorded import RunSpeed
 
 
 DeviceName = Annotated[
@@ -92,44 +91,37 @@ def speed_command(
     as_json: Json = False,
 ) -> None:
     """Show where low precision saves time, where it does not, and what to change."""
-    if path is None and shapes is None and trace is not None:
-        expecting = {"--recipe": recipe, "--device": device, "--table": table}
-        for name, value in (expecting | {"--calibrate": calibrate or None}).items():
-            if value is not None:
-                raise typer.BadParameter("needs expected times; also give the log folder of the run", param_hint=name)
-        from te_precision_callbacks.speed.recorded import RunSpeed
-        from te_precision_callbacks.speed.trace import measure, read_trace
-
-        _show(RunSpeed(measured=measure(read_trace(trace))), as_json=as_json)
-        return
     if path is not None and shapes is not None:
         raise typer.BadParameter("give either a run or --shapes, not both", param_hint="RUN")
-    if path is None and shapes is None:
-        raise typer.BadParameter("give the log folder of a run, --shapes, or --trace", param_hint="RUN")
-    if path is None and trace is not None:
+    if shapes is not None and trace is not None:
         raise typer.BadParameter("give either --trace or --shapes, not both", param_hint="--trace")
 
     def expect(step: Step, chosen: Device) -> StepSpeed:
         return speed_of_step(step, chosen, recipe=recipe, calibrate=calibrate, table=table)
 
-    if path is None:
-        _show_shapes(str(shapes), recipe, device, expect, as_json=as_json)
+    if shapes is not None:
+        _show_shapes(shapes, recipe, device, expect, as_json=as_json)
         return
     from te_precision_callbacks.runs.reading import chosen_run
-    from te_precision_callbacks.speed.recorded import run_speed
-
-    recorded, message = chosen_run(path, run)
-    if message:
-        terminal.show_text(message, err=as_json)
-    known = run_speed(recorded, expect, device=device, trace=trace)
-    if known.why_not is not None and known.measured is None:
-        raise type(known.why_not)(" ".join([str(known.why_not), *known.notes[:-1]]))
-    _show(known, as_json=as_json)
-
-
-def _show(known: RunSpeed, *, as_json: bool) -> None:
     from te_precision_callbacks.speed.printing import show_run
+    from te_precision_callbacks.speed.recorded import RunSpeed, run_speed
+    from te_precision_callbacks.speed.trace import measure, read_trace
 
+    if path is not None:
+        recorded, message = chosen_run(path, run)
+        if message:
+            terminal.show_text(message, err=as_json)
+        known = run_speed(recorded, expect, device=device, trace=trace)
+        if known.why_not is not None and known.measured is None:
+            raise type(known.why_not)(" ".join([str(known.why_not), *known.notes[:-1]]))
+    elif trace is not None:
+        expecting = {"--recipe": recipe, "--device": device, "--table": table, "--calibrate": calibrate or None}
+        for name, value in expecting.items():
+            if value is not None:
+                raise typer.BadParameter("needs expected times; also give the log folder of the run", param_hint=name)
+        known = RunSpeed(measured=measure(read_trace(trace)))
+    else:
+        raise typer.BadParameter("give the log folder of a run, --shapes, or --trace", param_hint="RUN")
     if as_json:
         terminal.show_json(known.as_json())
     else:
@@ -192,12 +184,10 @@ def speed_of_step(
         measured = calibration.Calibration.read(file)
     if calibrate and file is not None:
         products = with_recipes(step.coverage, step.recipes)
-        measured = calibration.calibrate(products, table=measured, report=_progress)
+        measured = calibration.calibrate(
+            products, table=measured, report=lambda *progress: typer.echo("{1}/{2} {0}".format(*progress), err=True)
+        )
         measured.write(file)
     if measured is not None:
         measured.check_device(device)
     return estimate_step(step, device, recipe=recipe or "", table=measured)
-
-
-def _progress(what: str, number: int, of: int) -> None:
-    typer.echo(f"{number}/{of} {what}", err=True)

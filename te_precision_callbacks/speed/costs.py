@@ -2,9 +2,9 @@
 
     shape = Shape.parse("15872x4096x12288")       # tokens x in x out: m, k and n
     device = device_named("b300")
-    high_ms(shape, device)                        # in BF16
-    gemm_cost(shape, "fp8_current_scaling", device).low_ms          # a GEMM of quantized operands
-    cast_cost("fp8_current_scaling", "weight", 4096 * 12288, device).low_ms
+    gemm_ms(shape, "", device)                              # in BF16
+    gemm_ms(shape, "fp8_current_scaling", device)           # a GEMM of quantized operands
+    cast_ms("fp8_current_scaling", "weight", 4096 * 12288, device)
 
 A kernel takes the time of its operations at a share of the peak, or of its bytes at a share of the bandwidth,
 whichever is longer, and at least a launch. A cast takes the time of its bytes, and a launch for each of its kernels.
@@ -32,7 +32,6 @@ Read from Transformer Engine 2.20.2: ``pytorch/csrc/quantizer.cpp``,
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -100,39 +99,7 @@ def shape_of(product: Product) -> Shape:
     return Shape(product.n, product.k, product.m, product.batch)
 
 
-class Cast(NamedTuple):
-    """Bytes that a cast of one operand reads and writes, and the kernels it launches."""
-
-    bytes: float
-    kernels: int
-
-
-class Cost(NamedTuple):
-    """Time of a product in low precision, in milliseconds.
-
-    Attributes:
-        kernel_ms: the GEMM, including padding.
-        cast_ms: the casts of its operands, including launches.
-    """
-
-    kernel_ms: float
-    cast_ms: float = 0.0
-
-    @property
-    def low_ms(self) -> float:
-        """The total."""
-        return self.kernel_ms + self.cast_ms
-
-    def times(self, count: float) -> Cost:
-        """Return the cost of several calls."""
-        return Cost(self.kernel_ms * count, self.cast_ms * count)
-
-    def plus(self, other: Cost) -> Cost:
-        """Return the sum of two costs."""
-        return Cost(self.kernel_ms + other.kernel_ms, self.cast_ms + other.cast_ms)
-
-
-def cast_of(
+def cast_bytes(
     recipe: str,
     operand: OperandName,
     elements: int,
@@ -140,8 +107,8 @@ def cast_of(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-) -> Cast:
-    """Return the bytes and launches of a cast.
+) -> tuple[float, int]:
+    """Return the bytes that a cast reads and writes, and the number of kernels that it launches.
 
     Args:
         recipe: one of :data:`~te_precision_callbacks.base.vocabulary.RECIPES`.
@@ -150,67 +117,49 @@ def cast_of(
         capability: compute capability of the GPU.
         rowwise, columnwise: whether a GEMM reads its rows, and its columns.
     """
-    directions = int(rowwise) + int(columnwise)
+    directions = rowwise + columnwise
     if not directions or not elements:
-        return Cast(0.0, 0)
+        return 0.0, 0
+    reads, kernels = 1, 1
     if recipe == "fp8_block_scaling" and capability >= (10, 0):
         recipe = "mxfp8"  # block scaling is emulated by MXFP8
     if recipe in ONE_SCALE:
-        written = 1 if takes_any_layout(capability) else directions
-        reads, kernels = (2, 4) if recipe == "fp8_current_scaling" else (1, 1)
-        return Cast(elements * (_HIGH_BYTES * reads + written), kernels)
-    if recipe == "fp8_block_scaling":
-        scales = 4 / 128**2 if operand == "weight" else 4 / 128
-        return Cast(elements * (_HIGH_BYTES + directions * (1 + scales)), 1)
-    if recipe == "mxfp8":
-        swizzle = 2 / 32
-        return Cast(elements * (_HIGH_BYTES + directions * (1 + 1 / 32 + swizzle)), 1 + directions)
-    hadamard = columnwise and operand != "weight"
-    reads = 2 + int(hadamard and rowwise)
-    swizzle = 2 / 16
-    return Cast(
-        elements * (_HIGH_BYTES * reads + directions * (0.5 + 1 / 16 + swizzle)),
-        3 + int(hadamard and rowwise) + directions,
-    )
+        written: float = 1 if takes_any_layout(capability) else directions
+        if recipe == "fp8_current_scaling":
+            reads, kernels = 2, 4
+    elif recipe == "fp8_block_scaling":
+        written = directions * (1 + (4 / 128**2 if operand == "weight" else 4 / 128))
+    elif recipe == "mxfp8":
+        written, kernels = directions * (1 + 1 / 32 + 2 / 32), 1 + directions  # 2 / 32: swizzled scales
+    else:
+        hadamard = columnwise and rowwise and operand != "weight"
+        reads, kernels = 2 + hadamard, 3 + hadamard + directions
+        written = directions * (0.5 + 1 / 16 + 2 / 16)
+    return elements * (_HIGH_BYTES * reads + written), kernels
 
 
-def cast_cost(
+def cast_ms(
     recipe: str, operand: OperandName, elements: int, device: Device, *, rowwise: bool = True, columnwise: bool = True
-) -> Cost:
-    """Return the time of a cast: of its bytes and of its launches. For the arguments see :func:`cast_of`."""
-    cast = cast_of(recipe, operand, elements, device.capability, rowwise=rowwise, columnwise=columnwise)
-    fitted = device.fitted
-    of_bytes = cast.bytes / (device.bandwidth_tbs * 1e9 * fitted.cast[recipe])
-    return Cost(0.0, of_bytes + cast.kernels * fitted.launch_ms)
+) -> float:
+    """Return the time of a cast: its bytes and launches. For the arguments see :func:`cast_bytes`."""
+    moved, kernels = cast_bytes(recipe, operand, elements, device.capability, rowwise=rowwise, columnwise=columnwise)
+    return moved / (device.bandwidth_tbs * 1e9 * device.fitted.cast[recipe]) + kernels * device.fitted.launch_ms
 
 
-@functools.cache
-def _kernel_ms(shape: Shape, kernel: str, peak: float, share: float, bandwidth: float) -> float:
-    read = shape.batch * (shape.m * shape.k + shape.k * shape.n) * _BYTES_OF_KERNEL[kernel]
-    written = shape.batch * shape.m * shape.n * _HIGH_BYTES  # the result is in BF16
-    return max(shape.operations / (peak * 1e9 * share), (read + written) / (bandwidth * 1e9), _LEAST_MS)
-
-
-def kernel_ms(shape: Shape, kernel: str, device: Device) -> float:
-    """Return the time of a GEMM without casts.
-
-    Args:
-        shape: its shape.
-        kernel: ``bf16``, or a value of :data:`~te_precision_callbacks.speed.devices.KERNEL_OF_RECIPE`.
-        device: the device.
-    """
+def gemm_ms(shape: Shape, recipe: str, device: Device) -> float:
+    """Return the time of a GEMM without casts, padded where the recipe needs it; an empty recipe means BF16."""
     if not shape.operations:
         return 0.0
-    fitted = device.fitted
-    peak = device.peak_tflops(kernel)
+    kernel = HIGH
+    if recipe:
+        kernel, shape = KERNEL_OF_RECIPE[recipe], padded(shape, recipe, device.capability)
+    peak, fitted = device.peak_tflops(kernel), device.fitted
     if peak is None:
         raise SpeedError(f"{device.title} has no {kernel} kernels.")
-    return _kernel_ms(shape, kernel, peak, fitted.kernel[kernel], device.bandwidth_tbs * fitted.bandwidth)
-
-
-def high_ms(shape: Shape, device: Device) -> float:
-    """Return the time of a GEMM in BF16."""
-    return kernel_ms(shape, HIGH, device)
+    read = shape.batch * (shape.m * shape.k + shape.k * shape.n) * _BYTES_OF_KERNEL[kernel]
+    written = shape.batch * shape.m * shape.n * _HIGH_BYTES  # the result is in BF16
+    of_bytes = (read + written) / (device.bandwidth_tbs * fitted.bandwidth * 1e9)
+    return max(shape.operations / (peak * 1e9 * fitted.kernel[kernel]), of_bytes, _LEAST_MS)
 
 
 def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
@@ -222,11 +171,6 @@ def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
         name = of[rule.size]
         sizes[name] = math.ceil(sizes[name] / rule.multiple) * rule.multiple
     return Shape(**sizes)
-
-
-def gemm_cost(shape: Shape, recipe: str, device: Device) -> Cost:
-    """Return the time of a GEMM of quantized operands, padded where the recipe needs it."""
-    return Cost(kernel_ms(padded(shape, recipe, device.capability), KERNEL_OF_RECIPE[recipe], device))
 
 
 def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:

@@ -195,19 +195,18 @@ def device_named(name: str) -> Device:
     if name.endswith((".yaml", ".yml")):
         return _from_file(Path(name).expanduser())
     word = name.lower().replace("-", "_").replace(" ", "_").removeprefix("nvidia_")
-    known = known_devices()
+    known = {
+        **known_devices(),
+        **{other: device for device in known_devices().values() for other in device.other_names},
+    }
     if word in known:
         return known[word]
-    found = next((device for device in known.values() if word in device.other_names), None)
-    if found is None:
-        from te_precision_callbacks.config.problems import suggestion
+    from te_precision_callbacks.config.problems import suggestion
 
-        names = [*known, *(other for device in known.values() for other in device.other_names)]
-        raise DeviceError(
-            f"There is no device {name!r}.{suggestion(word, names)} A path of a YAML file with your own device also"
-            " works; docs/speed.md shows one."
-        )
-    return found
+    raise DeviceError(
+        f"There is no device {name!r}.{suggestion(word, known)} A path of a YAML file with your own device also works;"
+        " docs/speed.md shows one."
+    )
 
 
 def device_reported(name: str) -> Device | None:
@@ -230,13 +229,13 @@ def _from_file(path: Path) -> Device:
     try:
         return Device.model_validate(keys)
     except ValidationError as error:
-        problems = dict.fromkeys(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        problems = dict.fromkeys(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
+        )
         raise DeviceError(
             f"The device file {path} is not valid: {'; '.join(problems)}. docs/speed.md shows a device file."
         ) from None
 
 
-def _read(name: str) -> dict[str, Any]:
-    text = resources.files("te_precision_callbacks.speed").joinpath(name).read_text(encoding="utf-8")
-    read: dict[str, Any] = yaml.safe_load(text)
-    return read
+def _read(name: str) -> Any:
+    return yaml.safe_load(resources.files("te_precision_callbacks.speed").joinpath(name).read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from te_precision_callbacks.base.numerics.gemm_shapes import refusals
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
+from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.speed.advice import Advice, advise
 from te_precision_callbacks.speed.calibration import Calibration
 from te_precision_callbacks.speed.costs import Shape
@@ -24,7 +25,6 @@ from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.expected import (
     ProductTime,
     Total,
-    alike,
     layers_without_gain,
     timed,
     total,
@@ -49,7 +49,7 @@ class Step:
     @classmethod
     def of(cls, coverage: Coverage, precision: Iterable[GemmPrecision]) -> Step:
         """Return the step of a session, from its coverage and ``precision``."""
-        return cls(coverage, {one.layer: one.recipe for one in precision if one.recipe})
+        return cls(coverage, {gemm.layer: gemm.recipe for gemm in precision if gemm.recipe})
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class StepSpeed:
         """Return the JSON object of ``te-precision speed``."""
         return {
             "device": self.device.title,
-            "products": [one.as_json() for one in self.times],
+            "products": [time.as_json() for time in self.times],
             "total": {**self.total.figures(), "unknown": self.total.unknown},
             "advice": self.advice,
             "notes": self.notes,
@@ -142,42 +142,44 @@ def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
         measured: layer -> measured milliseconds of its GEMMs and casts.
     """
     without_gain = layers_without_gain(speed.times)
+    layers: dict[str, list[ProductTime]] = defaultdict(list)
+    for time in speed.times:
+        layers[time.layer].append(time)
+    groups: dict[object, list[str]] = defaultdict(list)
+    for name, times in layers.items():
+        products = ((time, time.product) for time in times)
+        kind = tuple(
+            (t.gemm, p.backward, t.shape, p.calls, t.recipe, t.source, p.why, p.mask_share) for t, p in products
+        )
+        groups[form_of(name), kind].append(name)
     rows = []
-    for layers in alike(speed.times):
-        names, first, count = tuple(times[0].layer for times in layers), layers[0], len(layers)
-        one = total(first, speed.device)
-        recipes = {time.recipe or "none" for time in first}
-        seen = [(measured or {}).get(name) for name in names]
+    for names in groups.values():
+        times, count = layers[names[0]], len(names)
+        layer = total(times, speed.device)
+        sums = {field: getattr(layer, field) * count for field in ("high_ms", "low_ms", "cast_ms", "unknown")}
+        recipes = {time.recipe or "none" for time in times}
+        of_trace = [(measured or {}).get(name) for name in names]
         rows.append(
             LayerRow(
-                names,
-                tuple(dict.fromkeys(time.sizes for time in first)),
-                recipes.pop() if len(recipes) == 1 else ", ".join(f"{t.gemm} {t.recipe or 'none'}" for t in first),
-                replace(
-                    one,
-                    high_ms=one.high_ms * count,
-                    low_ms=one.low_ms * count,
-                    cast_ms=one.cast_ms * count,
-                    unknown=one.unknown * count,
-                ),
+                tuple(names),
+                tuple(dict.fromkeys(time.sizes for time in times)),
+                recipes.pop() if len(recipes) == 1 else ", ".join(f"{t.gemm} {t.recipe or 'none'}" for t in times),
+                replace(layer, **sums),
                 names[0] in without_gain,
-                tuple(dict.fromkeys(filter(None, [*map(_why_high, first), *map(_mask_text, first)]))),
-                None if None in seen else sum(filter(None, seen)),
+                tuple(dict.fromkeys(why for time in times for why in _reasons(time))),
+                None if None in of_trace else sum(filter(None, of_trace)),
             )
         )
     return sorted(rows, key=lambda row: -max(row.times.high_ms, row.times.low_ms))
 
 
-def _why_high(time: ProductTime) -> str:
-    return "" if time.recipe else time.product.why
-
-
-def _mask_text(time: ProductTime) -> str:
-    """Return how the mask of attention counts; empty without a mask."""
+def _reasons(time: ProductTime) -> Iterable[str]:
+    """Yield the reason for high precision, and how the mask of attention counts."""
+    if not time.recipe and time.product.why:
+        yield time.product.why
     share = time.product.mask_share
-    if time.product.family != "attention" or share == 1:
-        return ""
-    return "counted in full: mask unknown" if share is None else f"counted at {100 * share:.1f} %: causal mask"
+    if time.product.family == "attention" and share != 1:
+        yield "counted in full: mask unknown" if share is None else f"counted at {100 * share:.1f} %: causal mask"
 
 
 def notes_of_shapes(shapes: Iterable[Shape], recipe: str, device: Device) -> list[str]:
@@ -200,17 +202,17 @@ def notes_of_shapes(shapes: Iterable[Shape], recipe: str, device: Device) -> lis
 
 def _notes(times: Sequence[ProductTime], device: Device) -> Iterable[str]:
     """Return notes on the limits of expected times."""
-    if not device.is_measured and any(one.cost is not None and one.source == "model" for one in times):
+    if not device.is_measured and any(time.is_low and time.source == "model" for time in times):
         yield (
             f"The constants were measured on {device.fitted.measured_on}, not on {device.title}, which widens the"
             " intervals. --calibrate measures on the GPU itself."
         )
-    unknown = sum(1 for one in times if one.recipe and one.cost is None)
+    unknown = sum(math.isnan(time.low_ms) for time in times)
     if unknown:
         yield (
             f"The cost of {many(unknown, 'product')} in low precision is unknown: attention, products without a weight,"
             " or FP8 in an unknown recipe. No total includes them."
         )
-    wide = sum(1 for one in times if not one.recipe and one.product.precision not in ("bf16", "fp16", ""))
+    wide = sum(not time.recipe and time.product.precision not in ("bf16", "fp16", "") for time in times)
     if wide:
         yield f"{many(wide, 'product')} wider than 16 bits count as if in BF16; they take longer."

@@ -13,7 +13,6 @@ dgrad.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,15 +22,12 @@ from typing import Literal, TypeAlias
 from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
 from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, RECIPES, GemmName
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.speed.calibration import Calibration, cast_key, gemm_key, high_key
 from te_precision_callbacks.speed.costs import (
-    Cost,
     Shape,
-    cast_cost,
+    cast_ms,
     cast_users,
-    gemm_cost,
-    high_ms,
+    gemm_ms,
     operand_sizes,
     shape_of,
 )
@@ -101,12 +97,15 @@ class ProductTime(Times):
     Attributes:
         product: the product.
         recipe: its recipe; empty for high precision, :data:`UNKNOWN` if unknown.
-        cost: its cost in low precision; None in high precision, or if unknown.
     """
 
     product: Product
     recipe: str
-    cost: Cost | None = None
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the product runs in low precision at a known cost."""
+        return bool(self.recipe) and not math.isnan(self.low_ms)
 
     @property
     def layer(self) -> str:
@@ -133,7 +132,7 @@ class ProductTime(Times):
         """Return a row of ``te-precision speed --json``; m, n and k as in :class:`Shape`."""
         names = {"layer": self.layer, "gemm": self.gemm, "m": self.shape.m, "n": self.shape.n, "k": self.shape.k}
         figures = self.figures()
-        if self.cost is None:
+        if not self.is_low:
             figures |= {"low_ms": None, "cast_ms": None, "speedup": None}
         return {**names, "recipe": self.recipe or None, **figures}
 
@@ -165,14 +164,9 @@ def recipe_of_product(product: Product, given: str = "") -> str:
     """
     if not product.is_low:
         return ""
-    return _recipe_of_formats(tuple(product.operands.values()), given.rpartition("->")[2].strip())
-
-
-@functools.cache
-def _recipe_of_formats(formats: tuple[str, ...], given: str) -> str:
+    given, *names = (text.rpartition("->")[2].strip() for text in (given, *product.operands.values()))
     if given in RECIPES:
         return given
-    names = {text.rpartition("->")[2].strip() for text in formats}
     for recipe in ("mxfp8", "nvfp4", "fp8_block_scaling"):
         if all(name.startswith(RECIPES[recipe].format) for name in names):
             return recipe
@@ -196,7 +190,7 @@ def with_recipes(products: Iterable[Product], recipes: Mapping[str, str] | str) 
 def timed(
     products: Iterable[tuple[Product, str]], device: Device, *, table: Calibration | None = None
 ) -> list[ProductTime]:
-    """Return the expected times of products.
+    """Return the expected times of products, grouped by layer.
 
     Args:
         products: products, and the recipe of each; empty for high precision.
@@ -207,47 +201,26 @@ def timed(
         SpeedError: the device does not run a recipe.
     """
     layers: dict[str, list[tuple[Product, str]]] = defaultdict(list)
-    order = []
     for product, recipe in products:
-        order.append((product.layer, len(layers[product.layer])))
         layers[product.layer].append((product, recipe))
     cache: dict[object, list[ProductTime]] = {}  # many layers of a model are alike
-    times: dict[str, list[ProductTime]] = {}
-    for name, layer in layers.items():
+    times: list[ProductTime] = []
+    for layer in layers.values():
         kind = tuple(
             (p.gemm, p.family, p.n, p.m, p.k, p.batch, p.calls, p.macs, p.mask_share, recipe) for p, recipe in layer
         )
         if kind not in cache:
             casts = _casts_of_layer(layer, device, table)
-            cache[kind] = [_time_of(p, recipe, *casts.get(p.gemm, _NO_CASTS), device, table) for p, recipe in layer]
-        times[name] = [replace(time, product=product) for time, (product, _) in zip(cache[kind], layer, strict=True)]
-    return [times[layer][number] for layer, number in order]
-
-
-def alike(times: Sequence[ProductTime]) -> list[list[list[ProductTime]]]:
-    """Group layers with equal products and times, and with names that differ only in numbers.
-
-    Returns:
-        Groups of layers, each with its products.
-    """
-    layers: dict[str, list[ProductTime]] = defaultdict(list)
-    for time in times:
-        layers[time.layer].append(time)
-    groups: dict[object, list[list[ProductTime]]] = defaultdict(list)
-    for layer, products in layers.items():
-        kinds = (
-            (t.gemm, p.backward, t.shape, p.calls, t.recipe, t.source, p.why, p.mask_share)
-            for t, p in ((t, t.product) for t in products)
-        )
-        groups[form_of(layer), tuple(kinds)].append(products)
-    return list(groups.values())
+            cache[kind] = [_time_of(p, recipe, *casts.get(p.gemm, (0.0, 0.0)), device, table) for p, recipe in layer]
+        times += [replace(time, product=product) for time, (product, _) in zip(cache[kind], layer, strict=True)]
+    return times
 
 
 def layers_without_gain(times: Iterable[ProductTime]) -> set[str]:
     """Return the layers that take at least as long in low precision, including casts, as in BF16."""
     added: dict[str, float] = defaultdict(float)
     for time in times:
-        if time.cost is not None:
+        if time.is_low:
             added[time.layer] += time.low_ms - time.high_ms
     return {layer for layer, ms in added.items() if ms >= 0}
 
@@ -270,44 +243,40 @@ def products_of_shapes(shapes: Iterable[Shape], recipe: str) -> list[Product]:
     return products
 
 
-_NO_CASTS: tuple[Cost, Cost | None] = Cost(0.0), Cost(0.0)
-
-
 def _time_of(
     product: Product,
     recipe: str,
-    modeled_casts: Cost,
-    measured_casts: Cost | None,
+    modeled_casts: float,
+    measured_casts: float | None,
     device: Device,
     table: Calibration | None,
 ) -> ProductTime:
     """Return the time of a product, including the casts that count with it."""
-    shape = shape_of(product)
-    count = _calls_of(product)
-    measured_ms = None if table is None else table.ms(high_key(shape))
+    shape, count = shape_of(product), _calls_of(product)
+    measured_high, measured_low = (
+        None if table is None else table.times.get(key) for key in (high_key(shape), gemm_key(shape, recipe))
+    )
     if product.family == "attention":
         # Fused kernels keep the scores on the chip: only operations count.
         share = 1 if product.mask_share is None else product.mask_share
         model_ms = shape.operations / (device.bf16_tflops * 1e9 * device.fitted.kernel[HIGH]) * share
     else:
-        model_ms = high_ms(shape, device)
-    high = (model_ms if measured_ms is None else measured_ms) * count
+        model_ms = gemm_ms(shape, "", device)
+    high = (model_ms if measured_high is None else measured_high.ms) * count
     if not recipe:
-        source: Source = "model" if measured_ms is None else "calibrated"
+        source: Source = "model" if measured_high is None else "calibrated"
         return ProductTime(high, high, 0.0, _UNKNOWN_INTERVAL, source, product, recipe)
     if recipe == UNKNOWN or product.gemm not in GEMMS:
         return ProductTime(high, math.nan, 0.0, _UNKNOWN_INTERVAL, "model", product, UNKNOWN)
     device.check_recipe(recipe)
-    gemm_ms = None if table is None else table.ms(gemm_key(shape, recipe))
-    if table is not None and measured_ms is not None and gemm_ms is not None and measured_casts is not None:
-        cost = Cost(gemm_ms).times(count).plus(measured_casts)
-        spread = math.hypot(*(table.times[key].spread for key in (high_key(shape), gemm_key(shape, recipe))))
-        interval = _around(high / cost.low_ms, _NORMAL * spread)
-        return ProductTime(high, cost.low_ms, cost.cast_ms, interval, "calibrated", product, recipe, cost)
-    cost = gemm_cost(shape, recipe, device).times(count).plus(modeled_casts)
-    high = high_ms(shape, device) * count  # both sides from one source
-    interval = speedup_interval(high, cost.low_ms, [(high, cost)], device)
-    return ProductTime(high, cost.low_ms, cost.cast_ms, interval, "model", product, recipe, cost)
+    if measured_high is not None and measured_low is not None and measured_casts is not None:
+        low = measured_low.ms * count + measured_casts
+        interval = _around(high / low, _NORMAL * math.hypot(measured_high.spread, measured_low.spread))
+        return ProductTime(high, low, measured_casts, interval, "calibrated", product, recipe)
+    kernels = gemm_ms(shape, recipe, device) * count
+    high, low = model_ms * count, kernels + modeled_casts  # both sides from one source
+    interval = speedup_interval(high, low, [(high, kernels, modeled_casts)], device)
+    return ProductTime(high, low, modeled_casts, interval, "model", product, recipe)
 
 
 def _calls_of(product: Product) -> float:
@@ -317,28 +286,26 @@ def _calls_of(product: Product) -> float:
 
 def _casts_of_layer(
     layer: Iterable[tuple[Product, str]], device: Device, table: Calibration | None
-) -> dict[str, tuple[Cost, Cost | None]]:
-    """Return GEMM -> the casts that count with it, as modeled and as measured; None if one was not measured."""
+) -> dict[str, tuple[float, float | None]]:
+    """Return GEMM -> the time of its casts, as modeled and as measured; None if one was not measured."""
     low = {product.gemm: (product, recipe) for product, recipe in layer if recipe in RECIPES and product.gemm in GEMMS}
-    casts: dict[str, tuple[Cost, Cost | None]] = {}
+    casts: dict[str, tuple[float, float | None]] = {}
     for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in low.items()}):
         product, recipe = low[first]
         device.check_recipe(recipe)
         rows, columns = operand_sizes(operand, first, shape_of(product))
         calls = 1.0 if operand == "weight" else _calls_of(product)
         elements = rows * columns * product.batch
-        cost = cast_cost(recipe, operand, elements, device, rowwise=directions[0], columnwise=directions[1])
+        expected = cast_ms(recipe, operand, elements, device, rowwise=directions[0], columnwise=directions[1])
         ms = None if table is None else table.ms(cast_key(recipe, operand, rows, columns, directions))
-        modeled, measured = casts.get(first, _NO_CASTS)
-        casts[first] = (
-            modeled.plus(cost.times(calls)),
-            None if ms is None or measured is None else measured.plus(Cost(0.0, ms).times(calls)),
-        )
+        modeled, measured = casts.get(first, (0.0, 0.0))
+        measured = None if ms is None or measured is None else measured + ms * calls
+        casts[first] = modeled + expected * calls, measured
     return casts
 
 
 def speedup_interval(
-    high: float, low: float, parts: Iterable[tuple[float, Cost]], device: Device, *, measured: float = 0.0
+    high: float, low: float, parts: Iterable[Sequence[float]], device: Device, *, measured: float = 0.0
 ) -> Interval:
     """Return the interval of a speed-up, from the scatter of published times around the model.
 
@@ -347,16 +314,16 @@ def speedup_interval(
 
     Args:
         high, low: the time in BF16 and as it runs, in milliseconds.
-        parts: time in BF16 and cost in low precision of products with independent errors.
+        parts: time in BF16, of the kernel in low precision, and of the casts, for products with independent errors.
         device: the device.
         measured: the variance of measured times that ``low`` includes, in square milliseconds.
     """
     scatter = device.fitted.scatter
     variance = measured / low**2 + sum(
-        (scatter.kernel * h / high) ** 2
-        + (scatter.kernel * cost.kernel_ms / low) ** 2
-        + (scatter.cast * cost.cast_ms / low) ** 2
-        for h, cost in parts
+        (scatter.kernel * high_part / high) ** 2
+        + (scatter.kernel * kernel / low) ** 2
+        + (scatter.cast * cast / low) ** 2
+        for high_part, kernel, cast in parts
     )
     transfer = 0 if device.is_measured else scatter.transfer**2
     return _around(high / low, scatter.quantile * math.sqrt(variance + 2 * scatter.run**2 + transfer))
@@ -372,26 +339,22 @@ def total(times: Iterable[ProductTime], device: Device) -> Total:
     Modeled times of one shape and recipe err together, all others independently.
     """
     times = list(times)
-    known = [time for time in times if not time.recipe or time.cost is not None]
-    high, low = sum(time.high_ms for time in known), sum(time.low_ms for time in known)
-    parts: dict[object, tuple[float, Cost]] = {}
+    known = [time for time in times if not math.isnan(time.low_ms)]
+    high, low, casts = (sum(getattr(time, name) for time in known) for name in ("high_ms", "low_ms", "cast_ms"))
+    parts: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     measured = 0.0
-    is_low = False
-    for time in known:
-        if time.cost is None:
-            continue
-        is_low = True
+    in_low = [time for time in known if time.is_low]
+    for time in in_low:
         if time.source == "calibrated":
             measured += (time.low_ms * math.log(time.interval[1] / time.interval[0]) / 2 / _NORMAL) ** 2
         else:
-            part_ms, cost = parts.get((time.shape, time.recipe), (0.0, Cost(0.0)))
-            parts[time.shape, time.recipe] = part_ms + time.high_ms, cost.plus(time.cost)
+            part = parts[time.shape, time.recipe]
+            part[:] = part[0] + time.high_ms, part[1] + time.low_ms - time.cast_ms, part[2] + time.cast_ms
     if parts:
         interval = speedup_interval(high, low, parts.values(), device, measured=measured)
-    elif is_low:
+    elif in_low:
         interval = _around(high / low, _NORMAL * math.sqrt(measured) / low)
     else:
         interval = (1.0, 1.0) if known else _UNKNOWN_INTERVAL
-    source: Source = "calibrated" if is_low and not parts else "model"
-    casts = sum(time.cast_ms for time in known)
-    return Total(high, low, casts, interval, source, len(times) - len(known), len(known), is_low)
+    source: Source = "calibrated" if in_low and not parts else "model"
+    return Total(high, low, casts, interval, source, len(times) - len(known), len(known), bool(in_low))

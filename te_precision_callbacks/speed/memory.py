@@ -191,9 +191,9 @@ def plan_memory(
     for key, module in {id(module): module for root in roots for module in root.modules()}.items():
         if isinstance(module, torch.nn.Linear):
             planner.plan_torch_linear(paths[key], module)
-    operations = [layer for found in named_operations(model) for layer in found.layers]
+    operations = [layer for operation in named_operations(model) for layer in operation.layers]
     planner.not_planned |= dict.fromkeys(operations, "operations of te.ops are not planned.")
-    texts = {recipe_text(each) for each in (recipe, *planner.recipes.values())} - {""}
+    texts = {recipe_text(chosen) for chosen in (recipe, *planner.recipes.values())} - {""}
     notes = []
     if tokens is None and calls is None:
         notes.append(
@@ -220,7 +220,7 @@ class _Linear:
         quantizers: tensor -> its quantizer; empty in high precision.
         shape: of its weight: N outputs, K inputs.
         itemsize: bytes of a number in high precision.
-        rows: rows of its input in each call; None if unknown.
+        rows: rows of its input in each call; empty if unknown.
         trained: whether its weight needs a gradient.
         primary: whether its weight is a quantized parameter.
     """
@@ -230,7 +230,7 @@ class _Linear:
     quantizers: Mapping[str, Any]
     shape: tuple[int, int]
     itemsize: int
-    rows: Sequence[int] | None
+    rows: Sequence[int]
     trained: bool
     primary: bool
 
@@ -246,7 +246,6 @@ class _MemoryPlanner:
 
     Attributes:
         trains: whether there is a backward.
-        sizes: bytes of quantized tensors, by quantizer, shape and directions.
     """
 
     recipe: Any
@@ -258,7 +257,6 @@ class _MemoryPlanner:
     rows: list[MemoryRow] = field(default_factory=list)
     not_planned: dict[str, str] = field(default_factory=dict)
     quantizers: MadeQuantizers = field(default_factory=MadeQuantizers)
-    sizes: dict[object, int] = field(default_factory=dict)
 
     def plan(self, module: Any, layers: Sequence[str]) -> None:
         """Plan a module of Transformer Engine."""
@@ -266,20 +264,11 @@ class _MemoryPlanner:
         try:
             linears = self._linears(module, layers)
             self._parameters(module, layers, linears)
-            names = class_names(module)
+            recomputed = "LayerNormMLP" in class_names(module) and bool(module.checkpoint)
             for linear in linears:
-                recomputed = "LayerNormMLP" in names and bool(module.checkpoint)
-                self._weight(linear, is_saved=not recomputed)
-                self._gradient_codes(linear)
-            if "LayerNormMLP" in names:
-                self._saved_of_mlp(module, *linears)
-            elif "LayerNormLinear" in names:
-                self._saved_of_norm(module, linears[0])
-                self._saved_operand(linears[0])
-            else:
-                for linear in linears:
-                    keeps_input = getattr(module, "save_original_input", False) and linear.override is None
-                    self._saved_operand(linear, original=bool(keeps_input))
+                self._codes_of(linear, recomputed=recomputed)
+            if self.trains:
+                self._saved(module, linears, recomputed=recomputed)
         except UnknownMemoryError as error:
             del self.rows[before:]
             self.not_planned |= dict.fromkeys(layers, str(error))
@@ -288,9 +277,9 @@ class _MemoryPlanner:
         """Plan a linear layer of torch."""
         for parameter in module.parameters(recurse=False):
             self._parameter(path, parameter)
-        rows = self._rows_of(path, 1)
-        if rows is not None and self.trains and module.weight.requires_grad:
-            self._add_high(path, "saved_high", sum(rows) * module.in_features * module.weight.dtype.itemsize)
+        if self.trains and module.weight.requires_grad:
+            count = sum(self._rows_of(path, 1)) * module.in_features * module.weight.dtype.itemsize
+            self._add_high(path, "saved_high", count)
 
     def _linears(self, module: Any, layers: Sequence[str]) -> list[_Linear]:
         recipe = self.recipes.get(layers[0], self.recipe)
@@ -323,52 +312,51 @@ class _MemoryPlanner:
             if quantizer is None:
                 self.not_planned[linear.layer] = "its weights are quantized in an unknown recipe: give the recipe."
                 continue
-            high = parameter.numel() * linear.itemsize
             columnwise = not is_quantized(parameter) or quantizer.columnwise_usage
-            codes = self._codes(quantizer, (parameter.shape[0], parameter.shape[1]), columnwise=columnwise)
-            self._add(linear.layer, "parameter", 0, high, "always")
-            self._add(linear.layer, "weight_codes", codes, 0, "always")
-            self._gradient(linear.layer, parameter)
+            shape = parameter.shape[0], parameter.shape[1]
+            self._parameter(linear.layer, parameter, planned_bytes(quantizer, shape, columnwise=columnwise))
 
-    def _parameter(self, layer: str, parameter: torch.Tensor) -> None:
-        self._add_high(layer, "parameter", parameter.numel() * parameter.dtype.itemsize, "always")
-        self._gradient(layer, parameter)
-
-    def _gradient(self, layer: str, parameter: torch.Tensor) -> None:
+    def _parameter(self, layer: str, parameter: torch.Tensor, codes: int = 0) -> None:
+        """Plan a parameter, or the codes that replace it, and its gradient."""
+        high = parameter.numel() * parameter.dtype.itemsize
+        self._add(layer, "parameter", 0 if codes else high, high, "always")
+        self._add(layer, "weight_codes", codes, 0, "always")
         if parameter.requires_grad:
-            self._add_high(layer, "gradient", parameter.numel() * parameter.dtype.itemsize, "always")
+            self._add_high(layer, "gradient", high, "always")
 
-    def _weight(self, linear: _Linear, *, is_saved: bool) -> None:
-        """Plan the codes of a weight in high precision, and the scaling state."""
+    def _codes_of(self, linear: _Linear, *, recomputed: bool) -> None:
+        """Plan the scaling state, the codes of a weight in high precision, and the gradient of the output."""
         if not linear.quantizers:
             return
         if linear.recipe.delayed():
             self._add(linear.layer, "scaling_state", 5 * (1 + linear.recipe.amax_history_len) * _FLOAT32, 0, "always")
-        if not linear.primary and (self.cached or (is_saved and self.trains)):
-            columnwise = self.trains and linear.override is None
-            codes = self._codes(linear.quantizers["weight"], linear.shape, columnwise=columnwise)
+        low_backward = self.trains and linear.override is None
+        if not linear.primary and (self.cached or (self.trains and not recomputed)):
+            codes = planned_bytes(linear.quantizers["weight"], linear.shape, columnwise=low_backward)
             self._add(linear.layer, "weight_codes", codes, 0, "always" if self.cached else "to_backward")
-
-    def _gradient_codes(self, linear: _Linear) -> None:
-        """Plan the quantized gradient of the output, which a backward makes for dgrad and wgrad."""
-        if linear.rows is not None and linear.quantizers and self.trains and linear.override is None:
-            shape = (max(linear.rows, default=0), linear.shape[0])
-            codes = self._codes(linear.quantizers["gradient"], shape, columnwise=linear.trained)
+        if low_backward and linear.rows:
+            shape = max(linear.rows), linear.shape[0]
+            codes = planned_bytes(linear.quantizers["gradient"], shape, columnwise=linear.trained)
             self._add(linear.layer, "gradient_codes", codes, 0, "in_backward")
 
-    def _saved_of_mlp(self, module: Any, fc1: _Linear, fc2: _Linear) -> None:
-        self._saved_of_norm(module, fc1, statistics=not module.checkpoint)
-        if fc1.rows is None or not self.trains or module.checkpoint:  # with checkpoint, the input alone
+    def _saved(self, module: Any, linears: Sequence[_Linear], *, recomputed: bool) -> None:
+        """Plan what a forward saves for the backward: with recomputed activations, its input alone."""
+        first, names = linears[0], class_names(module)
+        if "LayerNormMLP" in names or "LayerNormLinear" in names:
+            statistics = 0 if recomputed else _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2)
+            self._add_high(first.layer, "saved_high", sum(first.rows) * (first.shape[1] * first.itemsize + statistics))
+        if recomputed:
             return
-        self._saved_operand(fc1, rowwise=True)
-        self._add_high(fc2.layer, "saved_high", sum(fc1.rows) * fc1.shape[0] * fc1.itemsize)
-        has_one_scale = bool(fc2.quantizers) and recipe_of(fc2.quantizers["activation"]) in ONE_SCALE
-        self._saved_operand(fc2, rowwise=True, columnwise=not has_one_scale)
-
-    def _saved_of_norm(self, module: Any, linear: _Linear, *, statistics: bool = True) -> None:
-        if linear.rows is not None and self.trains:
-            per_row = _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2) if statistics else 0
-            self._add_high(linear.layer, "saved_high", sum(linear.rows) * (linear.shape[1] * linear.itemsize + per_row))
+        if "LayerNormMLP" in names:
+            fc1, fc2 = linears
+            self._saved_operand(fc1, rowwise=True)
+            self._add_high(fc2.layer, "saved_high", sum(fc1.rows) * fc1.shape[0] * fc1.itemsize)
+            has_one_scale = bool(fc2.quantizers) and recipe_of(fc2.quantizers["activation"]) in ONE_SCALE
+            self._saved_operand(fc2, rowwise=True, columnwise=not has_one_scale)
+            return
+        for linear in linears:
+            original = getattr(module, "save_original_input", False) and linear.override is None
+            self._saved_operand(linear, original=bool(original))
 
     def _saved_operand(
         self, linear: _Linear, *, original: bool = False, rowwise: bool = False, columnwise: bool = True
@@ -380,7 +368,7 @@ class _MemoryPlanner:
             original: whether it is saved in high precision.
             rowwise, columnwise: the directions of its codes if the backward is quantized.
         """
-        if linear.rows is None or not self.trains or not linear.trained:
+        if not linear.trained:
             return
         inputs = linear.shape[1]
         high = sum(linear.rows) * inputs * linear.itemsize
@@ -391,25 +379,15 @@ class _MemoryPlanner:
             rowwise, columnwise = True, False
         quantizer = linear.quantizers["activation"]
         codes = sum(
-            self._codes(quantizer, (rows, inputs), rowwise=rowwise, columnwise=columnwise) for rows in linear.rows
+            planned_bytes(quantizer, (rows, inputs), rowwise=rowwise, columnwise=columnwise) for rows in linear.rows
         )
         self._add(linear.layer, "saved_high", 0, high, "to_backward")
         self._add(linear.layer, "saved_codes", codes, 0, "to_backward")
 
-    def _rows_of(self, layer: str, groups: int) -> Sequence[int] | None:
+    def _rows_of(self, layer: str, groups: int) -> Sequence[int]:
         if self.calls is not None:
             return self.calls.get(layer, ())
-        return None if self.tokens is None else [max(1, self.tokens // groups)]
-
-    def _codes(self, quantizer: Any, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool = True) -> int:
-        key = id(quantizer), shape, rowwise, columnwise
-        if key not in self.sizes:
-            usage = quantizer.rowwise_usage, quantizer.columnwise_usage
-            try:
-                self.sizes[key] = planned_bytes(quantizer, shape, rowwise=rowwise, columnwise=columnwise)
-            finally:
-                quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
-        return self.sizes[key]
+        return [] if self.tokens is None else [max(1, self.tokens // groups)]
 
     def _add_high(self, layer: str, kind: str, count: int, lives: Lives = "to_backward") -> None:
         self._add(layer, kind, count, count, lives)
@@ -446,7 +424,7 @@ def is_weight(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 and "bias" not in name
 
 
-def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool, columnwise: bool) -> int:
+def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool = True) -> int:
     """Return the bytes of codes and scales of a quantized tensor in the directions that are kept.
 
     Raises:
@@ -459,6 +437,7 @@ def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool, colu
 
         copies = 1 if is_non_tn_fp8_gemm_supported() else rowwise + columnwise
         return math.prod(shape) * copies + _FLOAT32
+    usage = quantizer.rowwise_usage, quantizer.columnwise_usage
     quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
     try:
         specs = quantizer.inner_tensor_specs(shape)
@@ -466,6 +445,8 @@ def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool, colu
         raise UnknownMemoryError(
             f"{type(quantizer).__name__}: the buffers of this quantizer of a custom recipe are unknown."
         ) from error
+    finally:
+        quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
     return sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in specs.values())
 
 
@@ -482,7 +463,7 @@ def show(memory: Memory) -> None:
     table = terminal.table("", "planned", "in high precision", "added")
     for column in table.columns[1:]:
         column.justify = "right"
-    kinds = [(KINDS[kind], found) for kind, found in memory.by_kind().items()]
+    kinds = [(KINDS[kind], held) for kind, held in memory.by_kind().items()]
     for name, (low, high) in [*kinds, ("all on the device", memory.bytes())]:
         added = f"{'+' if low > high else ''}{size(low - high)}"
         table.add_row(*map(terminal.cell, (name, size(low), size(high), added)))
@@ -491,6 +472,6 @@ def show(memory: Memory) -> None:
         if change := memory.added(lives=lives):
             terminal.show_text(f"{text}: low precision {'adds' if change > 0 else 'saves'} {size(abs(change))}.")
     for why in dict.fromkeys(memory.not_planned.values()):
-        layers = folded([layer for layer, each in memory.not_planned.items() if each == why], most=_MOST_NAMES)
+        layers = folded([layer for layer, reason in memory.not_planned.items() if reason == why], most=_MOST_NAMES)
         terminal.show_text(f"Not planned: {', '.join(layers)}: {why}", hanging=2)
     terminal.show_notes(memory.notes)

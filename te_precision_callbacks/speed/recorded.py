@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from te_precision_callbacks.base.counts import size
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.coverage import Coverage
-from te_precision_callbacks.coverage.recorded import other_steps_of_run, recorded_products
+from te_precision_callbacks.coverage.other_steps import other_steps_of_run, recorded_products
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.runs.trace_files import own_traces

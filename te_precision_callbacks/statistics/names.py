@@ -13,7 +13,7 @@ A name of a statistic of a quantized tensor is ``[<recipe>_[<element format>_]]<
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -279,35 +279,6 @@ def _is_quantized_name(name: str) -> bool:
     except UnknownStatisticError:
         return False
     return True
-
-
-def quantized_pattern(recipes: Collection[str] = RECIPES, statistics: Sequence[str] = QUANTIZED_STATISTICS) -> str:
-    """A regular expression of all names that :func:`quantized_request` takes, without anchors.
-
-    It means the same in Python and in ECMA 262, the dialect of JSON Schema.
-
-    Args:
-        recipes: the recipes that a name may begin with, in any spelling.
-        statistics: the statistics that it may end with.
-    """
-    of_tensor = [name for name in statistics if STATISTICS[name].of not in OF_BLOCKS]
-    one_scale = _any_of(_prefix_pattern(recipe) for recipe in recipes if recipe in ONE_SCALE)
-    of_blocks = _any_of(["", *(_prefix_pattern(recipe) for recipe in recipes if recipe not in ONE_SCALE)])
-    forms = [f"{of_blocks}{_any_of(map(re.escape, statistics))}(?:{_COLUMNWISE})?"]
-    if one_scale:
-        forms.append(f"{one_scale}{_any_of(map(re.escape, of_tensor))}")
-    return _any_of(forms)
-
-
-def _prefix_pattern(recipe: str) -> str:
-    spellings = _any_of([recipe, *(alias for alias, meant in _ALIASES.items() if meant == recipe)])
-    return f"{spellings}_(?:{_any_of(ELEMENT_FORMATS)}_)?" if recipe in WITH_ELEMENT_FORMAT else f"{spellings}_"
-
-
-def _any_of(patterns: Iterable[str]) -> str:
-    """One of several regular expressions; empty if there are none."""
-    listed = list(patterns)
-    return f"(?:{'|'.join(listed)})" if listed else ""
 
 
 def no_blocks(recipe: str) -> str:

@@ -28,8 +28,7 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
     """Load the state of layers that ``accelerator.prepare`` has converted from a checkpoint.
 
     Layers that already have a state are skipped. State of delayed scaling is a pickle, which Transformer Engine loads
-    only
-    with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. A warning names the state that was not restored.
+    only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. A warning names the state that was not restored.
 
     Args:
         accelerator: the trainer's accelerator.
@@ -76,15 +75,15 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
 
 def _saved(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor]:
     keys = set(wanted)
-    found: dict[str, torch.Tensor] = {}
+    states: dict[str, torch.Tensor] = {}
     for path in _files(checkpoint):
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, framework="pt") as file:
-                found |= {key: file.get_tensor(key) for key in keys.intersection(file.keys())}
+                states |= {key: file.get_tensor(key) for key in keys.intersection(file.keys())}
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            found |= {key: loaded[key].clone() for key in keys.intersection(loaded)}
-    return {key: state for key, state in found.items() if state.numel()}
+            states |= {key: loaded[key].clone() for key in keys.intersection(loaded)}
+    return {key: state for key, state in states.items() if state.numel()}
 
 
 def _files(checkpoint: Path) -> list[Path]:

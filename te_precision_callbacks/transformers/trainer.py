@@ -34,8 +34,7 @@ class Trainer(transformers.Trainer):
     first, its constructor does not take the keywords below: put the options into ``args``.
 
     Every exception that ends a training, including KeyboardInterrupt, also ends the debugging at once, and the session
-    of a
-    :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
+    of a :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
 
     Args:
         *arguments: as in transformers' Trainer.

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.docs.pages import blocks
-from tests.forked import executable
-from tests.lightning.models import board_scalars, log_of, logged_lines
+from tests.lightning.models import board_scalars, logged_lines
 
 pytestmark = pytest.mark.processes
 
@@ -57,21 +53,6 @@ def test_every_block_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
             assert names["debugger"].session.iteration == 16
             names["resume"] = False
     assert seen == {"starts": 1, "saves": 1, "shows": 1, "detects": 1}
-
-
-def test_the_command_runs_the_script_in_two_processes(folder: Path) -> None:
-    command = next(block for block in blocks(PAGE, "bash") if block.startswith("accelerate launch --multi_gpu"))
-    program = [executable(whole=True), "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    on_cpu = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
-    environment = {**os.environ, **on_cpu, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*program, *command.split()[2:]], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert logged_lines(folder / "run")
-    assert not log_of(folder / "run", 1).exists(), "the statistics are reduced, and rank 0 writes them"
-    board = board_scalars(folder / "run" / "board")
-    assert sorted(board["te.0/activation/max"]) == [1, 2, 3, 4], "16 batches, two to a rank in each of its steps"
 
 
 @pytest.mark.slow

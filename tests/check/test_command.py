@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
@@ -236,15 +235,6 @@ def test_a_contract_that_the_plan_does_not_hold() -> None:
     assert "fp8 fprop >= 99%: it is 9" in one_line(run(*arguments, "fp8 fprop >= 99%", code=1))
 
 
-@pytest.mark.usefixtures("here")
-def test_a_contract_on_products_without_a_size_cannot_be_checked() -> None:
-    arguments = ("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling")
-    told = one_line(run(*arguments, "--tokens", "64", "--require", "fp8 >= 1%", code=1))
-    attention = "the products of layers.{0-3}.self_attention cannot be sized without --batch (batch=)"
-    assert f"fp8 >= 1%: cannot be checked: {attention}." in told
-    assert "Without attention: FP8 in" in told
-
-
 def test_a_model_that_meta_cannot_make(here: Path) -> None:
     assert as_json("config.yaml", "--model", "my_models:on_the_cpu_only")["device"] == "cpu"
     before = list(sys.path)
@@ -313,19 +303,3 @@ def test_wrong_use(
     told = ends(monkeypatch, capsys, "check", *shlex.split(arguments))
     for part in message.split(" .* "):
         assert part in told
-
-
-def test_very_many_layers_fit_on_a_screen(here: Path) -> None:
-    (here / "my_models.py").write_text(
-        "import torch\nimport transformer_engine.pytorch as te\n"
-        "def build():\n    return torch.nn.ModuleList(te.Linear(32, 32) for _ in range(500))\n"
-    )
-    told = run("config.yaml", "--model", "my_models:build", code=1)
-    assert len(told.splitlines()) < 40
-    assert "{2-499}" in told
-
-
-def test_what_is_made_on_meta_has_no_values(here: Path) -> None:
-    made, device = build_model("my_models:build")
-    assert device == "meta"
-    assert {parameter.device for parameter in made.parameters()} == {torch.device("meta")}

@@ -61,16 +61,6 @@ def with_tied_words() -> transformers.PreTrainedModel:
     return model
 
 
-class OnTheCpu(torch.nn.Module):
-    """Whose making asks for a number, with a layer of Transformer Engine beside one of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        assert float(torch.ones(1)) == 1
-        self.first = te.LayerNormLinear(32, 32)
-        self.second = torch.nn.Linear(32, 32)
-
-
 def with_an_adapter() -> torch.nn.Module:
     """A model of transformers inside of another module."""
     return torch.nn.Sequential(llama())
@@ -191,21 +181,6 @@ def test_without_conversion_a_note_names_the_option(config: str, model: str) -> 
     (note,) = (note for note in found["notes"] if "no Transformer Engine layer" in note)
     assert "te-precision check --convert accelerate" in note
     assert (found["convert"], found["unconverted"]) == (None, {})
-
-
-def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> None:
-    """Accelerate converts what is left of it."""
-    Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
-    arguments = ("--convert", "accelerate", "--recipe", "fp8_current_scaling")
-    found = check(config, "OnTheCpu", *arguments)
-    assert found["device"] == "cpu"
-    planned = gemms_of(found)
-    for layer in ("first", "second"):
-        assert planned[layer, "fprop"][0] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
-    assert [note.partition(":")[0] for note in found["notes"]] == [
-        "The model has layers of Transformer Engine before Accelerate converts it",
-        "--recipe fp8_current_scaling",
-    ]
 
 
 def test_a_layer_that_accelerate_fails_on(config: str) -> None:

@@ -12,10 +12,8 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.check import CheckedModel, RecipeError, check_model
-from te_precision_callbacks.check.rows import rows
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.session import InspectSession
@@ -203,22 +201,6 @@ def test_modules_of_any_kind() -> None:
     assert checked.coverage.macs() == sum(macs.values())
 
 
-@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-def test_a_backward_in_high_precision(override: str) -> None:
-    recipe = recipes.Float8CurrentScaling(backward_override=override)
-    checked = check(torch.nn.Sequential(te.Linear(32, 32)), recipe=recipe)
-    told = {p.gemm: (p.precision, p.reason, p.reason_ref) for p in checked.coverage}
-    kept = ("fp32", Reason.BACKWARD_OVERRIDE, f"backward_override={override!r}")
-    assert told == {"fprop": ("fp8", None, ""), "dgrad": kept, "wgrad": kept}
-
-
-def test_experts_share_the_tokens() -> None:
-    checked = check(torch.nn.ModuleDict({"moe": te.GroupedLinear(4, 32, 64)}), recipe="none", tokens=100)
-    assert checked.coverage.macs(gemm="fprop") == 100 * 32 * 64
-    [row] = rows(checked)
-    assert row.names == ["moe.gemm_{0-3}"]
-
-
 def test_which_features_act_when() -> None:
     config = {
         "s": feature(
@@ -259,23 +241,6 @@ def test_features_that_act_in_a_span_are_planned_apart() -> None:
         "0": ["u: DisableFP8GEMM of fprop, steps 85 on"],
         "1": ["v: DisableFP8Layer of fprop, dgrad, wgrad, steps 0 to 9 and 85 on"],
     }
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"recipe": "mxfp"}, r"no recipe 'mxfp'\. Did you mean 'mxfp8'"),
-        (
-            {"recipe": "mxfp8"},
-            r"refuses the recipe 'mxfp8': .*10\.0 or higher.*TE_PRECISION_REFERENCE_CAPABILITY=10\.0",
-        ),
-        ({"recipe": "nvfp4"}, r"refuses the recipe 'nvfp4'"),
-        ({"tokens": 0}, r"tokens=0 must be 1 or more"),
-    ],
-)
-def test_wrong_arguments(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(PrecisionDebugError, match=message):
-        check(torch.nn.Sequential(te.Linear(32, 32)), **keywords)
 
 
 def test_an_environment_variable_that_a_recipe_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 import transformer_engine.pytorch as te
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS
-from te_precision_callbacks.check import check_model, findings
-from te_precision_callbacks.config import load_config
-from te_precision_callbacks.coverage import planned_products
-from te_precision_callbacks.layers import naming
 from tests import te_debug_features as page
 from tests.check.running import BF16, KINDS, RECIPES, Chain, chain, compare, gpu_with
 from tests.conftest import feature
@@ -128,25 +122,3 @@ def test_any_model_and_config(recipe: str, data: st.DataObject) -> None:
         config = data.draw(configs(layers, recipe))
         checked = compare(model, config, recipe, Path(folder))
     assert {product.layer for product in checked.coverage} == set(layers)
-
-
-def test_what_alike_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of thousands of layers is walked as often as one of three, and its quantizers are made as often."""
-    told: list[str] = []
-    for module, name in ((naming, "_places"), (planned_products, "_made_quantizers"), (findings, "refusals")):
-        own = getattr(module, name)
-
-        def counted(*arguments: Any, own: Any = own, name: str = name, **keywords: Any) -> Any:
-            told.append(name)
-            return own(*arguments, **keywords)
-
-        monkeypatch.setattr(module, name, counted)
-    counts = []
-    for number in (3, 12):
-        findings._refused.cache_clear()
-        told.clear()
-        layers = (te.Linear(32, 32, params_dtype=BF16, device="meta") for _ in range(number))
-        check_model(torch.nn.Sequential(*layers), load_config({}), recipe="fp8_current_scaling", tokens=32)
-        counts.append(Counter(told))
-    assert counts[0] == counts[1]
-    assert counts[0] == {"_places": 3, "_made_quantizers": 1, "refusals": 1}

@@ -70,7 +70,7 @@ def test_losses_and_gemms_are_the_same_only_to_the_last_digit() -> None:
 
 
 @pytest.mark.processes
-def test_a_run_in_which_nothing_was_trained_is_no_agreement() -> None:
+def test_a_run_without_training_is_no_agreement() -> None:
     assert compare_losses(Notes(((),)), Notes(((),))) == "no step of an optimizer was seen"
 
 
@@ -87,7 +87,7 @@ def test_statistics_are_those_of_numpy_for_each_tensor_of_a_layer(tmp_path: Path
 
 
 @pytest.mark.processes
-def test_a_statistic_of_another_tensor_is_told(tmp_path: Path) -> None:
+def test_a_statistic_of_another_tensor_is_reported(tmp_path: Path) -> None:
     notes, arrays = step_of_a_layer()
     write_log(tmp_path, {"block.fc_dgrad_max": float(arrays["wgrad"].max())})
     ((name, iteration, logged, wanted),) = check_statistics(Notes((tuple(notes),)), tmp_path).different
@@ -130,7 +130,7 @@ def test_every_client_is_found_by_its_marker_at_any_depth(tmp_path: Path) -> Non
     assert len({client.name for client in CLIENTS}) == len(CLIENTS)
 
 
-def test_the_table_says_what_differs_and_leaves_the_page_around_it(tmp_path: Path) -> None:
+def test_the_table_lists_differences_and_the_page_around_it_stays(tmp_path: Path) -> None:
     page = tmp_path / "clients.md"
     page.write_text(f"before\n{BEGIN}\nof the last time\n{END}\nafter\n", encoding="utf-8")
     same = Trial(
@@ -160,7 +160,7 @@ def test_a_known_difference_is_no_failure_and_its_end_is() -> None:
     assert "nothing differs any more" in ended.verdict
 
 
-def test_of_a_failed_script_its_own_exception_is_told_not_its_launchers() -> None:
+def test_a_failed_script_reports_its_own_exception_not_its_launchers() -> None:
     output = (
         "[rank0]: Traceback (most recent call last):\n"
         '[rank0]:   File "train.py", line 3, in main\n'

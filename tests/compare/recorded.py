@@ -46,8 +46,7 @@ def record(
             for iteration, value in enumerate(curve.tolist()):
                 run.add_scalars(first + iteration * freq, {name: value})
         places = [
-            {"layer_id": n, "layer": name, "exec_fwd": n, "exec_bwd": len(order) - 1 - n, "since": 0}
-            for n, name in enumerate(order)
+            {"layer": name, "exec_fwd": n, "exec_bwd": len(order) - 1 - n, "since": 0} for n, name in enumerate(order)
         ]
         run.put_facts("layers", places)
         run.put_facts("gemms", [{"since": 0, **gemm} for gemm in gemms])

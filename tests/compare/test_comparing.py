@@ -306,7 +306,7 @@ def test_pipeline_stages_follow_one_another(tmp_path: Path) -> None:
                 run.add_values(step, np.array(series, np.int32), np.full(4, factor if step > 4 else 1.0))
             run.put_facts(
                 "layers",
-                [{"layer_id": n, "scope": f"pp{n}", "layer": "fc", "exec_fwd": 0, "exec_bwd": 0} for n in (0, 1)],
+                [{"scope": f"pp{n}", "layer": "fc", "exec_fwd": 0, "exec_bwd": 0} for n in (0, 1)],
             )
         runs.append(open_run(tmp_path / name))
     parted = compare(*runs).parted

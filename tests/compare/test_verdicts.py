@@ -74,7 +74,10 @@ def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkey
         ("sibling", "weight", ("x",)),
         ("other", "gradient", ("x",)),
     ]
-    assert found.only_b[0].seen_in_words == f"at step {one.seen_at}, {one.seen} in x, where A has it too"
+    assert (
+        found.only_b[0].seen_in_words
+        == f"in one of them at step {one.seen_at}, {one.seen}; A has it too in other layers"
+    )
     assert [(each.rule, each.layers) for each in found.only_a] == [("sibling", ("y",))]
     assert found.not_judged_in_a == ("other",)
     assert [" This rule was not checked in A." in text for text in found.in_words()] == [False, False, True]

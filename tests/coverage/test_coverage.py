@@ -461,16 +461,6 @@ def test_what_a_checkpoint_computes_again_is_not_counted_again(block: str, tmp_p
     assert found(trained(gpt(block=BLOCKS[block]), tmp_path)) == GPT
 
 
-@pytest.mark.usefixtures("backward_thread")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_torchs_checkpoints_of_torchs_layers(reentrant: bool, tmp_path: Path) -> None:
-    case = HUGGING_FACE["Llama"]
-    model = case.make()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
-    model.train()
-    assert found(trained(case, tmp_path, model)) == case.products
-
-
 class TorchLayers(torch.nn.Module):
     """Blocks of torch's layers, with a product without a weight, a loop over an autograd Function, and no checkpoint
     around the head.
@@ -681,21 +671,6 @@ def test_layers_of_transformer_engine_in_several_micro_batches(checkpoint: str, 
     assert looked.count("aten::embedding") == 1
 
 
-def test_micro_batches_of_other_sizes_are_looked_at_too(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER))
-    rows = [4, 8, 4, 8, 8]
-    looked: list[str] = []
-
-    def run() -> None:
-        for count in rows:
-            model(torch.ones(count, WIDTH)).sum().backward()
-
-    coverage = counted(model, run, tmp_path, looked)
-    assert found(coverage) == linear("0", WIDTH, INNER, rows=sum(rows), dgrad=False)
-    assert looked.count("aten::addmm") == 2
-    assert {product.calls for product in coverage if product.macs} == {len(rows)}
-
-
 class Experts(torch.nn.Module):
     """Sends each row to one of two layers, by its values."""
 
@@ -718,37 +693,6 @@ def test_sizes_that_depend_on_values_are_looked_at_in_each_micro_batch(tmp_path:
     expected = linear("experts.0", WIDTH, INNER, rows=sum(rows), dgrad=False)
     expected |= linear("experts.1", WIDTH, INNER, rows=30 - sum(rows), dgrad=False)
     assert found(counted(model, run, tmp_path)) == expected
-
-
-class Skipping(torch.nn.Module):
-    """Leaves a layer out if a number in its input says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x)
-        return self.layers[1](x) if float(x.detach().sum()) > 0 else x
-
-
-def test_another_way_through_the_model_is_noticed(tmp_path: Path) -> None:
-    model = Skipping()
-    torch.nn.init.eye_(model.layers[0].weight)
-    torch.nn.init.zeros_(model.layers[0].bias)
-
-    def run(*signs: int) -> None:
-        for sign in signs:
-            model(sign * torch.ones(TOKENS, WIDTH)).sum().backward()
-
-    coverage = counted(model, lambda: run(1, -1, -1, 1), tmp_path)
-    assert found(coverage)["layers.1", "fprop", False] == 2 * TOKENS * WIDTH * WIDTH
-    assert not coverage.not_counted
-    coverage = counted(model, lambda: run(1, -1), tmp_path)
-    [what] = coverage.not_counted
-    assert "1 of 2 micro-batches took another way" in what
-    assert what in str(coverage)
-    assert "% of the multiply-adds, an estimate" in str(coverage)
 
 
 def test_models_that_follow_each_other_and_one_that_is_called_twice(tmp_path: Path) -> None:

@@ -47,12 +47,12 @@ def counted(micro_batches: list[list[int]]) -> list[int]:
     """The multiply-adds of the products of a step."""
     model = Attention()
     products = ModelProducts(lambda *told: pytest.fail(str(told)), lambda: False, lambda: False)
-    products.watch(model, {id(model): "model"}, ())
+    products.watch_model(model, {id(model): "model"}, ())
     with torch.enable_grad():
         for bounds in micro_batches:
             model.bounds.copy_(torch.tensor(bounds))  # as where a loader fills the same tensor again
             model(torch.zeros(1, bounds[-1], HEADS, SIZE))
-    found = products.end_step()
+    found = products.take_step()
     products.close()
     assert found is not None
     return [product.macs for product in found.kinds.products(found.parts)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_precision_callbacks.coverage.masks import causal_share, share_left
+from te_precision_callbacks.coverage.matrix_products import causal_share, share_left
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 5), (3, 7), (7, 3)])

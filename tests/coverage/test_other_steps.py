@@ -14,7 +14,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.coverage.recorded import other_steps_of_run
+from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
@@ -217,12 +217,6 @@ def test_a_run_in_one_precision_has_no_such_line(
     trained(tmp_path / "fixed", {}, [CURRENT] * 3)
     assert "In step" not in capsys.readouterr().err + (tmp_path / "fixed" / "precision_summary.txt").read_text()
     assert lines(trained(tmp_path / "recipes", {}, [CURRENT, DelayedScaling(), CURRENT])) == []
-
-
-def test_what_ends_a_run_is_its_own_line(tmp_path: Path) -> None:
-    session = trained(tmp_path, high([2, -1]), [CURRENT] * 4, records="off")
-    assert str(session.coverage()).startswith(ONE_LAYER)
-    assert lines(session) == [f"In steps 0 to 1: {ALL_GEMMS}"]
 
 
 def test_many_spans_are_short(tmp_path: Path) -> None:

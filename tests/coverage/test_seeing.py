@@ -15,9 +15,9 @@ from transformer_engine.pytorch.cpp_extensions import gemm
 
 from te_precision_callbacks.coverage import operator_products as products_module
 from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.coverage.marks import NodesOfProducts
 from te_precision_callbacks.coverage.micro_batches import ModelCalls
 from te_precision_callbacks.coverage.model_watch import ModelWatch
-from te_precision_callbacks.coverage.nodes import NodesOfProducts
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.layers import forwards
 from te_precision_callbacks.session import InspectSession, ObservationError

@@ -173,6 +173,16 @@ def test_an_exception_of_transformer_engine_names_the_layer(name: str, tmp_path:
     assert raised.value.__notes__ == [f"te-precision-callbacks: raised in the forward of {where}."]
 
 
+def test_loading_a_state_is_not_the_forward_of_a_layer(tmp_path: Path) -> None:
+    net = torch.nn.ModuleDict({"layer": te.Linear(32, 48)})
+    with (
+        pytest.raises(RuntimeError, match="size mismatch") as raised,
+        InspectSession(statistics(), model=net, log_dir=tmp_path, allow_unmatched=True),
+    ):
+        net["layer"].load_state_dict(te.Linear(16, 48).state_dict())
+    assert not hasattr(raised.value, "__notes__")
+
+
 def test_attention_is_named_too(tmp_path: Path) -> None:
     net = torch.nn.ModuleDict({"core": te.DotProductAttention(2, 16)})
     q = torch.randn(8, 1, 2, 16, dtype=torch.bfloat16)

@@ -151,8 +151,10 @@ def test_what_has_ended_a_run_is_said_before_the_verdict(
         net(torch.ones(16, 32)).sum().backward()
         session.step()
         raise error
-    first, second, *_ = capsys.readouterr().err.splitlines()
+    closing = capsys.readouterr().err
+    first, second, *_ = closing.splitlines()
     assert first == f"te-precision: stopped: {stopped}"
+    assert closing.count(stopped) == 1
     failed = ":" in stopped
     assert second.startswith("te-precision: Problems found: 1 error" if failed else "te-precision: Not enough checked")
     assert ("failed-run" in {finding.rule for finding in diagnose(tmp_path)}) == failed

@@ -31,7 +31,7 @@ def recorded(folder: Path, of_ranks: Mapping[int | None, Mapping[str, int]], wor
     with RunWriter.begin(folder, world=world) as run:
         for rank, since in of_ranks.items():
             append(run, counts(**since), rank=rank)
-        places = [{"layer_id": n, "layer": name, "exec_fwd": n, "since": 0} for n, name in enumerate(("fc1", "fc2"))]
+        places = [{"layer": name, "exec_fwd": n, "since": 0} for n, name in enumerate(("fc1", "fc2"))]
         run.put_facts("layers", places)
     return diagnose(folder)
 

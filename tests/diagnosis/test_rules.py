@@ -864,7 +864,7 @@ def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
     (found,) = (finding for finding in verdict if finding.rule == "growth")
     assert (found.layers, found.since, found.until) == (("h.3.fc1", "h.5.fc1"), 10, 40)
     assert (found.seen_at, found.as_json()["seen_at"]) == (20, 20)
-    shown = "in the first of them at step 20, amax is 1.02e+03 times"
+    shown = "in one of them at step 20, amax is 1.02e+03 times"
     assert str(found).startswith(f"weight of h.{{3,5}}.fc1: {shown}")
     assert found.as_json()["seen_in_words"].startswith(shown)
 

@@ -19,7 +19,7 @@ SCRIPT, FRONT_DOOR, SEVERAL = blocks(PAGE, "python")
 (PRINTED,) = blocks(PAGE, "text")
 
 
-def test_the_script_prints_what_the_page_shows(
+def test_the_script_prints_the_output_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -30,7 +30,7 @@ def test_the_script_prints_what_the_page_shows(
     assert printed[: len(shown) - 1] == shown[:-1]
 
 
-def test_the_contract_and_the_front_door_take_what_the_page_shows(
+def test_the_contract_and_the_integration_accept_the_examples_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -39,7 +39,7 @@ def test_the_page_names_every_public_module() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_imports_is_public(page: Path) -> None:
+def test_imports_of_pages_are_public(page: Path) -> None:
     text = page.read_text()
     for module, names in re.findall(rf"^ *from ({PACKAGE}[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
         for name in re.split(", *", names):

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_shows_what_comes_out(page: str, outputs: dict[str, list[object]]) -> None:
+def test_the_outputs_of_a_page_are_current(page: str, outputs: dict[str, list[object]]) -> None:
     found = outputs[page]
     assert len(found) == len(blocks(page, "text")) > 0
     for output in found:
@@ -69,7 +69,7 @@ def test_a_page_shows_what_comes_out(page: str, outputs: dict[str, list[object]]
         ("one", "one\ntwo", False),
     ],
 )
-def test_what_is_alike(tour: ModuleType, shown: str, came: str, is_alike: bool) -> None:
+def test_similar_outputs(tour: ModuleType, shown: str, came: str, is_alike: bool) -> None:
     assert tour.alike(shown, came) is is_alike
 
 

@@ -68,7 +68,7 @@ def test_planted_defects(tmp_path: Path, name: str, copies: str) -> None:
         copies != "at once"
     )
     for finding in findings:
-        text = "as the optimizer's master was one step earlier" if copies == "late" else "than rounding explains"
+        text = "from one step earlier" if copies == "late" else "by more than rounding"
         assert text in finding.seen
     assert "frozen-weight" in verdict.judged
     missing = "underflow and overflow in the weights of 2 layers, which exist in quantized form only"

@@ -13,7 +13,6 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import PrecisionDebugCallback
-from te_precision_callbacks.runs.fingerprints import FingerprintError
 from te_precision_callbacks.session import ResumeAuditError
 from tests.capability import any_capability, stand_for
 from tests.conftest import statistics
@@ -86,21 +85,6 @@ def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert findings(callback.session.resume_report) == []
     assert callback.session.iteration == 4
     assert warned(caplog) == []
-
-
-def test_a_fingerprint_that_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fingerprint, message = "{", "is not JSON"
-    checkpoint = saved(tmp_path, DELAYED)
-    content = torch.load(checkpoint)
-    (state,) = (state for state in content["callbacks"].values() if "fingerprint" in state)
-    state["fingerprint"] = fingerprint
-    torch.save(content, checkpoint)
-    callback = resumed(tmp_path, InFp8(DELAYED), checkpoint)
-    assert "The resume cannot be audited." in caplog.text
-    assert message in caplog.text
-    assert (callback.session.resume_report, callback.session.iteration) == (None, 4)
-    with pytest.raises(FingerprintError, match=message):
-        resumed(tmp_path, InFp8(DELAYED), checkpoint, strict=True)
 
 
 def test_strict_ends_the_fit_before_the_parameters_change(tmp_path: Path) -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,12 +13,10 @@ from te_precision_callbacks import cli
 from te_precision_callbacks.base.numerics.recipes import RECIPES
 from te_precision_callbacks.cli.manual.features import UnknownFeatureError, features
 from te_precision_callbacks.config import ConfigError, load_config
-from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.statistics.table import BLOCKWISE, GEMM_STATISTICS, STATISTICS, SYMBOLS, TENSOR_STATISTICS
 from tests.conftest import feature
-from tests.docs.pages import ROOT, blocks
-from tests.manual.json_schema import is_valid
+from tests.docs.pages import ROOT
 from tests.reference.processes import answers
 from tools import recipes_table
 
@@ -56,7 +50,6 @@ def test_features_are_listed() -> None:
         (row,) = (line for line in lines if line.split()[:1] == [name] and "Not a feature of this project" not in line)
         assert len(row.split()) > 5
     assert not any("TestDummyFeature" in line for line in lines), "of Transformer Engine's own tests"
-    assert "TestDummyFeature" in known_features()["transformer_engine"], "which a config may name"
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -95,8 +88,6 @@ def test_wrong_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     said = ends(monkeypatch, capsys, "features", "FakeQunt")
     assert said.startswith("te-precision: there is no feature 'FakeQunt'. Did you mean 'FakeQuant'")
     assert "The features are: DisableFP8GEMM, " in ends(monkeypatch, capsys, "features", "zzz")
-    assert "it is of the whole config" in ends(monkeypatch, capsys, "features", "FakeQuant", "--json-schema")
-    assert "it is for --json-schema" in ends(monkeypatch, capsys, "features", "--own", "ClipOutliers")
     assert "there is no statistic 'underflow%'. Did you mean 'underflows%'" in ends(
         monkeypatch, capsys, "statistics", "underflow%"
     )
@@ -149,26 +140,6 @@ def test_docs_statistics_has_the_recipes_and_symbols() -> None:
         assert said["is_simulated"]
 
 
-def test_a_schema_for_editors_as_the_page_shows_it(tmp_path: Path) -> None:
-    (shell,) = blocks("docs/session.md", "bash", "te-precision features")
-    command, target = shell.split(" > ")
-    program, *arguments = shlex.split(command)
-    assert program == "te-precision"
-    (tmp_path / target.strip()).write_text(run(*arguments))
-    (config,) = blocks("docs/session.md", "yaml", "# yaml-language-server")
-    modeline = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", config.splitlines()[0])
-    assert modeline is not None
-    schema = json.loads((tmp_path / modeline[1]).read_text())
-    written: Any = yaml.safe_load(config)
-    load_config(written)
-    assert is_valid(written, schema)
-    (section,) = written.values()
-    section["transformer_engine"]["LogTensorStat"] = section["transformer_engine"].pop("LogTensorStats")
-    assert not is_valid(written, schema)
-    own = json.loads(run("features", "--json-schema", "--own", "LogTensorStat"))
-    assert is_valid(written, own)
-
-
 @pytest.mark.processes
 def test_torch_is_not_imported() -> None:
     assert (
@@ -177,7 +148,7 @@ def test_torch_is_not_imported() -> None:
             import contextlib, io, sys
             from te_precision_callbacks.cli import app
             with contextlib.redirect_stdout(io.StringIO()):
-                for arguments in ["features", "FakeQuant"], ["features", "--json-schema"], ["statistics"]:
+                for arguments in ["features", "FakeQuant"], ["statistics"]:
                     app(arguments, standalone_mode=False)
             heavy = ["torch", "transformer_engine", "nvdlfw_inspect", "lightning"]
             answer = [name for name in heavy if name in sys.modules]

@@ -208,7 +208,6 @@ def drifting(**wanted: Any) -> RecordedRun:
     for place, layer in enumerate(plan.layers):
         layers.append(
             {
-                "layer_id": place,
                 "scope": "",
                 "layer": layer,
                 "given": None,
@@ -230,7 +229,6 @@ def drifting(**wanted: Any) -> RecordedRun:
             gemms.append(
                 {
                     "gemm_id": 3 * place + number,
-                    "layer_id": place,
                     "scope": "",
                     "layer": layer,
                     "gemm": gemm,

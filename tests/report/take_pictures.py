@@ -1,7 +1,6 @@
-"""Takes the pictures of README.md and the docs, docs/images/report-*.png, of pages as they are now.
+"""Take the pictures of README.md and docs/report.md: docs/images/report-*.png.
 
-The first picture of README.md is of a real training with a defect: the gradient of one block is 2^18 too small. That of
-the page *Speed* is of a planted trace, whose times are none of a GPU.
+The picture of README.md shows a real training with a defect: the gradient of one block is 2^18 too small.
 
 python -m tests.report.take_pictures
 """
@@ -26,14 +25,12 @@ from te_precision_callbacks.views.report import write_report
 from tests.docs.pages import ROOT
 from tests.report.conftest import ARGUMENTS, Look
 from tests.report.runs import drifting
-from tests.report.test_speed import recorded
 
 _LAYER = "decoder.layers.4.self_attention.qkv"
 _PICTURES = {
     "finding": ("page=summary", 860, False),
     "heatmap": ("page=heatmap&statistic=sqnr_db&tensor=activation", 760, False),
     "layer": (f"page=layer&layer={_LAYER}", 1120, False),
-    "speed": ("page=speed", 1180, False),
     "profile": ("page=profile&tensor=activation&step=179", 800, True),
 }
 """Name -> where in the page, its height, whether it is dark."""
@@ -73,12 +70,9 @@ def main() -> None:
         runs = {
             "drifting": drifting(steps=200),
             "finding": _with_a_defect(Path(folder) / "defect"),
-            "speed": recorded(Path(folder) / "speed"),
         }
         reports = {
-            name: write_report(
-                run if name == "speed" else replace(run, path=Path("gpt-fp8")), Path(folder) / f"{name}.html"
-            )
+            name: write_report(replace(run, path=Path("gpt-fp8")), Path(folder) / f"{name}.html")
             for name, run in runs.items()
         }
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)

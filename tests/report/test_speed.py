@@ -43,7 +43,7 @@ def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], st
         low = product.precision == "fp8"
         facts = {name: getattr(product, name) for name in ("gemm", "family", "backward", "n", "m", "k", "macs")}
         gemms.append({
-            **facts, "gemm_id": number, "layer_id": 0, "scope": "", "layer": rename(product.layer), "batch": 1,
+            **facts, "gemm_id": number, "scope": "", "layer": rename(product.layer), "batch": 1,
             "calls": 1, "order": number, "runs": "seen", "not_run": "", "precision": product.precision, "since": 0,
             "reason": None if low else "NOT_TE", "reason_ref": "", "recipe": "fp8_current_scaling" if low else None,
         })  # fmt: skip
@@ -119,7 +119,7 @@ def test_no_number_without_a_device(run: RecordedRun, gpu: str | None, why: str)
     assert why in facts["unknown"]
     assert "te-precision report RUN --device h200" in facts["unknown"]
     assert not {"total", "kinds", "advice"} & set(facts)
-    assert look_at(on(run, gpu)).speed == ""
+    assert look_at(on(run, gpu)).check.speed == ""
     assert speed_facts(on(run, gpu), device_named("h200"))["device"] == "NVIDIA H200 SXM"
 
 

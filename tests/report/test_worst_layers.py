@@ -93,15 +93,15 @@ def test_the_losses_are_where_the_run_has_them(trained: Trained) -> None:
 
 def test_show_chooses_after_it_has_left_the_first_step_out(trained: Trained) -> None:
     shown = look(trained.run, ["underflows%"], most=2).worst["underflows%"]
-    assert {(each.layer, each.tensor) for each in shown} == {(layer, "weight") for layer in trained.lossy}
-    assert all(each.worst > 5 and each.worst_iteration > 0 for each in shown)
+    assert {series.subject[1:3] for series in shown} == {(layer, "weight") for layer in trained.lossy}
+    assert all(series.worst > 5 and series.worst_iteration > 0 for series in shown)
 
 
 def test_show_names_those_that_lose_most_among_the_worst_of_the_sqnr(trained: Trained) -> None:
     shown = look(trained.run, ["sqnr_db"], most=4).worst["sqnr_db"]
-    named = [(each.layer, each.tensor) for each in shown]
+    named = [series.subject[1:3] for series in shown]
     assert {(layer, "weight") for layer in trained.lossy} == {named[1], named[3]}, "they take turns"
-    assert [None if each.lost is None else each.lost.statistic for each in shown] == [None, "underflows%"] * 2
+    assert [None if series.lost is None else series.lost.statistic for series in shown] == [None, "underflows%"] * 2
     assert shown[1].lost is not None
     assert shown[1].lost.value > 5
 

@@ -20,9 +20,16 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from te_precision_callbacks.runs.tables import FACTS, SCALARS, STEPS, VALUES, VECTORS
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, STEPS, VALUES, VECTORS
 
-TABLES: Mapping[str, pa.Schema] = {"values": VALUES, "vectors": VECTORS, "steps": STEPS, "scalars": SCALARS, **FACTS}
+TABLES: Mapping[str, pa.Schema] = {
+    "values": VALUES,
+    "vectors": VECTORS,
+    "steps": STEPS,
+    "scalars": SCALARS,
+    "events": EVENTS,
+    **FACTS,
+}
 Damage = Callable[[Path], object]
 
 
@@ -119,11 +126,10 @@ def write(path: Path, table: pa.Table) -> None:
 
 
 def bytes_of(name: str, change: Callable[[bytes], bytes]) -> Damage:
-    """Changes the bytes of a file: ``run.json``, ``events.jsonl`` or a table."""
+    """Changes the bytes of a file: ``run.json`` or a table."""
 
     def apply(log_dir: Path) -> None:
-        path = {"run.json": segment(log_dir) / name, "events.jsonl": rank(log_dir) / name}.get(name)
-        path = file_of(log_dir, name) if path is None else path
+        path = segment(log_dir) / name if name == "run.json" else file_of(log_dir, name)
         path.write_bytes(change(path.read_bytes()))
 
     return apply
@@ -136,19 +142,6 @@ def fact(key: str, text: str) -> Damage:
         path = segment(log_dir) / "run.json"
         facts = json.loads(path.read_text()) | {key: "PLACE"}
         path.write_text(json.dumps(facts).replace('"PLACE"', text))
-
-    return apply
-
-
-def event(key: str, text: str) -> Damage:
-    """A value of one event, as text of JSON."""
-
-    def apply(log_dir: Path) -> None:
-        path = rank(log_dir) / "events.jsonl"
-        first, *others = path.read_text().splitlines(keepends=True)
-        path.write_text(
-            json.dumps(json.loads(first) | {key: "PLACE"}).replace('"PLACE"', text) + "\n" + "".join(others)
-        )
 
     return apply
 
@@ -206,11 +199,6 @@ def pipe(name: str) -> Damage:
     return apply
 
 
-def surrogate(log_dir: Path) -> None:
-    path = rank(log_dir) / "events.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'"text": "', b'"layer": "\\udc80", "text": "\\ud800'))
-
-
 DEEP = "[" * 100_000 + "]" * 100_000
 CLOSED: dict[str, Damage] = {
     "run.json cut": bytes_of("run.json", lambda data: data[: len(data) // 2]),
@@ -238,26 +226,10 @@ CLOSED: dict[str, Damage] = {
         for key in keys
         for text in texts
     },
-    "events cut": bytes_of("events.jsonl", lambda data: data[:-20]),
-    "events no text": bytes_of("events.jsonl", lambda data: b"\xff\xfe\n" + data),
-    "events deep": event("data", DEEP),
-    "events as deep as 50,000": event("text", '{"a":' * 50_000 + "1" + "}" * 50_000),
-    "events half a pair": surrogate,
-    "events no zone": event("wall_time", '"2026-11-22T13:01:44"'),
-    "events another zone": event("wall_time", '"2026-11-22T13:01:44+14:00"'),
-    "events no time": event("wall_time", '"yesterday"'),
-    "events a time without a year": event("wall_time", '"0001-01-01T00:00:00+23:59"'),
-    "events the last time": event("wall_time", '"9999-12-31T23:59:59-23:59"'),
-    "events data no JSON": event("data", '"{"'),
-    **{
-        f"events {key} {text}": event(key, text)
-        for keys, texts in (
-            (("iteration",), ("null", "1e999", "1" + "0" * 23, "-7", str(2**62), "[]", "true", '"x"')),
-            (("kind", "data"), ("null", "-7", '{"a": 1}')),
-        )
-        for key in keys
-        for text in texts
-    },
+    "events cut": bytes_of("events", lambda data: data[:-20]),
+    "events no text": bytes_of("events", lambda data: b"\xff\xfe\n" + data),
+    "events data no JSON": column("events", "data", filled("{")),
+    **{f"events {name} null": column("events", name, filled(None)) for name in EVENTS.names},
     **{
         f"{table} {name} null": column(table, name, filled(None))
         for table, names in (("values", VALUES.names), ("vectors", ("bin",)), ("steps", ("iteration", "wall_time")))
@@ -265,7 +237,11 @@ CLOSED: dict[str, Damage] = {
     },
     **{
         f"{table} {name} {value}": column(table, name, of_type(pa.int64(), value), every=False)
-        for table, names in (("values", ("series", "iteration")), ("steps", ("iteration", "wall_time")))
+        for table, names in (
+            ("values", ("series", "iteration")),
+            ("steps", ("iteration", "wall_time")),
+            ("events", ("iteration", "wall_time")),
+        )
         for name in names
         for value in (-(2**62), -1, 2**31 - 1, 2**62)
     },
@@ -290,7 +266,7 @@ CLOSED: dict[str, Damage] = {
     "a link to a device": lambda log_dir: (rank(log_dir) / "values-0002.arrow").symlink_to("/dev/zero"),
     "a number of a segment": lambda log_dir: (segment(log_dir).parent / "seg-999999999").mkdir(),
     "a number of a rank": lambda log_dir: (segment(log_dir) / "rank-999999999").mkdir(),
-    **{f"a pipe {name}": pipe(name) for name in ("events.jsonl", "run.json", "values-0002.parquet",
+    **{f"a pipe {name}": pipe(name) for name in ("run.json", "values-0002.parquet", "events-0002.arrow",
                                                   "steps-0002.arrow", "layers.parquet")},
 }  # fmt: skip
 """Name -> what it does to a log folder whose run has ended."""

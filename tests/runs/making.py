@@ -29,7 +29,7 @@ def write_run(
     with RunWriter.begin(folder, run_id=run_id, **{"first_iteration": iterations.start, **facts}) as run:
         run.put_facts(
             "layers",
-            [{"layer_id": n, "scope": "", "layer": name, "exec_fwd": 1 - n, "since": iterations.start}
+            [{"scope": "", "layer": name, "exec_fwd": 1 - n, "since": iterations.start}
              for n, name in enumerate(LAYERS)],
         )  # fmt: skip
         series = np.array([run.series(name, "activation", statistic) for name in LAYERS], np.int32)

@@ -127,8 +127,6 @@ def test_a_run_that_is_resumed_three_times_reads_as_one(tmp_path: Path) -> None:
     assert run.series["count"].to_pylist() == [12, 12]
     spans = [(row["since"], row["until"]) for row in run.layers.to_pylist() if row["layer"] == "net.0"]
     assert spans == [(0, 4), (5, 7), (8, None)], "segment 2 holds for no iteration"
-    only = open_run(tmp_path / "precision_records" / run_id / "seg-001")
-    assert only.steps["iteration"].to_pylist() == [5, 6, 7, 8]
 
 
 def test_a_resumed_run_replaces_what_was_recorded_from_its_first_step_on(tmp_path: Path) -> None:
@@ -174,7 +172,7 @@ def test_a_run_in_which_nothing_has_happened_yet(tmp_path: Path) -> None:
 
 def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, range(2), schema=1, versions={"te-precision-callbacks": "0.0.7"})
-    said = r"recorded by te-precision-callbacks 0\.0\.7, with schema 1 of the files; this version reads schema 2 only"
+    said = r"recorded by te-precision-callbacks 0\.0\.7, with schema 1 of the files; this version reads schema 3 only"
     with pytest.raises(RunError, match=said):
         open_run(tmp_path)
 
@@ -234,21 +232,26 @@ def test_missing_ranks_segments_and_run_files_are_noted(tmp_path: Path) -> None:
     assert any("run.json is missing" in note for note in open_run(tmp_path).notes)
 
 
-def test_half_a_line_of_events_is_left_out_and_a_bad_one_is_noted(tmp_path: Path) -> None:
-    with RunWriter.begin(tmp_path) as run:
-        run.add_event("dump_written", "first", iteration=1, layer="fc", data={"a": 1})
-    path = rank_folder(tmp_path) / "events.jsonl"
-    with path.open("ab") as file:
-        file.write(b'{"kind": 3}\nno json\n{"kind": "half')
-    run_read = open_run(tmp_path)
-    (event,) = run_read.events.to_pylist()
-    assert (event["kind"], event["text"], event["layer"], json.loads(event["data"])) == (
+def test_events(tmp_path: Path) -> None:
+    """By iteration and time, also of a process that runs, and with texts that are not valid in UTF-8."""
+    run = RunWriter.begin(tmp_path)
+    run.add_event("finding", "second \ud800", iteration=2, wall_time=3.0)
+    run.flush()
+    run.add_event("dump_written", "first", iteration=1, layer="fc", data={"a": 1}, wall_time=4.0)
+    run.add_event("finding", "third", iteration=2, wall_time=5.0)
+    run.flush()
+    first, second, third = open_run(tmp_path).events.to_pylist()
+    assert (first["kind"], first["text"], first["layer"], json.loads(first["data"])) == (
         "dump_written",
         "first",
         "fc",
         {"a": 1},
     )
-    assert run_read.notes == (f"{path}: 2 of 3 lines cannot be read.",)
+    assert (second["text"], second["layer"], second["wall_time"].timestamp()) == ("second \\ud800", None, 3.0)
+    assert third["text"] == "third"
+    with pytest.raises(TypeError, match="an event has no place"):
+        run.add_event("finding", "", iteration=0, place="")
+    run.close()
 
 
 # ---------------------------------------------------------------------- processes
@@ -428,24 +431,6 @@ def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
     assert (segment.status, bool(segment.ended_at), len(run.steps)) == ("ended", True, 1)
     assert len(run.notes) == 1
     assert "Segment 0 is not recorded to its end: [Errno 21] Is a directory" in run.notes[0]
-
-
-def test_the_limit_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
-    table, sink = SeriesTable(), RecordSink(tmp_path, limit=100_000)
-    sink.start(info(tmp_path))
-    numbers = np.random.default_rng(0).random((100, 150))  # equal ones would need no room in a closed file
-    for iteration in range(100):
-        sink.write(records(iteration, table, numbers[iteration].tolist()))
-    sink.close(None)
-    run = open_run(tmp_path)
-    assert run.steps["iteration"].to_pylist() == list(range(100))
-    assert 0 < len(run.values()) < 100 * 150
-    assert run.thinned
-    assert run.events["kind"].to_pylist().count("records_thinned") == 1
-    assert caplog.text.count("have reached their limit of 100,000 bytes") == 1
 
 
 def test_a_loop_that_goes_back_begins_a_segment(tmp_path: Path) -> None:

@@ -272,7 +272,8 @@ def test_the_first_step_of_delayed_scaling_is_known_by_its_factor(delayed: Path)
     values = run.values(run.select(layer="model.head"))
     marked = (values["flags"].to_numpy() & STEP0) != 0
     assert values["iteration"].to_numpy()[marked].tolist() == [0, 0], "of both statistics"
-    (worst,) = (one for one in look(run, ["underflows%"]).worst["underflows%"] if one.layer == "model.head")
+    shown = look(run, ["underflows%"]).worst["underflows%"]
+    (worst,) = (series for series in shown if series.subject.layer == "model.head")
     assert worst.worst_iteration > 0
     assert worst.curve.iterations.tolist() == [1, 2]
 

@@ -35,8 +35,7 @@ import transformer_engine.pytorch as te
 
 import te_precision_callbacks
 from te_precision_callbacks.base import garbage, ranks
-from te_precision_callbacks.base.ranks import messages
-from te_precision_callbacks.coverage import parallel
+from te_precision_callbacks.base.ranks import messages, together
 from te_precision_callbacks.engine import reduction
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.session import InspectSession, run, session
@@ -53,7 +52,7 @@ Place = tuple[str, int]
 _GUARDS = {
     *((session.__file__, name) for name in ("step", "attach", "_running")),
     *((run.__file__, name) for name in ("step", "attach")),
-    *((parallel.__file__, name) for name in ("meet", "settle", "several", "together", "_agree")),
+    *((together.__file__, name) for name in ("meet", "settle", "several", "together", "_agree")),
     *((ranks.__file__, name) for name in ("is_distributed", "is_initialized")),
     *((messages.__file__, name) for name in ("open",)),
     (garbage.__file__, "without_collections"),  # else the collector rests in all further runs

@@ -3,73 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import nvdlfw_inspect.api as debug_api
 import pytest
-import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.dumps.contents import dump_of
-from te_precision_callbacks.dumps.dump_files import write
-from te_precision_callbacks.dumps.writer import _most_bytes
 from te_precision_callbacks.session import InspectSession
 from tests.features.plain import linear, plain
 from tests.session.test_dumps import config, files, messages, random, step
-
-MSE = {"LogFp8TensorStats": {"tensors": ["activation"], "stats": ["mse"]}}
-
-
-def layers(number: int, size: int = 32) -> torch.nn.Sequential:
-    return torch.nn.Sequential(*(te.Linear(size, size) for _ in range(number)))
-
-
-# --- conditions on the statistic of a recipe -------------------------------------------------------------------------
-
-
-# --- once ------------------------------------------------------------------------------------------------------------
-
-
-# --- sizes -----------------------------------------------------------------------------------------------------------
-
-QUANTIZERS: dict[str, Callable[[], Any]] = {
-    "delayed": lambda: te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.DType.kFloat8E4M3),
-    "current": lambda: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=torch.device("cpu")),
-    "block": lambda: te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True),
-    "mxfp8": lambda: te.MXFP8Quantizer(te.DType.kFloat8E4M3),
-    "nvfp4": te.NVFP4Quantizer,
-}
-
-
-@pytest.mark.parametrize("internals", [True, False])
-@pytest.mark.parametrize("shape", [(32, 32), (2, 3, 32, 128)])
-@pytest.mark.parametrize("kind", QUANTIZERS)
-def test_files_are_not_larger_than_was_reckoned(
-    tmp_path: Path, kind: str, shape: tuple[int, ...], internals: bool
-) -> None:
-    x = torch.randn(shape, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
-    dump = dump_of(
-        x,
-        QUANTIZERS[kind]()(x),
-        internals=internals,
-        layer="a_name" * 30,
-        tensor="activation",
-        iteration=3,
-        recipe=kind,
-    ).copied()
-    reckoned = _most_bytes(replace(dump, tensors=dump.complete()))
-    assert 0 <= reckoned - write(dump, tmp_path / "file") <= 6_000
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (1,) * 12, (7, 11)])
-def test_small_files_of_plain_tensors(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    dump = dump_of(torch.ones(shape), None, layer='größe/"~"' * 9, tensor="activation", iteration=10**9)
-    nbytes = write(dump, tmp_path / "file")
-    assert nbytes <= _most_bytes(dump)
-    assert _most_bytes(dump) <= nbytes + 8_000
 
 
 def test_a_small_budget_holds_small_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -57,7 +57,7 @@ def test_a_rank_that_fails_writes_what_it_alone_has(runs: Path) -> None:
     files = {path for path in found[1] if Path(path).suffix}
     in_records = {path for path in files if "/seg-000/rank-00001/" in path}
     assert files - in_records == {"nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-1.log"}
-    assert {Path(path).name for path in in_records} >= {"events.jsonl", "values-0001.arrow"}
+    assert {Path(path).name for path in in_records} >= {"events-0001.arrow", "values-0001.arrow"}
     assert found[1].count("fsync") < 10
     run = open_run(runs / "failure" / "run")
     assert {row["rank"] for row in run.series.to_pylist()} == {None, 0, 1}

@@ -273,13 +273,6 @@ def test_a_users_feature_class_works_in_a_fresh_process(tmp_path: Path) -> None:
     assert result.stdout.split("\n")[:2] == ["saw linear 0", "saw linear 0"], result.stderr
 
 
-def test_a_strict_run_refuses_a_log_dir_that_is_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(SessionError, match="log_dir="):
-        InspectSession(statistics(), model=model(), log_dir=tmp_path / "file", strict=True).start()
-    assert not caplog.records
-
-
 def test_a_session_does_not_keep_the_model_alive(tmp_path: Path) -> None:
     net = model()
     session = InspectSession(statistics(), log_dir=tmp_path)

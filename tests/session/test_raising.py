@@ -24,7 +24,7 @@ from te_precision_callbacks.base.errors import (
     TransformerEngineUnavailableError,
 )
 from te_precision_callbacks.base.ranks.messages import Departure, RanksLostError
-from te_precision_callbacks.coverage.parallel import Ranks
+from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.instrumentation import failures
 from te_precision_callbacks.overflow import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
 from te_precision_callbacks.runs.errors import SeveralRunsError

@@ -80,9 +80,7 @@ def unscaled(
     return marked
 
 
-@pytest.mark.parametrize("start", [0, 7])
-@pytest.mark.parametrize("has_state", [True, False])
-@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize(("start", "has_state", "length"), [(0, True, 1), (7, True, 4), (0, False, 4), (7, False, 1)])
 def test_a_layer_has_a_scale_where_its_state_was_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keeper: Keeper, start: int, has_state: bool, length: int
 ) -> None:
@@ -108,10 +106,6 @@ def test_so_has_one_whose_state_was_loaded_behind_attach(
     assert [records.unscaled for records in keeper.steps] == [frozenset()]
 
 
-def test_so_has_one_that_was_in_training_before(tmp_path: Path, keeper: Keeper) -> None:
-    assert unscaled(trained(DELAYED), keeper, tmp_path, [DELAYED] * 2) == []
-
-
 CURRENT = recipes.Float8CurrentScaling()
 
 
@@ -130,8 +124,7 @@ def test_a_layer_that_begins_delayed_scaling_later_has_none_in_its_first_step(
     assert unscaled(te.Linear(128, 128), keeper, tmp_path, ran, freq=freq) == without
 
 
-@pytest.mark.parametrize("start", [0, 7])
-@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (7, 4)])
 def test_neither_quantized_weights_nor_an_evaluation_give_it_a_scale(
     tmp_path: Path, keeper: Keeper, start: int, length: int
 ) -> None:

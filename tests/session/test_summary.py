@@ -83,19 +83,3 @@ def test_the_file_begins_with_the_newest_run_and_survives_a_full_disk(tmp_path: 
     with files_up_to(100):
         session.stop()
     assert path.read_text() == written
-
-
-def test_a_full_disk_leaves_the_summary_of_the_run_before(tmp_path: Path) -> None:
-    model = te.Linear(32, 32)
-    with InspectSession(model=model, log_dir=tmp_path) as session:
-        model(torch.randn(16, 32)).sum().backward()
-        session.step()
-    written = (tmp_path / "precision_summary.txt").read_text()
-    session = InspectSession(model=model, log_dir=tmp_path).start()
-    for _ in range(2):
-        model(torch.randn(16, 32)).sum().backward()
-        session.step()
-    with files_up_to(100):
-        session.stop()
-    assert written.startswith("Summary of ")
-    assert (tmp_path / "precision_summary.txt").read_text() == written

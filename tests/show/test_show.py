@@ -62,11 +62,10 @@ def test_the_worst_layers_come_first_in_the_direction_that_is_worse(tmp_path: Pa
     view = look(record(tmp_path, values()))
     assert list(view.worst) == ["sqnr_db", "underflows%"], "numel has no worse direction"
     for statistic in view.worst:
-        assert [each.layer for each in view.worst[statistic]] == layers(6)[:2:-1]
+        assert [series.subject.layer for series in view.worst[statistic]] == layers(6)[:2:-1]
     worst = view.worst["sqnr_db"][0]
-    curve = values()[worst.layer, "activation", "sqnr_db"]
+    curve = values()[worst.subject.layer, "activation", "sqnr_db"]
     assert (worst.worst, worst.worst_iteration) == (curve.min(), curve.argmin())
-    assert (worst.last, worst.last_iteration) == (curve[-1], STEPS - 1)
     assert worst.low_is_worse
     assert worst.curve.values.tolist() == curve.tolist()
 
@@ -89,7 +88,7 @@ def test_a_statistic_of_ones_own_is_shown_when_it_is_asked_for(tmp_path: Path) -
     assert "kurt" not in look(run).worst
     assert "kurt" in look(run).more_statistics
     (shown,) = look(run, ["kurt"]).worst["kurt"]
-    assert (shown.layer, shown.worst, shown.worst_iteration) == ("fc", -7.0, 1)
+    assert (shown.subject.layer, shown.worst, shown.worst_iteration) == ("fc", -7.0, 1)
     assert "kurt" in show(tmp_path, "--statistic", "kurt").output
 
 
@@ -175,7 +174,11 @@ def test_json_has_what_is_shown(tmp_path: Path) -> None:
     found = json.loads(show(tmp_path, "--json").output)
     assert found["status"] == "ended"
     assert found["scalars"]["loss"] == {"iterations": [0, 1, 2], "values": [0, 1, 2]}
-    assert found["worst"]["sqnr_db"][0]["layer"] == layers(6)[-1]
+    worst = found["worst"]["sqnr_db"][0]
+    curve = values()[layers(6)[-1], "activation", "sqnr_db"]
+    assert (worst["layer"], worst["tensor"], worst["rank"]) == (layers(6)[-1], "activation", None)
+    assert (worst["last"], worst["last_iteration"]) == (curve[-1], STEPS - 1)
+    assert (found["judged_to"], found["state"]) == (STEPS - 1, "not enough checked")
 
 
 def test_equal_numbers_of_the_trainer_are_one_curve(tmp_path: Path) -> None:
@@ -373,25 +376,26 @@ def test_a_run_that_is_followed_is_checked_as_often_as_the_cost_allows(
         now[0] += 1
     assert view is not None
     assert len(calls) == 2, "40 steps in 44 seconds"
-    assert view.judged_to == 20
+    assert view.check.until == 20
     console = Console(file=io.StringIO(), width=200)
     console.print(Screen(view))
     assert "As of step 20." in console.file.getvalue().partition("Not checked")[0]  # type: ignore[attr-defined]
     run.close("ended")
     ended = look(open_run(tmp_path), before=view)
-    assert ended.judged_to == 39, "what has ended is checked at once"
-    assert ended.verdict == diagnose(tmp_path)
+    assert ended.check.until == 39, "what has ended is checked at once"
+    assert ended.check.verdict == diagnose(tmp_path)
 
 
 def test_a_new_finding_is_a_line_for_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     view = look(open_run(defective(tmp_path)))
-    more = dataclasses.replace(view.verdict[0], layers=(*view.verdict[0].layers, "another"))
-    later = dataclasses.replace(view, verdict=dataclasses.replace(view.verdict, findings=(more,)))
+    verdict = view.check.verdict
+    more = dataclasses.replace(verdict[0], layers=(*verdict[0].layers, "another"))
+    later = dataclasses.replace(view, check=view.check._replace(verdict=dataclasses.replace(verdict, findings=(more,))))
     with command._lines() as display:
         for each in (view, later, view):
             display(each)
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("warning")] == [f"warning  {view.verdict[0]}"]
+    assert [line for line in lines if line.startswith("warning")] == [f"warning  {verdict[0]}"]
 
 
 def test_following_waits_for_a_run_whose_folder_is_still_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.speed.trace.range_names import LayerRange, iteration_range
+from te_precision_callbacks.speed.trace.range_names import iteration_range, layer_range
 
 TOKENS, HIDDEN, WORDS = 4096, 1024, 32000
 
@@ -152,12 +152,12 @@ class Planted:
         self._kernel(name, 20, layer, "", "cast")
 
     def _gemm(self, layer: str, gemm: str, us: float) -> None:
-        with self._range(LayerRange(layer, gemm, gemm != "fprop").name):
+        with self._range(layer_range(layer, gemm, backward=gemm != "fprop")):
             self._kernel("nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_TNT", us, layer, gemm, "gemm")
 
     @contextmanager
     def _module(self, name: str) -> Iterator[None]:
-        with self._range(LayerRange(name).name):
+        with self._range(layer_range(name)):
             yield
 
     @contextmanager
@@ -187,7 +187,7 @@ class Planted:
             self.events.append({"ph": "s", "tid": thread, "ts": begin, **facts})
             self.events.append({"ph": "f", "bp": "e", "tid": self._thread, "ts": self._now, **facts})
             with self._operator(node, sequence):
-                with self._range(LayerRange(ranged, "", True).name if ranged else "(none)"):
+                with self._range(layer_range(ranged, backward=True) if ranged else "(none)"):
                     yield
 
     @contextmanager

@@ -83,7 +83,7 @@ def write(gpus: list[str | None], *, recipe: str = "fp8_current_scaling", macs: 
             for gemm_id, (gemm, (n, m, k)) in enumerate(sizes.items()):
                 gemms.append(
                     {
-                        "gemm_id": gemm_id, "layer_id": 0, "scope": "", "layer": "fc", "gemm": gemm, "family": "te",
+                        "gemm_id": gemm_id, "scope": "", "layer": "fc", "gemm": gemm, "family": "te",
                         "backward": gemm != "fprop", "n": n, "m": m, "k": k, "batch": 1, "calls": 1,
                         "macs": n * m * k if macs is None else macs, "runs": "seen", "precision": "fp8",
                         "recipe": recipe, "since": 10 * number,
@@ -101,7 +101,7 @@ def write(gpus: list[str | None], *, recipe: str = "fp8_current_scaling", macs: 
                 for n, gemm in enumerate(sizes)
                 for tensor in ("a", "b")
             ]
-            writer.put_facts("layers", [{"layer_id": 0, "layer": "fc", "since": 10 * number}])
+            writer.put_facts("layers", [{"layer": "fc", "since": 10 * number}])
             writer.put_facts("gemms", gemms)
             writer.put_facts("operands", operands)
             writer.add_step(10 * number)

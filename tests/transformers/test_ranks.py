@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.forked import executable, launched
+from tests.forked import launched
 from tests.lightning.models import board_scalars, log_of, logged_lines
-from tests.reference.processes import run
 from tests.transformers.models import sample
 
 pytestmark = pytest.mark.processes
@@ -42,15 +41,6 @@ def test_two_ranks_have_one_set_of_statistics(tmp_path: Path) -> None:
         assert lines["net.0_activation_l1_norm", step] == pytest.approx(seen.abs().sum().item(), rel=1e-6)
         assert board["te.net.0/activation/max"][step + 1] == seen.max().item()
     assert sorted(board["te.net.0/activation/max"]) == sorted(board["train/loss"]) == [1, 2, 3, 4]
-
-
-def test_a_rank_that_raises_ends_both_under_torchrun(tmp_path: Path) -> None:
-    """With the stock Trainer. A rank that waits for the other gives up after half a minute."""
-    torchrun = [executable(whole=True), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = run([*torchrun, str(SCRIPT), str(tmp_path), "unmodified", "1"])
-    assert result.returncode != 0
-    assert "rank 1 has a bad batch" in result.stderr
-    assert_own_numbers(tmp_path, 1, steps=[1])
 
 
 def test_a_rank_that_raises_ends_both(tmp_path: Path) -> None:

@@ -112,13 +112,6 @@ def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert warned(caplog) == []
 
 
-def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    changed(saved(tmp_path, DELAYED), without_extra_state)
-    callback = resumed(tmp_path, InFp8(DELAYED))
-    assert findings(callback.session.resume_report) == [f"{MISSING}: all 2 layers."]
-    assert len(warned(caplog)) == 1
-
-
 @pytest.mark.parametrize("shards", [False, True])
 def test_layers_that_accelerate_converts_get_the_state_of_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, shards: bool

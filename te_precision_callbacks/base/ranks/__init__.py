@@ -1,6 +1,7 @@
 """The rank of this process, and messages among ranks.
 
-``group.py`` sends them, ``meeting.py`` connects the ranks, and ``messages.py`` is the interface for other packages.
+``group.py`` sends them, ``meeting.py`` connects the ranks, ``messages.py`` exchanges messages, and ``together.py`` has
+the ranks of a session and their decisions.
 """
 
 from __future__ import annotations

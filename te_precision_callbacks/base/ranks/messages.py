@@ -213,8 +213,7 @@ class Messages:
         self.meetings += 1
 
     def _apart(self, why: str) -> RanksLostError:
-        self.departure = Departure(self.rank, why)
-        self.close()
+        self._leave(Departure(self.rank, why))
         return RanksLostError(self.departure)
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
@@ -234,11 +233,9 @@ class Messages:
         Args:
             for_good: whether reconnecting is ruled out.
         """
-        self._apart(why)
+        self._leave(Departure(self.rank, why))
         if for_good:
             self._return = None
-        elif self._return is not None:
-            self._return.put_off()
 
     def _leave(self, departure: Departure) -> None:
         self.departure = departure
@@ -318,7 +315,7 @@ class Messages:
             raise RanksLostError(self.departure, self._in_words(self.departure))
         self._count += 1
         try:
-            found = self._exchanged(group, _Waiting(self, why), kind, numbers, sums, text, of)
+            found = self._exchanged(group, _Waiting(self, self._keys, self._count, why), kind, numbers, sums, text, of)
             if self._return is not None:
                 self.timeout = EXCHANGING
             return found
@@ -385,16 +382,6 @@ class Messages:
             logger.info("Why a rank has left is unknown: %s.", _reason(failure))
         why = str(error).partition("]")[2].partition(". This is")[0].strip() or str(error)
         return Departure(self.rank, f"A rank cannot be reached any more: {why}")
-
-    def waiting_ranks(self) -> set[int]:
-        """Return the ranks that have waited in the current message for a while."""
-        keys = {rank: f"{_WAITS}/{rank}" for rank in range(self.size)}
-        there = {rank for rank, key in keys.items() if self._keys.check([key])}
-        return {rank for rank in there if int(self._keys.get(keys[rank])) == self._count}
-
-    def note_waiting(self) -> None:
-        """Let other ranks see that this one waits in the current message."""
-        self._keys.set(f"{_WAITS}/{self.rank}", str(self._count))
 
     def _in_words(self, departure: Departure) -> str:
         who = self.name(departure.rank).capitalize()
@@ -546,8 +533,8 @@ class _GroupFailed(Exception):
 class _Waiting:
     """Timing of one message: a warning after a while, then a timeout."""
 
-    def __init__(self, messages: Messages, why: str) -> None:
-        self._messages = messages
+    def __init__(self, messages: Messages, keys: Any, count: int, why: str) -> None:
+        self._messages, self._keys, self._count = messages, keys, str(count)
         self._why = why
         self._begun = time.monotonic()
         self._is_noted = self._has_warned = False
@@ -570,7 +557,7 @@ class _Waiting:
         messages, passed = self._messages, time.monotonic() - self._begun
         if passed >= min(meeting.WAITING, messages.timeout) / 2 and not self._is_noted:
             self._is_noted = True
-            messages.note_waiting()
+            self._keys.set(f"{_WAITS}/{messages.rank}", self._count)
         if passed >= messages.timeout:
             text = f"{self._who} has waited {messages.timeout:g} s for {self._late()}, {self._why}"
             raise RanksLostError(Departure(messages.rank, text))
@@ -585,8 +572,9 @@ class _Waiting:
 
     def _late(self) -> str:
         """Return the ranks that are late, as text. Only two ranks query the store, which takes a request per rank."""
-        messages = self._messages
-        late = set(range(messages.size)) - messages.waiting_ranks() if messages.rank <= 1 else set()
+        messages, keys = self._messages, self._keys
+        places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
+        late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]
         return ranks_in_words(sorted(map(messages.number, late))) if late else "other ranks"
 
 

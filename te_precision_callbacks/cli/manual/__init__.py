@@ -1,1 +1,1 @@
-"""Reference of configs for pages, terminals and editors, generated from the schemas."""
+"""Reference of configs for pages and terminals, generated from the schemas."""

@@ -4,7 +4,6 @@ Usage::
 
     te-precision features
     te-precision features FakeQuant
-    te-precision features --json-schema > te-precision.schema.json
     te-precision statistics
     te-precision statistics mxfp8_underflows%_columnwise
 
@@ -29,29 +28,11 @@ _INDENT = 2
 
 def features_command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="The feature to explain, in any case.")] = None,
-    *,
     as_json: Json = False,
-    json_schema: Annotated[
-        bool, typer.Option("--json-schema", help="Print a JSON Schema of whole configs, for editors.")
-    ] = False,
-    own: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="The name of a feature of your own, which the JSON Schema then knows. Once for each."
-        ),
-    ] = None,
 ) -> None:
     """List the features that a config may name, or explain one: its keys, where it acts, an example."""
     from te_precision_callbacks.cli.manual.features import features, find
-    from te_precision_callbacks.cli.manual.json_schema import config_schema
 
-    if json_schema:
-        if name is not None or as_json:
-            raise typer.BadParameter("it is of the whole config; leave NAME and --json out", param_hint="--json-schema")
-        terminal.show_json(config_schema(own or ()))
-        return
-    if own:
-        raise typer.BadParameter("it is for --json-schema", param_hint="--own")
     found = features() if name is None else find(name)
     if as_json:
         terminal.show_json({"features": found})

@@ -4,7 +4,7 @@
     (found,) = find("FakeQuant")     # in any case
     found.keys[0].name               # "enabled"
 
-docs/features.md, ``te-precision features`` and the JSON Schema of configs are made from it.
+docs/features.md and ``te-precision features`` are made from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.config.effects import BASE, NAMESPACE
 from te_precision_callbacks.config.fields import names, words
-from te_precision_callbacks.config.known import is_for_upstreams_tests, known_features
+from te_precision_callbacks.config.known import is_of_upstreams_tests, known_features
 from te_precision_callbacks.config.levels import FeatureSchema, levels
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.config.schemas import schema_of
@@ -108,7 +108,7 @@ def features() -> tuple[FeatureEntry, ...]:
         _feature(name, namespace)
         for namespace, registered in known_features().items()
         for name in registered
-        if not is_for_upstreams_tests(namespace, name)
+        if not is_of_upstreams_tests(name)
     )
 
 

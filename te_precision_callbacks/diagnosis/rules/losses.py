@@ -93,8 +93,9 @@ class Nonfinite(Judge):
         for row in event.data.get("problems", ()) if event.kind == "parameters" and self._first is None else ():
             if row["what"] == "nonfinite":
                 names = row["names"]
-                seen = f"after the last step {many(len(names), 'parameter')} of the model have inf or nan"
-                self._first = Sighting(layers_of(names), "", "", f"{seen}, the first is {names[0]}", row["since"])
+                count = f"{many(len(names), 'parameter')} {'has' if len(names) == 1 else 'have'} inf or nan"
+                seen = f"{count} after the last step; the first is {names[0]}"
+                self._first = Sighting(layers_of(names), "", "", seen, row["since"])
                 yield self._first
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.compiling import CppFunction
+from te_precision_callbacks.base.compiling import CppFile
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the functions read, and its number there."""
@@ -21,11 +21,11 @@ _A_CALL = 2**16
 """Elements that plain torch measures in the time that a call takes it for the smallest tensor."""
 
 
-class CppPass(CppFunction):
+class CppPass(CppFile):
     """A function of a C++ file in this folder that reads one tensor."""
 
     def __init__(self, file: str, name: str, argtypes: Sequence[Any], **about: Any) -> None:
-        super().__init__(Path(__file__).with_name(file), name, argtypes, **about)
+        super().__init__(Path(__file__).with_name(file), {name: argtypes}, **about)
 
     def could_take(self, values: torch.Tensor) -> bool:
         """Return whether it can read a tensor: a plain one on the CPU, of a supported dtype."""

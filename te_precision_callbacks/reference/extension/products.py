@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from te_precision_callbacks.base.compiling import CppFunction
+from te_precision_callbacks.base.compiling import CppFile
 
 SMALLEST = 2**26
 """Multiply-adds from which a product takes this way. Only its sizes decide: the order of sums, and so their rounding,
@@ -23,14 +23,15 @@ is the same whenever a product of these sizes is computed. A smaller one takes a
 BLOCK = 256
 """Numbers that are summed from zero; the error of one long sum would be larger."""
 
-PRODUCT = CppFunction(
+PRODUCT = CppFile(
     Path(__file__).with_name("product.cpp"),
-    "te_precision_product",
-    (
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64) * 2,
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
-    ),
+    {
+        "te_precision_product": (
+            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64) * 2,
+            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+        )
+    },
     what="The reference backend multiplies FP8 and FP4 on this CPU in float32",
     times="two",
 )

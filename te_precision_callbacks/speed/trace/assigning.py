@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from te_precision_callbacks.speed.trace.range_names import read_iteration, read_layer, read_unended
+from te_precision_callbacks.speed.trace.range_names import parse_range
 from te_precision_callbacks.speed.trace.reading import Context, Pass, Trace, TraceEvent
 
 _NODE = "autograd::engine::evaluate_function: "
@@ -24,7 +24,7 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
         Iteration -> begin and end of its range, in microseconds; without incomplete iterations.
     """
     iterations: dict[int, tuple[float, float]] = {}
-    unended: set[int | None] = set()
+    unended: set[int] = set()
     first_at: dict[tuple[int, float], TraceEvent] = {}
     stack: list[TraceEvent] = []
     for event in sorted(trace.host, key=lambda event: (event.lane, event.begin, -event.end)):
@@ -35,10 +35,15 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
         event.context = outer
         event.launched = event.begin
         if event.what == "range":
-            event.context = _in_range(outer, event.name)
-            if (iteration := read_iteration(event.name)) is not None:
-                iterations.setdefault(iteration, (event.begin, event.end))
-            unended.add(read_unended(event.name))
+            kind, rest = parse_range(event.name)
+            if kind == "iteration":
+                iterations.setdefault(int(rest), (event.begin, event.end))
+            elif kind == "unended":
+                unended.add(int(rest))
+            elif kind:
+                event.context = _in_layer(outer, kind, *rest.split("|", 1))
+            elif _OF_OPTIMIZER.match(event.name):
+                event.context = Context(of_pass="optimizer", operator=outer.operator)
         elif event.what == "operator":
             event.context = _in_operator(outer, event)
             first_at.setdefault((event.lane, event.begin), event)
@@ -59,14 +64,10 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
     return {number: span for number, span in iterations.items() if number not in unended}
 
 
-def _in_range(outer: Context, name: str) -> Context:
-    layer_range = read_layer(name)
-    if layer_range is not None:
-        again = outer.of_pass in ("backward", "recompute")
-        now: Pass = "backward" if layer_range.backward else "recompute" if again else "forward"
-        unit = outer.unit if now == outer.of_pass else None
-        return Context(layer_range.layer, layer_range.gemm, now, unit, outer.operator)
-    return Context(of_pass="optimizer", operator=outer.operator) if _OF_OPTIMIZER.match(name) else outer
+def _in_layer(outer: Context, direction: str, gemm: str, layer: str) -> Context:
+    again = outer.of_pass in ("backward", "recompute")
+    now: Pass = "backward" if direction == "backward" else "recompute" if again else "forward"
+    return Context(layer, gemm, now, outer.unit if now == outer.of_pass else None, outer.operator)
 
 
 def _in_operator(outer: Context, event: TraceEvent) -> Context:

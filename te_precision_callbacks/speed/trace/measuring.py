@@ -10,7 +10,7 @@ from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.errors import TraceError
 from te_precision_callbacks.speed.trace.assigning import set_contexts
 from te_precision_callbacks.speed.trace.kinds import KernelKind, NamedKernel, of_kernel, of_operator
-from te_precision_callbacks.speed.trace.range_names import read_layer
+from te_precision_callbacks.speed.trace.range_names import parse_range
 from te_precision_callbacks.speed.trace.reading import Pass, Trace, TraceEvent
 
 _OF_AN_OPTIMIZER = ("elementwise", "reduction", "norm", "host")
@@ -89,7 +89,7 @@ def measure(trace: Trace) -> MeasuredStep:
             f"{trace.path} has no kernels and no operators. Profile a step of the training with the activities CPU and"
             " CUDA."
         )
-    if not any(read_layer(event.name) for event in trace.host):
+    if not any(parse_range(event.name)[0] in ("forward", "backward") for event in trace.host):
         raise TraceError(
             f"{trace.path} has no ranges of layers, so kernels cannot be assigned to layers. Record the trace with"
             ' profile=, such as profile="11-13", which adds them.'

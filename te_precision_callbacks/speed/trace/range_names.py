@@ -2,61 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
-_MARK = "te_precision|"
-_ITERATION = f"{_MARK}iteration|"
-_UNENDED = f"{_MARK}unended|"
-_LAYER = f"{_MARK}layer|"
+_RANGE = re.compile(
+    r"(?:te_precision\|(iteration|unended|layer\|forward|layer\|backward)\||ProfilerStep#)(.*)", re.DOTALL
+)
 
 
-class LayerRange(NamedTuple):
-    """A range around a layer or one of its GEMMs.
-
-    Attributes:
-        layer: the layer, or the module of several layers.
-        gemm: the GEMM; empty around the whole layer.
-        backward: whether it is around a backward.
-    """
-
-    layer: str
-    gemm: str = ""
-    backward: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name of the range."""
-        return f"{_LAYER}{'backward' if self.backward else 'forward'}|{self.gemm}|{self.layer}"
+def layer_range(layer: str, gemm: str = "", *, backward: bool = False) -> str:
+    """Return the name of the range around a layer, a module of several layers, or one GEMM of a layer."""
+    return f"te_precision|layer|{'backward' if backward else 'forward'}|{gemm}|{layer}"
 
 
 def iteration_range(iteration: int) -> str:
     """Return the name of the range around a debug iteration."""
-    return f"{_ITERATION}{iteration}"
-
-
-def read_iteration(name: str) -> int | None:
-    """Return the iteration of a range, also of torch.profiler's ``ProfilerStep#3``; None for another range."""
-    number = name.removeprefix(_ITERATION) if name.startswith(_ITERATION) else name.removeprefix("ProfilerStep#")
-    return int(number) if number != name and number.isdigit() else None
+    return f"te_precision|iteration|{iteration}"
 
 
 def unended_range(iteration: int) -> str:
     """Return the name of the range that marks an iteration as incomplete."""
-    return f"{_UNENDED}{iteration}"
+    return f"te_precision|unended|{iteration}"
 
 
-def read_unended(name: str) -> int | None:
-    """Return the iteration that a range marks as incomplete; None for another range."""
-    return int(name.removeprefix(_UNENDED)) if name.startswith(_UNENDED) else None
+def parse_range(name: str) -> tuple[str, str]:
+    """Parse the name of a range, also torch.profiler's ``ProfilerStep#3``.
 
-
-def read_layer(name: str) -> LayerRange | None:
-    """Parse the range of a layer; None for another range."""
-    if not name.startswith(_LAYER):
-        return None
-    direction, gemm, layer = name[len(_LAYER) :].split("|", 2)
-    return LayerRange(layer, gemm, direction == "backward")
+    Returns:
+        ``iteration`` or ``unended`` and the number, or ``forward`` or ``backward`` and the GEMM and layer with a bar
+        between them; two empty texts for another range.
+    """
+    match = _RANGE.fullmatch(name)
+    if match is None:
+        return "", ""
+    kind = (match[1] or "iteration").removeprefix("layer|")
+    return (kind, match[2]) if match[2].isdigit() or kind in ("forward", "backward") else ("", "")
 
 
 def module_of(layers: Sequence[str]) -> str:

@@ -195,7 +195,7 @@ def _loss(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[
     columns = (curves.a, curves.b, curves.smooth_a, curves.smooth_b, 100 * curves.relative)
     arrays = packed.try_put(steps_between(curves.iterations), *(narrowed(column) for column in columns))
     return {
-        "name": visible(curves.name),
+        "name": visible(curves.name.statistic),
         "sentences": [visible(sentence) for sentence in of_losses(result.loss)],
         "finding": result.loss.is_finding,
         "window": curves.window,

@@ -30,7 +30,7 @@ class LossCurves(NamedTuple):
     """The losses of two sides at the steps that both have.
 
     Attributes:
-        name: the number's name.
+        name: the metric.
         iterations: [n].
         a, b: [n].
         steps: how many there are up to where either loss is lost, to the end of its run.
@@ -40,7 +40,7 @@ class LossCurves(NamedTuple):
         lost_a, lost_b: where each is lost; None where it is not.
     """
 
-    name: str
+    name: Subject
     iterations: Ints
     a: Floats
     b: Floats
@@ -54,20 +54,13 @@ class LossCurves(NamedTuple):
 
 
 def loss_curves(a: Side, b: Side) -> LossCurves | None:
-    """The losses of two sides; None without a common one."""
-    name = _in_common(a, b)
-    return None if name is None else _curves(a, b, name)
-
-
-def _in_common(a: Side, b: Side) -> Subject | None:
-    """The likeliest loss, preferably a lost one: a trainer may log another number in its place."""
-    both = [subject for subject in _losses(a) if subject in b.scalars]
-    lost = (
-        subject
-        for subject in both
-        if is_loss_of_training(subject.statistic) and any(_lost(side, subject) for side in (a, b))
-    )
-    return next(lost, both[0] if both else None)
+    """The likeliest loss of two sides, preferably a lost one, since a trainer may log another number in its place; None
+    without a common one.
+    """
+    losses = {subject.statistic: subject for subject in a.scalars if subject in b.scalars}
+    names = [losses[name] for name in loss_first(losses) if is_loss(name)]
+    names.sort(key=lambda name: not (is_loss_of_training(name.statistic) and any(_lost(side, name) for side in (a, b))))
+    return _curves(a, b, names[0]) if names else None
 
 
 def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
@@ -79,7 +72,7 @@ def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
     steps = int(np.searchsorted(iterations, min(since))) if since else len(iterations)
     window = min(max(_LEAST_WINDOW, steps // _PARTS_OF_WINDOW), steps)
     x, y = (_smooth(values, steps, window) for values in (ours, theirs))
-    return LossCurves(name.statistic, iterations, ours, theirs, steps, window, x, y, _relative(x, y), *lost)
+    return LossCurves(name, iterations, ours, theirs, steps, window, x, y, _relative(x, y), *lost)
 
 
 def _lost(side: Side, name: Subject) -> LostLoss | None:
@@ -101,18 +94,18 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
         noise: baseline sides.
         shares: the precisions of each side, if known.
     """
-    name = _in_common(a, b)
-    curves = None if name is None else _curves(a, b, name)
-    if name is None or curves is None:
+    curves = loss_curves(a, b)
+    if curves is None:
         return None
     iterations, relative = curves.iterations[: curves.steps], curves.relative[: curves.steps]
     stable, early = _stable(curves.steps), curves.steps // 4
     difference = _mean(relative[stable])
-    floors = [abs(_stable_relative(a, side, name)) for side in noise if name in side.scalars]
+    baselines = [curve for side in noise if curves.name in side.scalars and (curve := _curves(a, side, curves.name))]
+    floors = [abs(_mean(curve.relative[: curve.steps][_stable(curve.steps)])) for curve in baselines]
     sizes = np.nan_to_num(np.abs(relative[early:]), nan=-1.0, posinf=np.inf)
     largest = early + int(sizes.argmax()) if sizes.size else None
     return LossComparison(
-        curves.name,
+        curves.name.statistic,
         curves.steps,
         curves.window,
         int(curves.iterations[0] if largest is None else iterations[stable][0]),
@@ -123,7 +116,7 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
         int(curves.iterations[0] if largest is None else iterations[largest]),
         max(floors, default=None),
         _yardsticks(difference, *shares),
-        _spike(curves, [found for side in noise if (found := _curves(a, side, name)) is not None]),
+        _spike(curves, baselines),
         (_precision(shares[0]), _precision(shares[1])),
         curves.lost_a,
         curves.lost_b,
@@ -140,7 +133,7 @@ def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
     """The steps with losses far apart and similar running medians, unless the noise has such steps too."""
     factors = _spikes(curves)
     at = int(factors.argmax()) if factors.size else None
-    if at is None or factors[at] < _SPIKE or any(_spikes(each).max(initial=0.0) >= factors[at] for each in noise):
+    if at is None or factors[at] < _SPIKE or any(_spikes(curve).max(initial=0.0) >= factors[at] for curve in noise):
         return None
     steps = int((factors >= _SPIKE).sum())
     return LossSpike(steps, int(curves.iterations[at]), float(curves.a[at]), float(curves.b[at]))
@@ -149,7 +142,7 @@ def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
 def _spikes(curves: LossCurves) -> Floats:
     """The factor between two losses in each step up to where one is lost; 1 where their running medians have a tenth
     of it or more."""
-    a, b, x, y = (each[: curves.steps] for each in (curves.a, curves.b, curves.smooth_a, curves.smooth_b))
+    a, b, x, y = (curve[: curves.steps] for curve in (curves.a, curves.b, curves.smooth_a, curves.smooth_b))
     factors = _factors(a, b)
     return np.where(factors >= _SPIKE * _factors(x, y), factors, 1.0)
 
@@ -159,12 +152,6 @@ def _factors(a: Floats, b: Floats) -> Floats:
     x, y = (np.where(np.isfinite(values), np.abs(values), np.inf) for values in (a, b))
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(x == y, 1.0, np.maximum(x, y) / np.minimum(x, y))
-
-
-def _losses(side: Side) -> list[Subject]:
-    """The trainer's numbers that are a loss of training, the likeliest first."""
-    losses = {subject.statistic: subject for subject in side.scalars if is_loss(subject.statistic)}
-    return [losses[name] for name in loss_first(losses)]
 
 
 def _common(a: Side, b: Side, name: Subject) -> tuple[Ints, Floats, Floats]:
@@ -197,11 +184,6 @@ def _relative(x: Floats, y: Floats) -> Floats:
 
 def _stable(steps: int) -> slice:
     return slice(max(min(steps - 1, 3 * steps // 4), 0), steps)
-
-
-def _stable_relative(a: Side, b: Side, name: Subject) -> float:
-    curves = _curves(a, b, name)
-    return 0.0 if curves is None else _mean(curves.relative[: curves.steps][_stable(curves.steps)])
 
 
 def _yardsticks(relative: float, ours: Shares, theirs: Shares) -> tuple[Yardstick, ...]:

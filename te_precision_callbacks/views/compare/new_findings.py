@@ -85,10 +85,6 @@ def _beyond(findings: Iterable[Finding], others: Iterable[Finding], name: str) -
         layers = tuple(layer for layer in finding.layers if layer not in has)
         if layers == finding.layers and not (not layers and "" in has):
             yield finding
-        elif layers:
-            first = finding.layers[0]
-            if layers[0] != first:  # "the first of them" is another one now
-                at = "" if finding.seen_at is None else f"at step {finding.seen_at}, "
-                seen = f"{at}{finding.seen} in {first}, where {name} has it too"
-                finding = dataclasses.replace(finding, seen=seen, seen_at=None)
-            yield dataclasses.replace(finding, layers=layers)
+        elif layers:  # the described layer may be among those of the other run
+            seen = f"{finding.seen_in_words}; {name} has it too in other layers"
+            yield dataclasses.replace(finding, layers=layers, seen=seen, seen_at=None)

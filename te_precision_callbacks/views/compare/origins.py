@@ -8,15 +8,13 @@ gradients. The records do not have the connections of layers: all earlier layers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.departures import Found
-from te_precision_callbacks.views.compare.order import Order
+from te_precision_callbacks.views.compare.order import Order, StepPlace
 from te_precision_callbacks.views.compare.result import Parting
 
 _SHARE = 0.75
@@ -35,19 +33,19 @@ _MADE_OF: Mapping[str, tuple[str, ...]] = {
 _MOST_LINKS = 10
 """The sources behind one another that are seen later than what inherits them."""
 
-_ALONG = ("activation", "gradient")
-"""Those that come from other layers, of which those count that ran before in the forward, or in the backward."""
+_IN_ORDER = ("activation", "gradient")
+"""Tensors that come from other layers: from the layers before them in the forward, or in the backward."""
 
 _Key = tuple[str, str, str, int | None]
 
 
-def partings(found: Iterable[Found], order: Order) -> list[Parting]:
+def partings(departures: Iterable[Found], order: Order) -> list[Parting]:
     """The tensors that depart, in order, with the origins of their differences."""
     tensors: dict[_Key, list[Found]] = {}
-    for each in found:
-        tensors.setdefault(_key(each.subject), []).append(each)
+    for found in departures:
+        tensors.setdefault(_key(found.subject), []).append(found)
     for group in tensors.values():
-        group.sort(key=lambda each: -each.departure.strength)
+        group.sort(key=lambda found: -found.departure.strength)
     sources = _Sources(tensors, order)
     source_of = {key: sources.of(group) for key, group in tensors.items()}
     began = _began(tensors, source_of)
@@ -60,7 +58,7 @@ def _began(tensors: Mapping[_Key, Sequence[Found]], source_of: Mapping[_Key, Fou
 
     A weight with values in every fifth step may seem to depart after its activations.
     """
-    began = {key: min(each.departure.iteration for each in group) for key, group in tensors.items()}
+    began = {key: min(found.departure.iteration for found in group) for key, group in tensors.items()}
     for _ in range(_MOST_LINKS):
         before = dict(began)
         for key, source in source_of.items():
@@ -79,7 +77,7 @@ def _key(subject: Subject) -> _Key:
 
 def _parting(group: Sequence[Found], source: Found | None) -> Parting:
     subject = group[0].subject
-    first = min(group, key=lambda each: each.departure.iteration)
+    first = min(group, key=lambda found: found.departure.iteration)
     return Parting(
         subject.scope,
         subject.layer,
@@ -87,27 +85,10 @@ def _parting(group: Sequence[Found], source: Found | None) -> Parting:
         subject.rank,
         first.departure.iteration,
         first.since,
-        tuple(each.departure for each in group),
+        tuple(found.departure for found in group),
         "made here" if source is None else "inherited",
         "" if source is None else f"{source.subject.layer} {source.subject.tensor}",
     )
-
-
-class _StatisticLine(NamedTuple):
-    """The differences of one statistic along the forward or the backward, in the order of the step.
-
-    Attributes:
-        turns: [n]: the place of the layer among the layers with differences.
-        found: [n]: the differences.
-        first, last: [n]: the iterations between which each may have existed.
-        differences: [n]: their values.
-    """
-
-    turns: npt.NDArray[np.int64]
-    found: list[Found]
-    first: npt.NDArray[np.int64]
-    last: npt.NDArray[np.int64]
-    differences: npt.NDArray[np.float64]
 
 
 class _Sources:
@@ -115,67 +96,57 @@ class _Sources:
 
     def __init__(self, tensors: Mapping[_Key, Sequence[Found]], order: Order) -> None:
         self._by_key = tensors
-        self._turns: dict[str, dict[tuple[str, str], int]] = {}
-        self._lines: dict[tuple[str, int | None, str], _StatisticLine] = {}
-        for line in _ALONG:
-            subjects = {
-                (scope, layer): order.place(group[0].subject._replace(tensor=line))
-                for (scope, layer, _, _), group in tensors.items()
-            }
-            turns = {layer: turn for turn, layer in enumerate(sorted(subjects, key=lambda layer: subjects[layer]))}
-            self._turns[line] = turns
-            found: dict[tuple[int | None, str], list[Found]] = {}
-            for key in sorted(tensors, key=lambda key: turns[key[:2]]):
-                for each in tensors[key]:
-                    if each.subject.tensor in _MADE_OF[line]:
-                        found.setdefault((each.subject.rank, each.subject.statistic), []).append(each)
-            for (rank, statistic), those in found.items():
-                self._lines[line, rank, statistic] = _StatisticLine(
-                    np.array([turns[each.subject[:2]] for each in those]),
-                    those,
-                    np.array([each.since for each in those]),
-                    np.array([each.departure.until for each in those]),
-                    np.array([each.departure.difference for each in those]),
-                )
+        self._order = order
+        self._lines: dict[tuple[str, int | None, str], list[tuple[StepPlace, Found]]] = {}
+        for tensor in _IN_ORDER:
+            placed = [
+                (self._place(found, tensor), found)
+                for group in tensors.values()
+                for found in group
+                if found.subject.tensor in _MADE_OF[tensor]
+            ]
+            for place, found in sorted(placed, key=lambda pair: pair[0]):
+                line = tensor, found.subject.rank, found.subject.statistic
+                self._lines.setdefault(line, []).append((place, found))
 
     def of(self, group: Sequence[Found]) -> Found | None:
         """The source of a tensor's difference, by the strongest statistic that departs in a source too; None if the
         difference is made there.
         """
-        for each in group:
-            sources = self._along(each) if each.subject.tensor in _ALONG else self._in_layer(each)
-            for source in sources:
-                theirs, own = source.departure.difference, each.departure.difference
+        for found in group:
+            own, has_any = found.departure.difference, False
+            for source in self._possible(found):
+                theirs, has_any = source.departure.difference, True
                 if theirs * own > 0 and abs(theirs) >= _SHARE * abs(own):
                     return source
-            if sources:
+            if has_any:
                 break
         return None
 
-    def _along(self, found: Found) -> list[Found]:
-        """The same statistic's differences in the layers that ran before, the nearest first."""
-        subject = found.subject
-        line = self._lines.get((subject.tensor, subject.rank, subject.statistic))
-        if line is None:
-            return []
-        before = line.turns < self._turns[subject.tensor][subject.scope, subject.layer]
-        at, difference = found.departure.iteration, found.departure.difference
-        standing = before & (line.first <= at) & (at <= line.last)
-        enough = standing & (line.differences * difference > 0)
-        enough &= np.abs(line.differences) >= _SHARE * abs(difference)
-        # One that accounts for it, or any, to say that there are some.
-        chosen = np.flatnonzero(enough if enough.any() else standing)
-        return [line.found[chosen[-1]]] if len(chosen) else []
+    def _place(self, found: Found, tensor: str) -> StepPlace:
+        """The turn of a layer in the forward or in the backward."""
+        return self._order.place(found.subject._replace(tensor=tensor))
 
-    def _in_layer(self, found: Found) -> list[Found]:
-        """The same statistic's differences in the other tensors of the layer."""
-        subject = found.subject
-        sources = (
-            each
-            for tensor in _MADE_OF.get(subject.tensor, ())
-            for each in self._by_key.get((subject.scope, subject.layer, tensor, subject.rank), ())
-            if each.subject.statistic == subject.statistic
-        )
-        if subject.tensor == "weight":  # the optimizer has run between them
-            return [each for each in sources if each.departure.iteration < found.since]
-        return [each for each in sources if each.since <= found.departure.iteration <= each.departure.until]
+    def _possible(self, found: Found) -> Iterator[Found]:
+        """The differences of the same statistic that existed then: of earlier layers, the nearest first, or of the own
+        layer.
+        """
+        subject, at = found.subject, found.departure.iteration
+        if subject.tensor in _IN_ORDER:
+            line = self._lines.get((subject.tensor, subject.rank, subject.statistic), [])
+            before = bisect_left(line, self._place(found, subject.tensor), key=itemgetter(0))
+            sources: Iterable[Found] = (source for _, source in reversed(line[:before]))
+        else:
+            sources = (
+                source
+                for tensor in _MADE_OF.get(subject.tensor, ())
+                for source in self._by_key.get((subject.scope, subject.layer, tensor, subject.rank), ())
+                if source.subject.statistic == subject.statistic
+            )
+        for source in sources:
+            if subject.tensor == "weight":  # the optimizer has run between them
+                existed = source.departure.iteration < found.since
+            else:
+                existed = source.since <= at <= source.departure.until
+            if existed:
+                yield source

@@ -21,7 +21,7 @@ import numpy as np
 
 from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.base.terminal import visible
-from te_precision_callbacks.coverage.recorded import other_steps_of_run
+from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.answers import (

@@ -17,16 +17,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.terminal import Json, Run
+from te_precision_callbacks.base.terminal import Json, Run, visible
 
 if TYPE_CHECKING:
     from te_precision_callbacks.runs import RecordedRun
-    from te_precision_callbacks.runs.recorded import Curve
     from te_precision_callbacks.views.show.view import RunView
 
 
@@ -84,7 +83,7 @@ def show_command(
         if why:
             raise NothingToShowError(why + last.notes_in_words)
     if as_json:
-        terminal.show_json(_for_json(view))
+        terminal.show_json(view.as_json())
     elif not follow or not terminal.is_terminal():
         from te_precision_callbacks.views.show.screen import Screen
 
@@ -146,14 +145,15 @@ def _screen() -> Iterator[Callable[[RunView], None]]:
 @contextlib.contextmanager
 def _lines() -> Iterator[Callable[[RunView], None]]:
     """Prints a line where something is new, and each event, for a file or pipe."""
-    from te_precision_callbacks.views.show.screen import event_in_words, finding_in_words, line_of
+    from te_precision_callbacks.views.show.screen import event_in_words, line_of
 
     seen: set[object] = set()
 
     def show(view: RunView) -> None:
         # A finding that has come to more layers is not news.
         lines: dict[object, str] = {
-            (each.rule, each.tensor, each.severity, each.since): finding_in_words(each) for each in view.verdict
+            (finding.rule, finding.tensor, finding.severity, finding.since): visible(f"{finding.severity}  {finding}")
+            for finding in view.check.verdict
         }
         lines |= {line: line for line in (*map(event_in_words, view.events), line_of(view))}
         for key, line in lines.items():
@@ -162,21 +162,3 @@ def _lines() -> Iterator[Callable[[RunView], None]]:
                 typer.echo(line)
 
     yield show
-
-
-def _for_json(view: RunView) -> dict[str, Any]:
-    shown = {name: value for name, value in vars(view).items() if name not in ("names", "metric_names", "check")}
-    found = {**shown, **view.verdict.as_json()}
-    found["scalars"] = {name: _curve(curve) for name, curve in view.scalars.items()}
-    found["worst"] = {
-        name: [
-            {**vars(series), "lost": series.lost and series.lost._asdict(), "curve": _curve(series.curve)}
-            for series in worst
-        ]
-        for name, worst in view.worst.items()
-    }
-    return found
-
-
-def _curve(curve: Curve) -> dict[str, Any]:
-    return {"iterations": curve.iterations.tolist(), "values": curve.values.tolist()}

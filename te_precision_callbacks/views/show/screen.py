@@ -11,11 +11,10 @@ from rich.text import Text
 
 from te_precision_callbacks.base.terminal import Paragraph, visible
 from te_precision_callbacks.coverage.coverage import percent
-from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.layers.folding import ShortNames, folded
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.views.show.sparklines import sparkline
-from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries
+from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries, short_names
 from te_precision_callbacks.views.verdicts import MOST_FINDINGS, more_findings, not_judged_in_words
 
 _LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
@@ -38,40 +37,43 @@ class Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         view, width = self._view, options.max_width
-        for note in view.unread:
+        run = view.run
+        for note in run.unread:
             yield Paragraph(f"Note: {note}", "yellow")
         for line in view.outcome:
             yield Paragraph(visible(line), "bold red")
         yield from _verdict(view)
-        yield Paragraph(_head(view), "bold")
+        yield Paragraph(visible(f"{run.run_id}: {view.status}, {run.path}"), "bold")
         yield Paragraph(_facts(view))
         if view.coverage:
             yield from _coverage(view.coverage, width, _BLOCK if console.color_system else _SHADES)
         for line in view.other_steps:
             yield Paragraph(visible(f"{line}."))
-        if view.speed:
-            yield Paragraph(visible(f"Speed: {view.speed}"))
-        yield from _scalars(view.scalars, width, view.metric_names)
+        if view.check.speed:
+            yield Paragraph(visible(f"Speed: {view.check.speed}"))
+        yield from _scalars(view.scalars, width, short_names(run.scalars["name"]))
+        names = short_names(run.layers["layer"], run.series["layer"])
         for statistic, worst in view.worst.items():
             if worst:
                 yield Text()
-                yield _statistic(statistic, worst, width, view.names)
+                yield _statistic(statistic, worst, width, names)
         if view.more_statistics:
-            names = ", ".join(folded(view.more_statistics, most=8))
             yield Text()
-            yield Paragraph(f"Not shown: {names}. --statistic shows one.", "dim")
+            shown = ", ".join(folded(view.more_statistics, most=8))
+            yield Paragraph(f"Not shown: {shown}. --statistic shows one.", "dim")
         if view.events:
             yield Text("\nLast events", style="bold")
-            yield from map(_event, view.events)
+            for event in view.events:
+                yield Paragraph(event_in_words(event), _SEVERITY.get(event["severity"], ""))
         for note in view.notes:
-            if note not in view.unread:
+            if note not in run.unread:
                 yield Paragraph(f"Note: {note}", "yellow")
 
 
 def line_of(view: RunView) -> str:
     """The state of a run in one line, for a file or pipe."""
     parts = ["no numbers yet" if view.last is None else f"step {view.last}"]
-    parts += [view.verdict.summary.rstrip(".")] if view.verdict.judged else []
+    parts += [view.check.verdict.summary.rstrip(".")] if view.check.verdict.judged else []
     parts += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
     for statistic, worst in view.worst.items():
         if worst:
@@ -81,23 +83,19 @@ def line_of(view: RunView) -> str:
     return visible("  ".join(parts))
 
 
-def finding_in_words(finding: Finding) -> str:
-    """A finding as a line."""
-    return visible(f"{finding.severity}  {finding}")
-
-
 def event_in_words(event: ShownEvent) -> str:
     """An event as a line."""
-    at = "" if event.iteration is None else f"step {event.iteration}"
-    named = () if event.ranks == (0,) else event.ranks  # rank 0 speaks for the run
-    parts = [at, *folded((f"rank {rank}" for rank in named), most=2), event.kind, event.layer, event.text]
+    at = "" if event["iteration"] is None else f"step {event['iteration']}"
+    named = () if event["ranks"] == [0] else event["ranks"]  # rank 0 speaks for the run
+    ranks = folded((f"rank {rank}" for rank in named), most=2)
+    parts = [at, *ranks, event["kind"], event["layer"], event["text"]]
     return visible("  ".join(part for part in parts if part))
 
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
     """The verdict, its first findings with remedies, and the rules that were not checked."""
-    verdict = view.verdict
-    stale = "" if view.judged_to == view.last else f" As of step {view.judged_to}."
+    verdict, until = view.check.verdict, view.check.until
+    stale = "" if until == view.last else f" As of step {until}."
     style = _SEVERITY[verdict.severity] if verdict.wrong else "bold green" if verdict.healthy else "bold yellow"
     yield Paragraph(verdict.summary + stale, style)
     if verdict:
@@ -105,8 +103,8 @@ def _verdict(view: RunView) -> Iterator[RenderableType]:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for finding in verdict[:MOST_FINDINGS]:
-            said = Group(Paragraph(str(finding)), Paragraph(f"{finding.remedy}.", "dim"))
-            table.add_row(Text(finding.severity, _SEVERITY.get(finding.severity, "")), said)
+            text = Group(Paragraph(str(finding)), Paragraph(f"{finding.remedy}.", "dim"))
+            table.add_row(Text(finding.severity, _SEVERITY.get(finding.severity, "")), text)
         yield table
         left = more_findings(len(verdict))
         yield Paragraph(f"{f'{left}; ' if left else ''}more: {view.more}")
@@ -115,19 +113,15 @@ def _verdict(view: RunView) -> Iterator[RenderableType]:
     yield Text()
 
 
-def _head(view: RunView) -> str:
-    return visible(f"{view.run_id}: {view.status}, {view.path}")
-
-
 def _facts(view: RunView) -> str:
     parts = [f"{name}: {value}" for name, value in view.facts.items()]
-    if view.segments > 1:
-        parts.append(f"{view.segments} segments")
+    if len(view.run.segments) > 1:
+        parts.append(f"{len(view.run.segments)} segments")
     if view.first is not None:
         parts.append(f"statistics of steps {view.first} to {view.last}")
-    parts.append(f"{view.series:,} series")
-    if view.lacks:
-        parts.append(view.lacks[:1].lower() + view.lacks[1:].rstrip("."))
+    parts.append(f"{len(view.run.series):,} series")
+    if lacks := view.run.lacks_in_words:
+        parts.append(lacks[:1].lower() + lacks[1:].rstrip("."))
     return visible(", ".join(parts))
 
 
@@ -167,7 +161,7 @@ def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
 
 def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names: ShortNames) -> Table:
     """The worst tensors by a statistic: names, numbers, and curves where there is room."""
-    numbers = [(f"{series.last:.3g}", _worst_number(series)) for series in worst]
+    numbers = [(f"{series.curve.values[-1]:.3g}", _worst_number(series)) for series in worst]
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
     left = max(width - taken, _LEAST_NAME)
     longest = max(len(statistic), *(sum(map(len, _name(series))) for series in worst))
@@ -198,9 +192,6 @@ def _worst_number(series: WorstSeries) -> str:
 
 def _name(series: WorstSeries) -> tuple[str, str]:
     """The layer, which may be shortened, and what follows it."""
-    rest = "".join(f" {part}" for part in (series.tensor, "" if series.rank is None else f"rank {series.rank}") if part)
-    return visible(series.layer), visible(rest)
-
-
-def _event(event: ShownEvent) -> Paragraph:
-    return Paragraph(event_in_words(event), _SEVERITY.get(event.severity, ""))
+    subject = series.subject
+    rank = "" if subject.rank is None else f"rank {subject.rank}"
+    return visible(subject.layer), visible("".join(f" {part}" for part in (subject.tensor, rank) if part))

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
-from te_precision_callbacks.coverage.recorded import other_steps_of_run
+from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.layers.folding import ShortNames
@@ -61,23 +61,14 @@ class WorstSeries:
     """A statistic of one tensor, among the worst of the run.
 
     Attributes:
-        scope, layer, tensor: the tensor.
-        statistic: its name.
-        rank: the rank of a local value; None for reduced ones.
-        last, last_iteration: the last value.
+        subject: the series.
         worst, worst_iteration: the worst value; the largest magnitude of a statistic without a worse direction.
         low_is_worse: whether small values are worse.
         lost: another statistic's loss, if that is why the series is listed.
         curve: all values, without delayed scaling's first step.
     """
 
-    scope: str
-    layer: str
-    tensor: str
-    statistic: str
-    rank: int | None
-    last: float
-    last_iteration: int
+    subject: Subject
     worst: float
     worst_iteration: int
     low_is_worse: bool
@@ -85,16 +76,8 @@ class WorstSeries:
     curve: Curve
 
 
-@dataclass(frozen=True)
-class ShownEvent:
-    """Something that happened, as in the store's table of events, on one rank or on several alike."""
-
-    iteration: int | None
-    ranks: tuple[int, ...]
-    kind: str
-    severity: str
-    layer: str
-    text: str
+ShownEvent = Mapping[str, Any]
+"""Something that happened, by the columns of the store's table of events, with the ranks that report it alike."""
 
 
 class RunCheck(NamedTuple):
@@ -103,7 +86,7 @@ class RunCheck(NamedTuple):
     Attributes:
         verdict: the findings of the rules.
         until: the last iteration that was checked; None without one.
-        speed: the expected speed.
+        speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
         next_at: the time of the next check, by ``time.monotonic()``.
     """
 
@@ -115,21 +98,16 @@ class RunCheck(NamedTuple):
 
 @dataclass(frozen=True)
 class RunView:
-    """The view of a run. Its many attributes are the keys of ``te-precision show --json``.
+    """The view of a run.
 
     Attributes:
-        verdict: the findings of the rules.
-        judged_to: the last iteration that was checked; None without one.
+        run: the run.
+        check: the last check of the run.
         more: the command that prints the whole verdict.
-        speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
-        path, run_id, source: the run.
         status: the status of its last process start.
         outcome: a failure, and broken clauses of the contract, in lines.
-        segments: the number of process starts.
         facts: integration, recipes, GPU and ranks of the last process start.
         first, last: the first and the last iteration with values; None without any.
-        steps: the number of recorded iterations.
-        series: the number of series.
         coverage: precision -> its share of the multiply-adds; empty if it was not recorded.
         other_steps: lines on steps with other products in low precision than the last one.
         scalars: the trainer's metrics, the loss first.
@@ -137,27 +115,16 @@ class RunView:
         more_statistics: the statistics that are not shown.
         events: the last events, the newest last.
         notes: missing, unmeasured or damaged parts.
-        unread: the notes on parts that cannot be read.
-        lacks: parts that this kind of file never has; empty for records.
-        names, metric_names: shorten the names of layers and metrics.
-        check: the last check of the run.
     """
 
-    verdict: Verdict
-    judged_to: int | None
+    run: RecordedRun
+    check: RunCheck
     more: str
-    speed: str
-    path: str
-    run_id: str
-    source: str
     status: str
     outcome: tuple[str, ...]
-    segments: int
     facts: dict[str, str]
     first: int | None
     last: int | None
-    steps: int
-    series: int
     coverage: dict[str, float]
     other_steps: tuple[str, ...]
     scalars: dict[str, Curve]
@@ -165,16 +132,46 @@ class RunView:
     more_statistics: tuple[str, ...]
     events: tuple[ShownEvent, ...]
     notes: tuple[str, ...]
-    unread: tuple[str, ...]
-    lacks: str
-    names: ShortNames
-    metric_names: ShortNames
-    check: RunCheck
 
     @property
     def is_empty(self) -> bool:
         """True without any value or coverage."""
-        return not (self.series or self.scalars or self.coverage)
+        return not (len(self.run.series) or self.scalars or self.coverage)
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys of ``te-precision show --json``; at the top the verdict, as :meth:`Verdict.as_json` has it."""
+        run, check = self.run, self.check
+        return {
+            **{name: value for name, value in vars(self).items() if name not in ("run", "check")},
+            "judged_to": check.until,
+            "speed": check.speed,
+            "path": str(run.path),
+            "run_id": run.run_id,
+            "source": run.source,
+            "segments": len(run.segments),
+            "steps": len(run.steps),
+            "series": len(run.series),
+            "unread": run.unread,
+            "lacks": run.lacks_in_words,
+            "scalars": {name: _curve_as_json(curve) for name, curve in self.scalars.items()},
+            "worst": {name: [_worst_as_json(series) for series in worst] for name, worst in self.worst.items()},
+            **check.verdict.as_json(),
+        }
+
+
+def _worst_as_json(series: WorstSeries) -> dict[str, Any]:
+    return {
+        **series.subject._asdict(),
+        **{name: value for name, value in vars(series).items() if name != "subject"},
+        "last": float(series.curve.values[-1]),
+        "last_iteration": int(series.curve.iterations[-1]),
+        "lost": series.lost and series.lost._asdict(),
+        "curve": _curve_as_json(series.curve),
+    }
+
+
+def _curve_as_json(curve: Curve) -> dict[str, Any]:
+    return {"iterations": curve.iterations.tolist(), "values": curve.values.tolist()}
 
 
 def look(
@@ -203,33 +200,21 @@ def look(
     is_known = before is not None and status == "running" and time.monotonic() < before.check.next_at
     check = before.check if before is not None and is_known else _check(run, max(last, default=None))
     return RunView(
-        verdict=check.verdict,
-        judged_to=check.until,
+        run=run,
+        check=check,
         more=_command(run, "diagnose"),
-        speed=check.speed,
-        path=str(run.path),
-        run_id=run.run_id,
-        source=run.source,
         status=status,
         outcome=tuple(outcome_in_words(run)),
-        segments=len(run.segments),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
         first=min(first, default=None),
         last=max(last, default=None),
-        steps=len(run.steps),
-        series=len(run.series),
         coverage=precision_shares(run),
         other_steps=tuple(other_steps_of_run(run)),
         scalars={name: run.metrics[name] for name in loss_first(run.metrics)},
         worst={name: tuple(_worst(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),
-        events=tuple(_events(run)),
+        events=tuple(map(_shown_event, run.events_of_ranks()[-MOST_EVENTS:])),
         notes=(*no_step_in_words(run), *run.notes, *not_measured_in_words(run), *_first_steps_alone(groups, chosen)),
-        unread=run.unread,
-        lacks=run.lacks_in_words,
-        names=_names(run.layers["layer"], run.series["layer"]),
-        metric_names=_names(run.scalars["name"]),
-        check=check,
     )
 
 
@@ -257,7 +242,8 @@ def _command(run: RecordedRun, name: str) -> str:
     return shlex.join(["te-precision", name, str(run.path), *(["--run", run.run_id] if several else [])])
 
 
-def _names(*columns: pa.ChunkedArray) -> ShortNames:
+def short_names(*columns: pa.ChunkedArray) -> ShortNames:
+    """Shorten the names in columns of a run's tables."""
     return ShortNames(visible(name) for column in columns for name in column.unique().to_pylist() if name)
 
 
@@ -371,29 +357,10 @@ def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) ->
         curve = Curve(rows["iteration"].to_numpy(), rows["value"].to_numpy())
         if worst is None or worst_iteration is None or not len(curve.values):
             continue
-        yield WorstSeries(
-            place.scope,
-            place.layer,
-            family.tensor,
-            family.statistic,
-            place.rank,
-            float(curve.values[-1]),
-            int(curve.iterations[-1]),
-            worst,
-            worst_iteration,
-            family.worse is Worse.LOW,
-            lost,
-            curve,
-        )
+        subject = place._replace(statistic=family.statistic)
+        yield WorstSeries(subject, worst, worst_iteration, family.worse is Worse.LOW, lost, curve)
 
 
-def _events(run: RecordedRun) -> Iterable[ShownEvent]:
-    for row in run.events_of_ranks()[-MOST_EVENTS:]:
-        yield ShownEvent(
-            row["iteration"],
-            tuple(row["ranks"]),
-            row["kind"] or "",
-            row["severity"] or "",
-            row["layer"] or "",
-            " ".join((row["text"] or "").split()),
-        )
+def _shown_event(row: Mapping[str, Any]) -> ShownEvent:
+    texts = {name: " ".join((row[name] or "").split()) for name in ("kind", "severity", "layer", "text")}
+    return {"iteration": row["iteration"], "ranks": row["ranks"], **texts}

@@ -11,18 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed
 
-from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError, SessionError
-from te_precision_callbacks.base.ranks import in_words, is_distributed
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
-from te_precision_callbacks.config.differences import FlatConfig, config_hash, difference
-from te_precision_callbacks.config.problems import ConfigError
 
 logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry", bound=Hashable)
-Found = TypeVar("Found")
-
-_CONFIG = tuple[tuple[str, Any], ...]
+ResultT = TypeVar("ResultT")
 
 
 def leads(group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> bool:
@@ -55,7 +51,7 @@ class Ranks:
         self._group = group
         self._reduce = reduce
         self._report = report
-        self._error: type[PrecisionDebugError] | None = None
+        self._errors: tuple[type[PrecisionDebugError], ...] = ()
         self._note = False
 
     @property
@@ -94,17 +90,17 @@ class Ranks:
 
     @contextmanager
     def together(
-        self, doing: str, *, agree: bool, error: type[PrecisionDebugError], on_all: tuple[type[Exception], ...] = ()
+        self, doing: str, *errors: type[PrecisionDebugError], agree: bool, on_all: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Surround code that all ranks run. A rank with a failure leaves the others, so that none waits for it.
+        """Surround code that all ranks run. A rank with a failure leaves the others, so that they do not wait for it.
 
         Args:
             doing: the action, for messages.
+            errors: the exceptions of the other ranks: the one with the class of the failure, otherwise the first.
             agree: whether all ranks raise the failure of one.
-            error: the exception of the other ranks; a ConfigError stays one everywhere.
             on_all: exceptions that all ranks raise by themselves.
         """
-        self._error = error if agree else None
+        self._errors = errors if agree else ()
         try:
             yield
             if agree:
@@ -115,14 +111,14 @@ class Ranks:
             self.leave(failure, raises=agree)
             raise
         finally:
-            self._error = None
+            self._errors = ()
 
     def _agree(self, doing: str) -> None:
         """Raise if another rank failed. A failure of the exchange itself is only reported, since no other rank would
         raise it."""
         try:
             self.any("agreement", doing, own=False)
-        except (ConfigError, SessionError, ObservationError):  # those of another rank
+        except PrecisionDebugError:  # of another rank
             raise
         except Exception as failure:
             self.leave(failure)
@@ -147,10 +143,10 @@ class Ranks:
         """Search for lost ranks: see :meth:`Messages.tick`."""
         if self.messages is None or self.messages.is_open:
             return None
-        found = self.messages.tick(iteration, optimizer_steps)
-        if found is not None and self.leads:
-            logger.warning("The ranks have met again: statistics are reduced from iteration %d on.", found)
-        return found
+        rejoined = self.messages.tick(iteration, optimizer_steps)
+        if rejoined is not None and self.leads:
+            logger.warning("The ranks have met again: statistics are reduced from iteration %d on.", rejoined)
+        return rejoined
 
     def end(self) -> None:
         if self.messages is not None:
@@ -158,12 +154,12 @@ class Ranks:
 
     def _lost(self, doing: str, error: RanksLostError) -> None:
         departure = error.departure
-        if departure.raises and self._error is not None and self.messages is not None:
-            kind = ConfigError if departure.kind == ConfigError.__name__ else self._error
+        if departure.raises and self._errors and self.messages is not None:
+            kind = next((error for error in self._errors if error.__name__ == departure.kind), self._errors[0])
             raise kind(f"On {self.messages.name(departure.rank)}: {departure.text}") from None
         self._report(doing, "together with the other ranks", error)
 
-    # ------------------------------------------------------------------ what they tell one another
+    # ------------------------------------------------------------------ exchanges
 
     def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
         """The entries of all ranks without duplicates; unchanged without other ranks.
@@ -181,9 +177,9 @@ class Ranks:
         """The sums of numbers over all ranks; unchanged without other ranks. ``kind`` is a name, equal on all ranks."""
 
         def added(messages: Messages) -> list[float]:
-            found = np.array(numbers, np.float64)
-            messages.merge(kind, f"to add them up: {kind}", found, len(numbers))
-            return [float(number) for number in found]
+            sums = np.array(numbers, np.float64)
+            messages.merge(kind, f"to add them up: {kind}", sums, len(numbers))
+            return [float(number) for number in sums]
 
         return self._exchange(f"exchanging {kind}", added, list(numbers))
 
@@ -191,9 +187,9 @@ class Ranks:
         """The maximum of each number over all ranks; None without other ranks, or if a rank is lost."""
 
         def merged(messages: Messages) -> npt.NDArray[np.float64] | None:
-            found = numbers.copy()
-            messages.merge(kind, f"to compare {kind}", found, 0)
-            return found
+            largest = numbers.copy()
+            messages.merge(kind, f"to compare {kind}", largest, 0)
+            return largest
 
         return self._exchange(f"comparing {kind}", merged, None)
 
@@ -201,7 +197,7 @@ class Ranks:
         holds = (1.0,)
         return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", float(own)) == holds, own)
 
-    def _exchange(self, doing: str, exchange: Callable[[Messages], Found], own: Found) -> Found:
+    def _exchange(self, doing: str, exchange: Callable[[Messages], ResultT], own: ResultT) -> ResultT:
         """Exchange with the other ranks; returns ``own`` without them, and if a rank is lost."""
         if self.messages is None or not self.messages.is_open:
             return own
@@ -229,20 +225,18 @@ class Ranks:
             self.messages.take_noted()
 
     def noted(self, *, asks: bool) -> bool:
-        """Return whether any rank wants a check. Without values in the step, a message is sent only if ``asks`` is
-        set."""
+        """Return whether any rank wants a check. In a step without values, a message is sent only with ``asks``."""
         if not self.several:
             return self._note
         if self.messages is None or not self.messages.is_open:
             return False
-        found = self.messages.take_noted()
-        if found is None and asks:
-            found = self.any("notes", "to ask whether precision has changed", own=self._note)
-        return bool(found) and self.are_together
+        noted = self.messages.take_noted()
+        if noted is None and asks:
+            noted = self.any("notes", "to ask whether precision has changed", own=self._note)
+        return bool(noted) and self.are_together
 
     def stop_together(self, *, own: bool) -> bool:
-        """Return whether all ranks stop now. The request of a rank is sent with the next values; all receive it in one
-        step."""
+        """Return whether all ranks stop now. Requests are sent with the next values; all receive them in one step."""
         if not self.several:
             return own
         if self.messages is None or not self.messages.is_open:
@@ -250,35 +244,14 @@ class Ranks:
         self.messages.wants_stop = own
         return self.messages.stop_is_wanted
 
-    def require_alike(self, config: FlatConfig, iteration: int) -> None:
-        """Require equal configs and first iterations on all ranks. Otherwise all ranks raise.
+    def differing(self, numbers: Sequence[int], kind: str) -> dict[int, tuple[int, ...]]:
+        """Rank -> its numbers, if those of the ranks differ; else empty. A float64 must hold each number."""
+        own = [*numbers, *(-number for number in numbers)]
 
-        Raises:
-            ConfigError: the configs differ.
-            SessionError: the iterations differ.
-        """
-        messages = self.messages
-        if messages is None or not messages.is_open:
-            return
-        own = int(config_hash(config)[:13], 16), iteration  # 52 bits, which a float64 holds
-        try:
-            found = messages.largest("facts", "to compare configs", *own, *(-number for number in own))
-            if found[:2] == tuple(-number for number in found[2:]):
-                return
-            of_rank = messages.by_rank(own, "facts of ranks", "to compare configs")
-            configs = messages.pooled([tuple(config.items())], "configs", "to compare configs", _CONFIG)
-        except RanksLostError as error:
-            self._lost("comparing the configs", error)
-            return
-        if len({number for number, _ in of_rank.values()}) > 1:
-            names = {number: f"config {nth}" for nth, number in enumerate({n: 0 for n, _ in of_rank.values()}, 1)}
-            raise ConfigError(
-                f"The ranks were given different configs: {in_words({r: names[n] for r, (n, _) in of_rank.items()})}."
-                f" The first difference: {difference(dict(configs[0]), dict(configs[1]))}. To reduce statistics, all"
-                " ranks need the same config; with reduce=False each rank can have its own."
-            )
-        raise SessionError(
-            "The ranks begin at different iterations:"
-            f" {in_words({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all of them"
-            " the same start_step, or resume all of them from the same checkpoint."
-        )
+        def by_rank(messages: Messages) -> dict[int, tuple[int, ...]]:
+            largest = messages.largest(f"largest {kind}", f"to compare {kind}", *own)
+            if all(high == -low for high, low in zip(largest, largest[len(numbers) :], strict=False)):
+                return {}
+            return messages.by_rank(numbers, f"{kind} by rank", f"to compare {kind}")
+
+        return self._exchange(f"comparing {kind}", by_rank, {})
