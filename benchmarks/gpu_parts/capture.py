@@ -2,15 +2,20 @@
 
 Nothing of this project may end a capture with an error, nor be recorded into the graph. A capture that fails without a
 session too, as on the reference backend, is left out.
+
+Layers of ``te.make_graphed_callables`` are observed: a session trains as without it, collects the statistics of a
+training without graphs, and has the same verdict.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +28,12 @@ _FEATURES = {
     "LogTensorStats": {"enabled": True, "tensors": ["activation", "weight", "gradient"], "stats": ["max", "std"]}
 }
 CONFIG: dict[str, Any] = {"of_all": {"enabled": True, "layers": _LAYERS, "transformer_engine": _FEATURES}}
+
+STEPS, BLOCKS, BATCH, MICRO_BATCHES = 14, 3, 2, 2
+"""Of the training with ``te.make_graphed_callables``; the default config collects in steps 0, 1, 2, 5 and 10."""
+
+Graphs = Literal["none", "before", "after"]
+"""Whether graphs are made, before or after the session starts."""
 
 Make = Callable[[], torch.nn.Module]
 
@@ -125,10 +136,209 @@ def _trained(settings: Settings, make: Make, *, watched: bool, warm: bool) -> li
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@dataclass
+class _Result:
+    """A training of graphed layers.
+
+    Attributes:
+        weights: the last weights.
+        statistics: iteration, layer, tensor and statistic -> value.
+        state, summary: of the verdict.
+        refused: why layers were not observed.
+    """
+
+    weights: list[torch.Tensor] = field(default_factory=list)
+    statistics: dict[tuple[int, str, str, str], float] = field(default_factory=dict)
+    state: str = ""
+    summary: str = ""
+    refused: set[str] = field(default_factory=set)
+
+    def has_weights_of(self, other: _Result) -> bool:
+        return all(torch.equal(own, others) for own, others in zip(self.weights, other.weights, strict=True))
+
+    def difference(self, other: _Result) -> str:
+        """The first difference of the statistics; empty without one."""
+        keys = dict.fromkeys([*other.statistics, *self.statistics])
+        differing = [key for key in keys if repr(self.statistics.get(key)) != repr(other.statistics.get(key))]
+        if not differing:
+            return ""
+        key = differing[0]
+        values = f"{self.statistics.get(key)}, without graphs {other.statistics.get(key)}"
+        return f"{len(differing)} of {len(keys)} differ, first {key}: {values}"
+
+
+class _Keeper:
+    """A sink that keeps statistics."""
+
+    def __init__(self, result: _Result) -> None:
+        self._result = result
+
+    def start(self, run: Any) -> None:
+        pass
+
+    def write(self, records: Any) -> None:
+        for row in records:
+            self._result.statistics[records.iteration, row.layer, row.tensor, row.statistic] = row.value
+
+    def close(self, error: BaseException | None) -> None:
+        pass
+
+
+class _Blocks(torch.nn.Module):
+    """Transformer layers, which get the keywords of the call."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        te = settings.transformer_engine()
+        self.layers = torch.nn.ModuleList(
+            te.TransformerLayer(
+                WIDTH,
+                4 * WIDTH,
+                HEADS,
+                self_attn_mask_type="causal",
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                params_dtype=torch.bfloat16,
+                device=settings.device,
+            )
+            for _ in range(BLOCKS)
+        )
+
+    def forward(self, values: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        for layer in self.layers:
+            values = layer(values, **keywords)
+        return values
+
+
+def _train_blocks(settings: Settings, recipe: Any, *, graphs: Graphs, watched: bool, caches: bool) -> _Result:
+    """Train transformer layers.
+
+    Args:
+        settings: the device.
+        recipe: the recipe.
+        graphs: when graphs are made.
+        watched: whether a session with the default config observes.
+        caches: whether the second micro-batch uses the quantized weights of the first.
+    """
+    te = settings.transformer_engine()
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    torch.manual_seed(0)
+    model, result = _Blocks(settings), _Result()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def make_inputs() -> torch.Tensor:
+        shape = TOKENS, BATCH, WIDTH
+        return torch.randn(shape, device=settings.device, dtype=torch.bfloat16, requires_grad=True)
+
+    def make_graphs() -> None:
+        te.make_graphed_callables(
+            tuple(model.layers),
+            tuple((make_inputs(),) for _ in model.layers),
+            enabled=True,
+            recipe=recipe,
+            cache_quantized_params=caches,
+        )
+        optimizer.zero_grad()
+
+    def train(end: Callable[[torch.Tensor], object]) -> None:
+        for step in range(STEPS):
+            torch.manual_seed(1 + step)
+            for number in range(MICRO_BATCHES):
+                with te.autocast(enabled=True, recipe=recipe):
+                    outputs = model(make_inputs(), **({"is_first_microbatch": number == 0} if caches else {}))
+                loss = outputs.float().square().mean() / MICRO_BATCHES
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            end(loss.detach())
+
+    if graphs == "before":
+        make_graphs()
+    if watched:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            InspectSession(None, model=model, log_dir=folder, sinks=[_Keeper(result)]) as session,
+        ):
+            if graphs == "after":
+                make_graphs()
+
+            def end_step(loss: torch.Tensor) -> None:
+                session.log({"loss": loss})
+                session.step()
+
+            train(end_step)
+        result.state, result.summary = session.findings.state, session.findings.summary
+        result.refused = {info.refused for info in session.layers if info.refused}
+    else:
+        train(lambda loss: None)
+    torch.cuda.synchronize()
+    result.weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return result
+
+
+def _check_blocks(settings: Settings, rows: Rows, name: str, recipe: Any, *, caches: bool) -> None:
+    """Compare trainings with ``te.make_graphed_callables``, with and without a session."""
+
+    def train(graphs: Graphs, *, watched: bool) -> _Result:
+        return _train_blocks(settings, recipe, graphs=graphs, watched=watched, caches=caches)
+
+    trained: list[_Result] = []
+    with rows.of(name):
+        try:
+            alone, again = (train("before", watched=False) for _ in range(2))
+        except Exception as error:
+            why = f"it cannot be captured without a session: {in_one_line(error)}"
+            raise CannotRunHereError(why) from error
+        if not alone.has_weights_of(again):
+            raise CannotRunHereError("two trainings without a session have different weights")
+        trained += alone, train("none", watched=True)
+    if not trained:
+        return
+    alone, eager = trained
+    as_eager = eager.has_weights_of(alone)
+    text = "same" if as_eager else "other"
+    rows.measured(f"{name}: the weights without graphs", text, note=f"the verdict: {eager.summary}")
+    when: Graphs
+    for when in ("before", "after"):
+        title = f"{name}, graphs made {when} the session starts"
+        with rows.of(title):
+            watched = train(when, watched=True)
+            note = "; ".join(sorted(watched.refused))
+            same = "same" if watched.has_weights_of(alone) else "other"
+            if as_eager:
+                rows.equal(f"{title}: the weights", same, "same", note=note)
+                difference = watched.difference(eager)
+                rows.equal(f"{title}: the statistics", "other" if difference else "same", "same", note=difference)
+            else:
+                why = "the layers' own forward computes other values than the graph"
+                rows.measured(f"{title}: the weights", same, note=f"{why} {note}".strip())
+            count = len({key[0] for key in watched.statistics})
+            rows.equal(f"{title}: steps with statistics", count, len({key[0] for key in eager.statistics}))
+            rows.equal(f"{title}: the verdict", watched.state, "no problems found", note=watched.summary)
+
+
+def check_blocks(settings: Settings, rows: Rows) -> None:
+    """Check layers of ``te.make_graphed_callables`` in two recipes, and with cached quantized weights."""
+    settings.transformer_engine()
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+    for name, recipe, caches in (
+        ("make_graphed_callables, current scaling", Float8CurrentScaling, False),
+        ("make_graphed_callables, current scaling, cached weights", Float8CurrentScaling, True),
+        ("make_graphed_callables, delayed scaling", DelayedScaling, False),
+    ):
+        _check_blocks(settings, rows, name, recipe(), caches=caches)
+
+
 def check(settings: Settings, rows: Rows) -> None:
     if not settings.on_gpu:
         raise CannotRunHereError("needs a GPU")
+    # Otherwise the backward of attention may give other gradients in each training.
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     logging.getLogger("te_precision_callbacks").setLevel(logging.CRITICAL)
+    check_blocks(settings, rows)
     for name, make in models(settings).items():
         for warm in (True, False):
             when = "after steps in the session" if warm else "in the first step"

@@ -153,10 +153,16 @@ class Diagnosis:
 
     @property
     def _not_observed(self) -> str:
-        """The number of layers that are not observed, with the reasons; empty without such layers."""
-        refused = [layer.refused for layer in self._facts.layers.values() if layer.refused]
+        """The layers that are not observed, with the reasons, and weights without the values before quantization."""
+        layers = self._facts.layers.values()
+        refused = [layer.refused for layer in layers if layer.refused]
         reasons = dict.fromkeys(text.partition(":")[0] for text in refused)
-        return f"{len(refused)} of {many(len(self._facts.layers), 'layer')} ({', '.join(reasons)})" if refused else ""
+        quantized = sum(layer.is_quantized_only for layer in layers)
+        parts = [f"{len(refused)} of {many(len(layers), 'layer')} ({', '.join(reasons)})"] if refused else []
+        if quantized:
+            weights = f"the weights of {many(quantized, 'layer')}, which exist in quantized form only"
+            parts.append(f"underflow and overflow in {weights}")
+        return ", ".join(parts)
 
     def _why_not(self, judge: Judge) -> str:
         """The reason why a rule was not checked; empty if its data are not collected."""

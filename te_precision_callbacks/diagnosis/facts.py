@@ -52,6 +52,7 @@ class LayerFacts:
         calls: the calls of its forward product in a step.
         is_of_te: whether it is a Transformer Engine layer.
         refused: why it, or some of its forwards, are not observed; empty if they are.
+        is_quantized_only: whether its weights exist in quantized form only (``te.quantized_model_init``).
     """
 
     name: str
@@ -69,6 +70,7 @@ class LayerFacts:
     calls: int = 1
     is_of_te: bool = False
     refused: str = ""
+    is_quantized_only: bool = False
 
     @property
     def is_explicit(self) -> bool:
@@ -167,6 +169,7 @@ class Facts:
             known |= {"forward": row.get("exec_fwd"), "backward": row.get("exec_bwd")}
             known |= {"module_class": row.get("class") or "", "weight_dtype": row.get("weight_dtype") or ""}
             known["refused"] = row.get("refused") or ""
+            known["is_quantized_only"] = row.get("primary_weights") == "quantized"
         for row in gemms:
             known, gemm = of(row["layer"]), row["gemm"]
             if gemm == "fprop":

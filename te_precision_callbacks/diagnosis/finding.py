@@ -220,7 +220,8 @@ class Verdict(Sequence[Finding]):
         is_partial: whether a part of the run cannot be read.
         rank: the rank, one of several, that has checked only its local values, as with ``reduce=False`` in a running
             training; None for a verdict on all ranks.
-        not_observed: the number of layers that are not observed, with the reasons; empty if all are.
+        not_observed: the layers that are not observed, with the reasons, and other data that do not exist; empty if
+            everything is observed.
     """
 
     findings: tuple[Finding, ...] = ()

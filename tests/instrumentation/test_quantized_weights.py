@@ -1,0 +1,100 @@
+"""Weights that exist in quantized form only: their dequantized values are observed, planted defects are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import Keeper, statistics
+from tests.diagnosis.test_parameters import Masters
+
+RECIPES = {"current": Float8CurrentScaling}
+WIDTH = 32
+
+
+class ShardedMasters(Masters):
+    """Masters whose gather into the weights goes wrong: a shard arrives as zeros, or at another rank's place."""
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        super().copy()
+        for weight, value in zip(self.weights, self.masters, strict=True):
+            if self.copies == "zeroed":
+                weight.copy_(torch.cat([value[: len(value) // 2], torch.zeros_like(value[len(value) // 2 :])]))
+            elif self.copies == "wrong shard":
+                weight.copy_(value.roll(len(value) // 2, 0))
+
+
+def model(recipe: Any) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    with te.quantized_model_init(enabled=True, recipe=recipe):
+        return torch.nn.Sequential(
+            *(te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16) for _ in range(2))
+        )
+
+
+def step(net: torch.nn.Module, recipe: Any) -> torch.Tensor:
+    with te.autocast(enabled=True, recipe=recipe):
+        loss: torch.Tensor = net(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16)).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("copies", ["at once", "late", "never", "zeroed", "wrong shard"])
+def test_planted_defects(tmp_path: Path, name: str, copies: str) -> None:
+    recipe = RECIPES[name]()
+    net = model(recipe)
+    masters = ShardedMasters(net, copies, lr=1e-3)
+    config = statistics(tensors=["weight"], freq=100)
+    with InspectSession(config, model=net, log_dir=tmp_path, report=False) as session:
+        for _ in range(10):
+            loss = step(net, recipe)
+            masters.optimizer.step()
+            masters.optimizer.zero_grad()
+            session.log({"loss": loss})
+            session.step()
+    verdict = session.findings
+    assert diagnose(tmp_path) == verdict
+    findings = [finding for finding in verdict if finding.rule == "frozen-weight"]
+    assert [(finding.severity, finding.layers) for finding in findings] == [("error", ("0", "1"))] * (
+        copies != "at once"
+    )
+    for finding in findings:
+        text = "from one step earlier" if copies == "late" else "by more than rounding"
+        assert text in finding.seen
+    assert "frozen-weight" in verdict.judged
+    missing = "underflow and overflow in the weights of 2 layers, which exist in quantized form only"
+    assert f"not observed: {missing}" in verdict.summary
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("observe", ["fused", "debug"])
+def test_statistics_are_of_the_dequantized_values(tmp_path: Path, keeper: Keeper, name: str, observe: Any) -> None:
+    recipe = RECIPES[name]()
+    net = model(recipe)
+    features = {
+        "LogTensorStats": {"tensors": ["weight"], "stats": ["max", "std"]},
+        "LogFp8TensorStats": {"tensors": ["weight"], "stats": ["scale_inv_max"]},
+    }
+    config = {
+        "s": {
+            "enabled": True,
+            "layers": {"layer_types": ["all"]},
+            "transformer_engine": {key: {"enabled": True, **options} for key, options in features.items()},
+        }
+    }
+    with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], observe=observe) as session:
+        step(net, recipe)
+        values = net[0].weight.dequantize()
+        session.step()
+    assert keeper.values("max", "0", "weight")[0] == values.max()
+    assert keeper.values("std", "0", "weight")[0] == pytest.approx(float(values.float().std()), rel=1e-5)
+    assert keeper.values("scale_inv_max", "0", "weight")[0] > 0
