@@ -76,9 +76,10 @@ def check(settings: Settings, rows: Rows) -> None:
         sections = statistics_of_all(path, fp8=True)
         ways[f"{path}, every step"] = functools.partial(watched, training.model, sections, path), 2, 3
     default = functools.partial(with_ours, training.model, None)
-    ways["default config, a collection step"] = default, 1, 2  # steps 1 and 2 are collection steps
-    ways["default config, another step"] = functools.partial(default, early_steps=False), 2, 10
     ways["default config, first step with start and end"] = default, 0, 1
+    ways["default config, a step that samples weights"] = default, 3, 2  # steps 3 and 4
+    ways["default config, a collection step"] = default, 5, 1
+    ways["default config, another step"] = default, 11, 5
     with as_in_a_long_run(), tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "statistics.yaml")
         config.write_text(yaml.safe_dump(statistics_of_all("debug", fp8=True)))

@@ -177,6 +177,8 @@ class Facts:
             known["recipe"] = row["recipe"] or known.get("recipe", "")
             known["module_class"] = known.get("module_class") or row["family"] or ""
             known["is_of_te"] = row["family"] in ("te", "te_ops")
+            if row["family"] == "te_ops":  # counted by coverage, and without statistics
+                known["refused"] = known.get("refused") or "an operation of te.ops"
             if row["runs"] == "never":
                 known["never"][gemm] = row["not_run"] or ""
             elif row["runs"] in ("seen", "planned") and row["reason"]:

@@ -66,6 +66,19 @@ def test_a_healthy_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert diagnose(tmp_path) == session.findings
 
 
+def test_layers_without_statistics_are_named_in_the_first_line(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(te.Linear(32, 32), te.ops.Linear(32, 32))
+    with InspectSession(model=net, log_dir=tmp_path) as session:
+        for _ in range(6):
+            with te.autocast(enabled=True):
+                loss = net(torch.randn(32, 32)).square().mean()
+            loss.backward()
+            session.log({"loss": loss.item()})
+            session.step()
+    assert "; not observed: 1 of 2 layers (an operation of te.ops))" in session.findings.summary
+    assert diagnose(tmp_path) == session.findings
+
+
 def test_a_run_that_fails_in_its_first_step_counts_the_same_rules(tmp_path: Path) -> None:
     net = te.Linear(32, 32)
     config = statistics(tensors=["activation"], stats=["cur_amax"])
