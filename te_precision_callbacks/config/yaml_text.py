@@ -154,17 +154,18 @@ class _Index:
 
     def enter(self, node: yaml.Node, path: KeyPath) -> None:
         if isinstance(node, yaml.MappingNode):
+            own: dict[KeyPath, Mark] = {}
             for key_node, value_node in node.value:
                 if key_node.tag == _MERGE or not isinstance(key_node, yaml.ScalarNode):
                     continue
                 key_path, mark = (*path, str(key_node.value)), self._mark(key_node)
-                if key_path in self.marks:
+                if key_path in own:
                     self._problems.add(
                         f"{self._file}, {mark}: {shown(key_node.value)} is given here a second time; the first is in"
-                        f" {self.marks[key_path]}. YAML would silently keep only one of them: give them different"
+                        f" {own[key_path]}. YAML would silently keep only one of them: give them different"
                         " names."
                     )
-                self.marks[key_path] = mark
+                self.marks[key_path] = own[key_path] = mark
                 self.enter(value_node, key_path)
         elif isinstance(node, yaml.SequenceNode):
             for number, child in enumerate(node.value):

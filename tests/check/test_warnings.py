@@ -77,10 +77,10 @@ CASES = {
     "one name twice": Case({"s": WATCHED}, alike, "session/model.py:_plan"),
     "a GEMM among tensors": Case({"s": GEMM}, two, "config/checking.py:_without_gemms"),
     "a key beside one that decides": Case(
-        selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_what_is_ignored"
+        selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_idle_keys"
     ),
     "an empty pattern": Case(
-        selected(layer_name_regex_pattern=""), two, "config/selection.py:_warn_of_an_empty_pattern"
+        selected(layer_name_regex_pattern=""), two, "config/selection.py:_warn_of_idle_keys"
     ),
     "a type that no layer has": Case(selected(layer_types=["linear", "nothing"]), two, "config/problems.py:warn"),
     "a name that no layer has": Case(
