@@ -203,3 +203,28 @@ def test_wrong_use(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(MissingExtraError, match=r"\[accelerate\]"):
         check(config, "llama", "--convert", "accelerate")
+
+
+class OnTheCpu(torch.nn.Module):
+    """Whose making asks for a number, with a layer of Transformer Engine beside one of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert float(torch.ones(1)) == 1
+        self.first = te.LayerNormLinear(32, 32)
+        self.second = torch.nn.Linear(32, 32)
+
+
+def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> None:
+    """Accelerate converts what is left of it."""
+    Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
+    arguments = ("--convert", "accelerate", "--recipe", "fp8_current_scaling")
+    found = check(config, "OnTheCpu", *arguments)
+    assert found["device"] == "cpu"
+    planned = gemms_of(found)
+    for layer in ("first", "second"):
+        assert planned[layer, "fprop"][0] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
+    assert [note.partition(":")[0] for note in found["notes"]] == [
+        "The model has layers of Transformer Engine before Accelerate converts it",
+        "--recipe fp8_current_scaling",
+    ]

@@ -79,9 +79,7 @@ CASES = {
     "a key beside one that decides": Case(
         selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_idle_keys"
     ),
-    "an empty pattern": Case(
-        selected(layer_name_regex_pattern=""), two, "config/selection.py:_warn_of_idle_keys"
-    ),
+    "an empty pattern": Case(selected(layer_name_regex_pattern=""), two, "config/selection.py:_warn_of_idle_keys"),
     "a type that no layer has": Case(selected(layer_types=["linear", "nothing"]), two, "config/problems.py:warn"),
     "a name that no layer has": Case(
         selected(exact_layer_names=["0", "5"]), two, "config/problems.py:warn", (("allow_unmatched", True),)

@@ -1012,3 +1012,49 @@ def test_tensor_parallel_layers_of_torch(block: str, tmp_path: Path) -> None:
     for number in (0, 1):
         expected |= linear(f"blocks.{number}.0", WIDTH, INNER) | linear(f"blocks.{number}.2", INNER, WIDTH)
     assert found(coverage) == {key: 4 * macs for key, macs in expected.items()}
+
+
+def test_micro_batches_of_other_sizes_are_looked_at_too(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER))
+    rows = [4, 8, 4, 8, 8]
+    looked: list[str] = []
+
+    def run() -> None:
+        for count in rows:
+            model(torch.ones(count, WIDTH)).sum().backward()
+
+    coverage = counted(model, run, tmp_path, looked)
+    assert found(coverage) == linear("0", WIDTH, INNER, rows=sum(rows), dgrad=False)
+    assert looked.count("aten::addmm") == 2
+    assert {product.calls for product in coverage if product.macs} == {len(rows)}
+
+
+class Skipping(torch.nn.Module):
+    """Leaves a layer out if a number in its input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        return self.layers[1](x) if float(x.detach().sum()) > 0 else x
+
+
+def test_another_way_through_the_model_is_noticed(tmp_path: Path) -> None:
+    model = Skipping()
+    torch.nn.init.eye_(model.layers[0].weight)
+    torch.nn.init.zeros_(model.layers[0].bias)
+
+    def run(*signs: int) -> None:
+        for sign in signs:
+            model(sign * torch.ones(TOKENS, WIDTH)).sum().backward()
+
+    coverage = counted(model, lambda: run(1, -1, -1, 1), tmp_path)
+    assert found(coverage)["layers.1", "fprop", False] == 2 * TOKENS * WIDTH * WIDTH
+    assert not coverage.not_counted
+    coverage = counted(model, lambda: run(1, -1), tmp_path)
+    [what] = coverage.not_counted
+    assert "1 of 2 micro-batches took another way" in what
+    assert what in str(coverage)
+    assert "% of the multiply-adds, an estimate" in str(coverage)

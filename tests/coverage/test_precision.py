@@ -188,3 +188,23 @@ def test_what_is_unfrozen_later_is_told_from_then_on(tmp_path: Path, layers: lis
                 upper = {"1 dgrad": "input needs no gradient"}
                 assert not_run(session) == {"0 dgrad": frozen, "0 wgrad": frozen, **upper}
     assert not_run(session) == {"0 dgrad": "input needs no gradient"}
+
+
+def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) -> None:
+    """Every tenth step is due here. A step in high precision alone is told as a doubt at least."""
+    net = te.Linear(32, 32)
+    with InspectSession(None, model=net, log_dir=tmp_path, early_steps=False) as session:
+        shown = []
+        for fp8 in (True, True, False, True, True):
+            with te.autocast(enabled=fp8):
+                net(torch.randn(16, 32)).sum().backward()
+            session.step()
+            shown.append((session.precision[0].operands["weight"], session.precision[0].seen))
+    assert shown == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3", False)] * 3
+    with InspectSession(None, model=net, log_dir=tmp_path, early_steps=False) as session:
+        for fp8 in (False, False, True, False, False):
+            with te.autocast(enabled=fp8):
+                net(torch.randn(16, 32)).sum().backward()
+            session.step()
+    assert session.precision[0].operands["weight"] == "FP32 -> FP8 E4M3"
+    assert not session.precision[0].seen

@@ -869,3 +869,9 @@ def test_a_run_in_which_nothing_ran_is_not_judged() -> None:
     verdict = judged([], Facts.from_rows(rows, (), (), settings=Settings(ignored=[{}])))
     assert not verdict.judged
     assert not len(verdict)
+
+
+def test_a_gradient_that_is_all_nan_is_not_dead() -> None:
+    """Statistics leave out what is not finite, so its amax is 0."""
+    lost = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_gradient_std=0.0, b4_fc2_gradient_nonfinite_num=64.0)
+    assert [finding.rule for finding in judged([lost] * 4, facts())] == ["nonfinite"]

@@ -357,3 +357,16 @@ def test_a_resumed_fit_goes_on_in_its_run(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     assert run.steps["segment"].to_pylist() == [0, 0, 1, 1]
     assert run.steps["iteration"].to_pylist() == [0, 1, 2, 3]
+
+
+def test_histograms(tmp_path: Path, keeper: Keeper) -> None:
+    model = te.Linear(32, 32)
+    config = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["exponent_histogram"], freq=1)}
+    with InspectSession(config, model=model, log_dir=tmp_path, sinks=[keeper]) as session:
+        train(session, model, 2)
+    run = open_run(tmp_path)
+    for row, records in zip(run.vectors().to_pylist(), keeper.steps, strict=True):
+        (counts,) = records.vectors.values()
+        assert {place: count for place, count in enumerate(counts) if count} == dict(
+            zip(row["bin"], row["count"], strict=True)
+        )
