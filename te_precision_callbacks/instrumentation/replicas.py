@@ -172,7 +172,8 @@ def _sharded(module: Any) -> Iterator[torch.nn.Parameter]:
     strategy = getattr(getattr(module, "sharding_strategy", None), "name", "NO_SHARD")
     if type(module).__name__ == "FullyShardedDataParallel" and strategy != "NO_SHARD":
         yield from module.parameters()
-    is_split = getattr(module, "tp_size", getattr(module, "tensor_parallel_size", 2)) > 1
+    sizes = (getattr(module, name, None) for name in ("tp_size", "tensor_parallel_size"))
+    is_split = next((size for size in sizes if size is not None), 2) > 1  # None in models of transformers
     for weight in (each for each in module._parameters.values() if each is not None):
         is_shard = not all(each.is_replicate() for each in getattr(weight, "placements", ()))
         is_shard |= is_split and getattr(weight, "tensor_model_parallel", False)

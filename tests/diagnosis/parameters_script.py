@@ -104,6 +104,7 @@ def main(rank: int, folder: Path) -> None:
 
     train(folder / "ddp", DistributedDataParallel(model()))
     drifting = DistributedDataParallel(model())
+    drifting.module.tp_size = None  # as in models of transformers
 
     def drift(step: int) -> None:
         if step == 2 and rank == 1:
