@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from gpu_parts.rows import CannotRunHereError, Rows, Settings, in_one_line, run_part
+from gpu_parts.training import transformer_layers
 from te_precision_callbacks.session import InspectSession
 
 WIDTH, TOKENS, HEADS, REPLAYS = 256, 128, 4, 3
@@ -189,20 +190,7 @@ class _Blocks(torch.nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        te = settings.transformer_engine()
-        self.layers = torch.nn.ModuleList(
-            te.TransformerLayer(
-                WIDTH,
-                4 * WIDTH,
-                HEADS,
-                self_attn_mask_type="causal",
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                params_dtype=torch.bfloat16,
-                device=settings.device,
-            )
-            for _ in range(BLOCKS)
-        )
+        self.layers = torch.nn.ModuleList(transformer_layers(settings, BLOCKS, WIDTH, HEADS))
 
     def forward(self, values: torch.Tensor, **keywords: Any) -> torch.Tensor:
         for layer in self.layers:

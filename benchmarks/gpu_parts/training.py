@@ -19,6 +19,27 @@ from te_precision_callbacks.session import InspectSession
 EndOfStep = Callable[[], object]
 
 
+def transformer_layers(
+    settings: Settings, layers: int, hidden: int, heads: int, **options: Any
+) -> list[torch.nn.Module]:
+    """Causal te.TransformerLayer in bfloat16, without dropout; options are further arguments of theirs."""
+    te = settings.transformer_engine()
+    return [
+        te.TransformerLayer(
+            hidden,
+            4 * hidden,
+            heads,
+            self_attn_mask_type="causal",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            params_dtype=torch.bfloat16,
+            device=settings.device,
+            **options,
+        )
+        for _ in range(layers)
+    ]
+
+
 class Training:
     """A stack of te.TransformerLayer in bfloat16, trained in FP8 with delayed scaling, which runs on every FP8 GPU.
 
@@ -34,22 +55,8 @@ class Training:
         torch.manual_seed(0)
         recipe = DelayedScaling()
         self._autocast: Callable[[], AbstractContextManager[None]] = lambda: te.autocast(enabled=True, recipe=recipe)
-        self.model = torch.nn.Sequential(
-            *(
-                te.TransformerLayer(
-                    hidden,
-                    4 * hidden,
-                    max(1, hidden // 128),
-                    self_attn_mask_type="causal",
-                    attn_input_format="bshd",
-                    hidden_dropout=0.0,
-                    attention_dropout=0.0,
-                    params_dtype=torch.bfloat16,
-                    device=settings.device,
-                )
-                for _ in range(layers)
-            )
-        )
+        heads = max(1, hidden // 128)
+        self.model = torch.nn.Sequential(*transformer_layers(settings, layers, hidden, heads, attn_input_format="bshd"))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=settings.on_gpu)
         self._inputs = torch.randn(batch, sequence, hidden, device=settings.device, dtype=torch.bfloat16)
 

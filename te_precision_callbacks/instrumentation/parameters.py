@@ -335,8 +335,7 @@ class ParameterWatch:
             else:
                 parameter.note_changed(iteration, 1.0)
                 continue
-            now = sample(weight)
-            if gradient is not None and now is not None:
+            if gradient is not None and (now := sample(weight)) is not None:
                 should_move = functools.partial(_should_move, held.group, now.relative)
                 note = functools.partial(parameter.note_expected, iteration)
                 batches.add((id(held.group), now.relative), should_move, now.beside(gradient), note)

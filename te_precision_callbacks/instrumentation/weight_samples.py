@@ -93,6 +93,11 @@ def sample(weight: torch.Tensor) -> WeightSample | None:
     return WeightSample(elements * factors, 2.0 ** (-form.mantissa_bits - 1), absolute)
 
 
+def _form(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that can be stacked."""
+    return tensor.device, tensor.dtype, tensor.shape
+
+
 class Batches:
     """Comparisons of samples, those of equal shapes and dtypes in one call: a model has hundreds of weights."""
 
@@ -109,11 +114,10 @@ class Batches:
             tensors: the samples, [rows, columns].
             note: receives the share of true elements.
         """
-        like = (key, *((tensor.device, tensor.dtype, tensor.shape) for tensor in tensors))
-        self._waiting.setdefault(like, (compare, []))[1].append((tensors, note))
+        self._waiting.setdefault((key, *map(_form, tensors)), (compare, []))[1].append((tensors, note))
 
     def launch(self) -> None:
-        """Compute what was added."""
+        """Run the comparisons that were added."""
         waiting, self._waiting = self._waiting, {}
         for compare, members in waiting.values():
             columns = zip(*(tensors for tensors, _ in members), strict=True)
@@ -150,7 +154,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Te
     """Yield the places of tensors of equal device, dtype and shape, with a stack of them: [tensors, ...]."""
     places: dict[Hashable, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        places.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(place)
+        places.setdefault(_form(tensor), []).append(place)
     for group in places.values():
         yield group, torch.stack([tensors[place] for place in group])
 
