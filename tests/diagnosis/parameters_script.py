@@ -98,7 +98,8 @@ def train_quantized_shards(folder: Path, recipe: Recipe, *, restores: bool) -> N
             session.log({"loss": loss.detach()})
             session.step()
     found = [(each.rule, each.severity, list(each.layers), each.seen) for each in session.findings]
-    print(json.dumps([folder.name, found, ["frozen-weight"] * ("frozen-weight" in session.findings.judged)]), flush=True)
+    checked = [rule for rule in session.findings.judged if rule == "frozen-weight"]
+    print(json.dumps([folder.name, found, checked]), flush=True)
 
 
 class Experts(torch.nn.Module):

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.session import InspectSession
@@ -33,7 +39,6 @@ def blackwell() -> Iterator[None]:
     with any_capability():
         stand_for((10, 0))
         yield
-
 
 
 class ShardedMasters(Masters):
