@@ -1,10 +1,9 @@
 """The dynamic range inside the user's own blocks of a tensor.
 
-    largest_range(tensor, Blocks(32, 1))                       # max_blockwise_dynamic_range, of the user's own blocks
+    largest_range(tensor, Blocks(32, 1))                       # max_blockwise_dynamic_range
 
-``max_blockwise_dynamic_range`` is as in Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py:
-compute_max_blockwise_dynamic_range``), with two differences: a block at the edge may be partial, and elements that are
-not finite are left out.
+``max_blockwise_dynamic_range`` is as in Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py``),
+except that a block at the edge may be partial, and non-finite elements are ignored.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from te_precision_callbacks.statistics.names import Blocks
 
 
 def largest_range(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """The largest log2(max(abs(x)) / min(abs(x))) over the non-zero finite elements of a block.
+    """Largest log2(max(abs(x)) / min(abs(x))) over the non-zero finite elements of any block.
 
     Args:
         values: any shape, any float dtype; the last dimension is a row.
-        blocks: which blocks.
 
     Returns:
         float64, [1]; :data:`NOTHING` where no block has a non-zero finite element.
@@ -40,10 +38,10 @@ def largest_range(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 def _largest_range(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     height = min(blocks.size, matrix.shape[0]) if blocks.dims == 2 else 1
     width = min(blocks.size, matrix.shape[1])
-    # Zeros fill a partial block: they are left out as the zeros of the tensor are.
+    # Padding zeros are ignored, like the tensor's own zeros.
     whole = padded(matrix, (height, width), 0.0)
     found = [compiled.run(extremes, piece) for piece in compiled.pieces(whole.reshape(-1, width))]
-    # Along a row first, so that no transposed copy is made; then over the rows of a tile.
+    # Reduce rows first, without a transposed copy; then the rows of a tile.
     tiles = (whole.shape[0] // height, height, whole.shape[1] // width)
     largest = torch.cat([largest for largest, _ in found]).view(tiles).amax(1)
     smallest = torch.cat([smallest for _, smallest in found]).view(tiles).amin(1)

@@ -1,12 +1,11 @@
-"""The statistics engine: receives tensors during a step, and returns their statistics at its end.
+"""The statistics engine: measures tensors during a step and returns their statistics at its end.
 
     engine = StatisticsEngine()
     engine.note(Watched(...), requests)       # the statistics a feature requests
     engine.measure()                          # one pass for all notes of a tensor; nothing waits for the device
     measurements = engine.flush(reduce=True)  # at the end of the step, on all ranks
 
-A run has one engine, in its :class:`te_precision_callbacks.observation.Observation`. The engine depends neither on
-trainers nor on the registry of features.
+The engine depends neither on trainers nor on the registry of features.
 """
 
 from __future__ import annotations
@@ -76,17 +75,16 @@ logger = logging.getLogger(__name__)
 _WEIGHT = "weight"
 
 OnFailure = Callable[[str, str, Exception], None]
-"""Called with the failed operation, the tensor, and the exception."""
 
 
 class Placement(NamedTuple):
-    """Split of a layer over its tensor-parallel group, and the part of its tensors that Transformer Engine shows.
+    """A layer's split over its tensor-parallel group, and the part of each tensor that TE shows.
 
-    Read from TE 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,base}.py`` and
-    ``distributed.py: gather_along_first_dim``). *Parts*: each rank has another part of the tensor, and all parts count.
-    *Alike*: each rank has the whole tensor, and the first rank's counts. *Terms*: each rank has a matrix of the whole
-    size, and TE adds the matrices only after showing them; all count, as the products that were computed, so these are
-    not the statistics of the sum. In addition, wgrad is a term of each data-parallel rank and each micro-batch.
+    Read from TE 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,base}.py`` and ``distributed.py:
+    gather_along_first_dim``). *Parts*: each rank has a different part, and all count. *Alike*: each rank has the whole
+    tensor; the first rank's counts. *Terms*: each rank has a partial sum of full size, which TE adds only afterwards.
+    All terms count, so the statistics are not those of the sum. In addition, wgrad is a term of each data-parallel rank
+    and each micro-batch.
 
     =================  ==================  =====================  =======================
     tensor             column-parallel     row-parallel           neither (all is copied)
@@ -99,13 +97,12 @@ class Placement(NamedTuple):
     dgrad              terms               parts                  alike, ``s`` parts
     =================  ==================  =====================  =======================
 
-    ``s``: with sequence parallelism. A column-parallel layer then shows its input before the input is gathered; a
-    row-parallel layer shows the gradient of its output after the gradient was gathered. With
-    ``return_layernorm_output_gathered`` TE shows the input before and after: each element counts once more per rank.
+    ``s``: with sequence parallelism. A column-parallel layer then shows its input before it is gathered, a row-parallel
+    layer its output gradient after it was gathered. With ``return_layernorm_output_gathered`` TE shows the input before
+    and after gathering: each element counts once more per rank.
 
     Attributes:
-        rank: in the group.
-        first: whether no lower rank of the group reduces its statistics together with this one.
+        first: whether no lower rank of the group reduces together with this one.
         mode: ``column``, ``row`` or None, as Transformer Engine's ``parallel_mode``.
         sequence_parallel: whether activations are split along the sequence outside of the GEMMs.
     """
@@ -121,7 +118,7 @@ class Placement(NamedTuple):
         return 0 if self.mode is None else self.rank
 
     def contributes(self, tensor: str) -> bool:
-        """Return whether this rank's part of a tensor counts; False if the first rank has the same."""
+        """Return whether this rank's part of a tensor counts; False if the first rank has the same part."""
         if self.mode == "column":
             alike = tensor == "activation" and not self.sequence_parallel
         elif self.mode == "row":
@@ -135,18 +132,14 @@ class StatisticsEngine:
     """Collects statistics of tensors during a step.
 
     Args:
-        series: the series of the run; None for a new table.
-        on_failure: see below; by default each kind of failure is logged once.
+        on_failure: called with the failed operation, the tensor and the exception; by default each kind is logged once.
+            Other statistics of the tensor are still measured.
 
     Attributes:
-        placements: layer -> how the layer is split over its tensor-parallel group; a layer without a placement is taken
-            as not split, except for its weight.
-        has_news: whether any tensor was noted since the last flush.
-        iteration: the debug iteration of the tensor that was watched last.
-        series: the series of the run.
+        placements: layer -> its split. A layer without a placement counts as not split, except for its weight.
+        series: the series of the run; None for a new table.
+        iteration: the debug iteration of the last watched tensor.
         gemm_operands: receives operands of GEMMs in high precision; None without a session.
-        on_failure: called with the failed statistics, the tensor, and the exception. Other statistics of the tensor
-            are still measured.
     """
 
     def __init__(self, series: SeriesTable | None = None, on_failure: OnFailure | None = None) -> None:
@@ -160,7 +153,7 @@ class StatisticsEngine:
         self._reduction = Reduction(None, self._report)
         self._noted: list[tuple[Watched, list[Sequence[Request]]]] = []
         self._plans: dict[tuple[tuple[int, ...], str | None], _Plan] = {}
-        self._broken: set[tuple[str, str]] = set()  # layer and tensor of what has had inf or nan
+        self._broken: set[tuple[str, str]] = set()  # (layer, tensor) with inf or nan so far
         self._weights_seen: set[SegmentKey] = set()
         self.notices = Notices()
         self.gemm_operands: GemmOperands | None = None
@@ -169,7 +162,7 @@ class StatisticsEngine:
         self.on_failure(doing, of, error)
 
     def reduce_over(self, messages: Messages | None) -> None:
-        """Reduce over the ranks of these messages from now on."""
+        """Reduce over these ranks from now on."""
         if self._reduction.messages is not messages:
             self._reduction = Reduction(messages, self._report)
 
@@ -188,7 +181,7 @@ class StatisticsEngine:
         self._plans.clear()
 
     def note(self, watched: Watched, requests: Sequence[Request]) -> None:
-        """Queue statistics of a tensor for :meth:`measure`; the tensor must not change before."""
+        """Queue a tensor's statistics for :meth:`measure`; the tensor must not change before then."""
         if self._noted:
             last, asked = self._noted[-1]
             if last.values is watched.values and (last.layer, last.tensor) == (watched.layer, watched.tensor):
@@ -202,8 +195,6 @@ class StatisticsEngine:
         """Add columns measured elsewhere, and request all their statistics.
 
         Args:
-            layer, tensor: the names.
-            iteration: the debug iteration.
             of: the source of the columns.
             sums, maxima: float64, the columns of ``of``.
         """
@@ -215,13 +206,13 @@ class StatisticsEngine:
             self._slots.ask(segment, _requests_of(of))
 
     def measure(self) -> None:
-        """Measure all queued tensors: each in one pass, and all together in one launch on a GPU.
+        """Measure all queued tensors, each in one pass; on a GPU in one launch for all.
 
         An exception is raised after all other tensors were measured.
         """
         if self._noted:
             noted, self._noted = self._noted, []
-            if is_capturing():  # it would be recorded, and added again by each replay
+            if is_capturing():  # a graph capture would record it, and each replay would add it again
                 self._say_captured(noted[0][0])
                 return
             self.has_news, self.iteration = True, noted[-1][0].iteration
@@ -257,7 +248,7 @@ class StatisticsEngine:
             raise failure
 
     def _plan(self, asked: Sequence[Sequence[Request]], unquantized_as: str | None) -> _Plan:
-        """Return the plan for a tensor's requests, cached by identity: features pass the same tuples in each step."""
+        """Return the plan for requests, cached by identity: features pass the same tuples in each step."""
         key = tuple(map(id, asked)), unquantized_as
         plan = self._plans.get(key)
         if plan is None:
@@ -269,20 +260,12 @@ class StatisticsEngine:
         return plan
 
     def flush(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        """Return the statistics since the last flush, and reset: :meth:`collect` and :meth:`forget`."""
+        """Return the statistics since the last flush, and reset."""
         found = self.collect(reduce=reduce, stamp=stamp)
         self.forget()
         return found
 
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        """Return the statistics since the last :meth:`forget`; local ones if they cannot be reduced.
-
-        After a tensor had inf or nan, which other statistics ignore, its ``nonfinite_num`` is always included.
-
-        Args:
-            reduce: whether to reduce over the ranks of :meth:`reduce_over`; all of them must call this method.
-            stamp: must be equal on these ranks.
-        """
         with _ready():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         readings = [(self._reading(table.rows), table) for table in tables]
@@ -306,7 +289,6 @@ class StatisticsEngine:
         return reading
 
     def forget(self) -> None:
-        """Reset after :meth:`collect`."""
         with _ready():
             self._slots.reset()
         self.has_news = False
@@ -328,8 +310,7 @@ def _made_ready() -> Iterator[None]:
 
 
 def _ready() -> AbstractContextManager[None]:
-    """Disable gradients, and inference mode, which a validation may have enabled:
-    tensors made there cannot be changed later."""
+    """Disable gradients and inference mode: tensors created in inference mode cannot be changed later."""
     return _made_ready() if torch.is_grad_enabled() or torch.is_inference_mode_enabled() else _IS_READY
 
 
@@ -344,8 +325,6 @@ def _log_failure_once() -> OnFailure:
 
 
 class _PickedRows(Mapping[str, npt.NDArray[np.float64]]):
-    """Rows of a table's columns: a statistic reads a few columns, a histogram hundreds."""
-
     def __init__(self, columns: Mapping[str, npt.NDArray[np.float64]], rows: npt.NDArray[np.intp]) -> None:
         self._columns = columns
         self._rows = rows
@@ -361,30 +340,24 @@ class _PickedRows(Mapping[str, npt.NDArray[np.float64]]):
 
 
 _Numbers = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
-"""Series and their values."""
 
 _NONFINITE = "nonfinite_num"
 
 
 class _TableReading:
-    """Computes the values of a table's rows; cached for all steps with the same due statistics.
-
-    Args:
-        rows: the rows.
-        table: the run's series.
-    """
+    """Values of a table's rows; cached for all steps with the same due statistics."""
 
     def __init__(self, rows: Rows, table: SeriesTable) -> None:
         self._table = table
-        self._uncounted = [  # the moments of tensors whose nonfinite_num was not asked for: row, layer and tensor
+        self._uncounted = [  # moments of tensors without a request for nonfinite_num: row, layer and tensor
             (row, key.layer, key.tensor)
             for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True))
             if key.kind == _MOMENTS.name and _NONFINITE not in labels
         ]
         self._uncounted_rows = np.array([row for row, _, _ in self._uncounted], dtype=np.intp)
         numbers: list[int] = []
-        places: dict[str, list[tuple[int, int]]] = {}  # statistic -> its (row, place) pairs
-        histograms: dict[Of, list[tuple[int, int]]] = {}  # kind -> its (row, series) pairs
+        places: dict[str, list[tuple[int, int]]] = {}  # statistic -> (row, place) pairs
+        histograms: dict[Of, list[tuple[int, int]]] = {}  # kind -> (row, series) pairs
         for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True)):
             for label in labels:
                 number = table.intern(key.layer, key.tensor, label)
@@ -403,7 +376,6 @@ class _TableReading:
         self._histograms = [(_COLUMNS[of][0], *zip(*found, strict=True)) for of, found in histograms.items()]
 
     def numbers(self, table: Table) -> _Numbers:
-        """The requested statistics."""
         found = np.empty(len(self._series))
         for statistic, rows, places in self._formulas:
             if statistic.value is not None:
@@ -411,12 +383,7 @@ class _TableReading:
         return self._series, found
 
     def lost(self, table: Table, broken: set[tuple[str, str]]) -> _Numbers:
-        """``nonfinite_num`` of tensors without a request for it, from the first inf or nan on.
-
-        Args:
-            table: the numbers.
-            broken: layers and tensors that had inf or nan; extended by the current ones.
-        """
+        """``nonfinite_num`` of tensors without a request for it, from the first inf or nan on; extends ``broken``."""
         counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
         broken.update(self._uncounted[place][1:] for place in np.flatnonzero(counts).tolist())
         places = [place for place, one in enumerate(self._uncounted) if one[1:] in broken] if broken else []
@@ -424,7 +391,6 @@ class _TableReading:
         return np.array(series, dtype=np.int32), counts[places]
 
     def histograms(self, table: Table) -> Iterator[tuple[int, tuple[float, ...]]]:
-        """The series of histograms, and their counts."""
         for bins, rows, numbers in self._histograms:
             counts = np.stack([table.columns[name][list(rows)] for name in bins], axis=-1).tolist()
             yield from zip(numbers, map(tuple, counts), strict=True)
@@ -446,7 +412,7 @@ _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Of.GEMM_CODES_A: (CodeCheck._fields, ()),
     Of.GEMM_CODES_B: (CodeCheck._fields, ()),
 }
-"""What a statistic is computed from -> the columns that are added, and those of which the maximum is kept."""
+"""Source of a statistic -> the summed columns, and the maximum columns."""
 
 
 class _QuantizedForm(NamedTuple):
@@ -458,7 +424,7 @@ class _QuantizedForm(NamedTuple):
 
 
 class _SegmentKind(NamedTuple):
-    """Source of a statistic: all requests of one kind share a segment."""
+    """Source of a statistic; requests of one kind share a segment."""
 
     of: Of
     form: _QuantizedForm | None = None
@@ -471,7 +437,7 @@ class _SegmentKind(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The same on every rank."""
+        """Equal on every rank."""
         return _name_of(self)
 
 
@@ -487,10 +453,9 @@ def _name_of(kind: _SegmentKind) -> str:
 
 
 _Key = tuple[str, str, int | None]
-"""Layer, tensor and shard."""
 
 _Wanted = Mapping[_SegmentKind, Sequence[Request]]
-"""What must be measured of a tensor, and the statistics that follow from each."""
+"""What to measure of a tensor, and the statistics that follow."""
 
 _MOST_PLANS = 256
 
@@ -500,9 +465,8 @@ class _Plan(NamedTuple):
 
     Attributes:
         asked: the requests, kept alive because the cache uses their ids.
-        wanted: what must be measured.
-        segments: layer, tensor and shard -> the segment of each kind. They hold until layers are placed otherwise.
-        ready: layer, tensor and shard -> how passes give all that is wanted, if they did the last time.
+        segments: layer, tensor and shard -> the segment of each kind, until placements change.
+        ready: layer, tensor and shard -> the passes that covered all requests last time.
     """
 
     asked: Sequence[Sequence[Request]]
@@ -512,26 +476,16 @@ class _Plan(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """One pass over a tensor.
-
-    Attributes:
-        form: the quantized form that the pass also reads; None for none.
-        places: where the result goes.
-        of_blocks: the same of what only a form in blocks has; None if the form has one scale.
-    """
-
     form: _QuantizedForm | None
     places: ColumnPlaces
     of_blocks: BlockPlaces | None = None
 
 
 class _Ready(NamedTuple):
-    """Measures all requests for a tensor in one pass, or one pass for each block-scaled form.
+    """Passes that cover all requests for a tensor: one, or one for each block-scaled form.
 
     Attributes:
         moves: the slots' count of moves; another count invalidates this.
-        device: the device of the tensor.
-        passes: the passes.
         asked: the segments, and the requests for each.
     """
 
@@ -558,13 +512,6 @@ _EXPONENTS = _SegmentKind(Of.EXPONENTS)
 
 
 class _Measuring:
-    """The measurement of one tensor.
-
-    Args:
-        engine: the engine; its slots receive the result.
-        watched: the tensor.
-    """
-
     def __init__(self, engine: StatisticsEngine, watched: Watched) -> None:
         self._engine = engine
         self._watched = watched
@@ -596,11 +543,7 @@ class _Measuring:
         return self._recipe if self._recipe in RECIPES else "fp8_current_scaling"
 
     def run(self, plan: _Plan) -> tuple[_Ready, Sequence[Pending]] | None:
-        """Measure the requested kinds, and merge the results into the slots.
-
-        Returns:
-            Passes that cover all requests, to launch before :meth:`end`; None if all is done.
-        """
+        """Measure the requested kinds. Returns passes to launch before :meth:`end`; None if all is done."""
         slots, seen = self._engine._slots, self._engine._weights_seen
         key = self._watched.layer, self._watched.tensor, self._shard
         ready = plan.ready.get(key)
@@ -632,13 +575,11 @@ class _Measuring:
         return ready, [self._pending(one, None if one.form is None else held[one.form]) for one in ready.passes]
 
     def end(self, ready: _Ready) -> None:
-        """Mark all segments as measured after the passes."""
         for segment, requests in ready.asked:
             segment.measured = True
             self._asked(segment, requests)
 
     def _by(self, ready: _Ready) -> Sequence[Pending] | None:
-        """Return the cached passes if they still cover all requests; None otherwise."""
         if not self._values.numel() or self._watched.values is None:
             return None
         seen = self._engine._weights_seen
@@ -648,7 +589,7 @@ class _Measuring:
         for one in ready.passes:
             try:
                 held = None if one.form is None else self._held(one.form)
-            except Exception:  # reported by the pass that retries
+            except Exception:  # the retry reports it
                 return None
             if one.form is not None and not self._suits(one, held):
                 return None
@@ -668,10 +609,9 @@ class _Measuring:
         return Pending(self._values, None, None, False, one.places)
 
     def _in_several_passes(self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> None:
-        """Measure in as many passes as needed, and merge into the slots."""
         codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
         if self._watched.values is None:
-            codes = None  # there is nothing to compare them with
+            codes = None  # nothing to compare with
         of_codes: dict[Of, SumsAndMaxima] = {}
         amax = None
         simulated = None in held.values()
@@ -700,14 +640,14 @@ class _Measuring:
             self._compare(form, found, of_codes, amax)
 
     def _in_one_pass(self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> _Ready | None:
-        """Return passes (one, or one per block-scaled form) that cover all requests; None if they cannot."""
-        if self._watched.values is None:  # there is nothing to compare codes with
+        """Return passes that cover all requests (one, or one per block-scaled form); None if they cannot."""
+        if self._watched.values is None:  # nothing to compare codes with
             return None
         in_blocks = all(isinstance(codes, InBlocks) and codes.fits(self._values) for codes in held.values())
         if not in_blocks and not (len(held) == 1 and all(isinstance(codes, PerTensor) for codes in held.values())):
             return None
         at: dict[_QuantizedForm | None, dict[Of, SlotRange]] = {form: {} for form in held or (None,)}
-        first = next(iter(at))  # its pass gives what has to do with no form, too
+        first = next(iter(at))  # its pass also covers requests without a form
         of_form = _OF_BLOCKS if in_blocks else _OF_CODES
         for kind in self._wanted:
             form = first if kind.form is None else kind.form
@@ -716,7 +656,7 @@ class _Measuring:
             if form not in at:
                 return None  # the form could not be read
             at[form][kind.of] = segment = self._segment(kind)
-            if segment.device != self._values.device:  # the layer was moved within the step
+            if segment.device != self._values.device:
                 return None
         passes = [_pass(form, segments, in_blocks=in_blocks and form is not None) for form, segments in at.items()]
         asked = [(self._segment(kind), requests) for kind, requests in self._wanted.items()]
@@ -811,9 +751,7 @@ class _Measuring:
         return settings if form.e5m2 is None else settings._replace(e5m2=form.e5m2)
 
     def _quantizer(self, columnwise: bool) -> Any:
-        """The quantizer of the quantized tensor that a GEMM reads, else the layer's: a feature may have replaced the
-        tensor that the layer's recipe would give.
-        """
+        """The quantizer of the tensor that a GEMM reads, else the layer's: a feature may have replaced the tensor."""
         return self._quantizer_of(self._watched.quantized(columnwise=columnwise))
 
     def _quantizer_of(self, quantized: Any) -> Any:
@@ -835,7 +773,7 @@ class _Measuring:
 
     def _asked(self, segment: SlotRange, requests: Sequence[Request]) -> None:
         self._engine._slots.ask(segment, requests)
-        if self._watched.tensor == _WEIGHT:  # every micro-batch of a step has the same weight
+        if self._watched.tensor == _WEIGHT:  # a step's micro-batches share the weight
             self._engine._weights_seen.add(segment.key)
 
     def _failed(self, form: _QuantizedForm, error: Exception, of: Collection[Of] = frozenset(Of)) -> None:
@@ -884,7 +822,7 @@ def _plain(values: torch.Tensor | None) -> torch.Tensor:
     """Return the tensor without gradients; an empty tensor for None."""
     if values is None:
         return torch.empty(0)
-    # Nothing here asks for gradients; an operation of torch between GEMMs takes as long as the rest of a small tensor.
+    # Avoid a torch operation between GEMMs: for a small tensor it costs as much as everything else.
     return values if type(values) is torch.Tensor else values.detach()
 
 

@@ -1,4 +1,4 @@
-"""Operands of GEMMs in high precision, from the moment when a layer has them until their GEMM has run."""
+"""Operands of GEMMs in high precision, kept until their GEMM has run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class GemmOperands:
-    """Keeps the operands of one module at a time: another module's first tensor drops them.
+    """Keeps the operands of one module at a time; another module's first tensor drops them.
 
     Attributes:
         modules: layer -> the number of its module.
@@ -20,7 +20,6 @@ class GemmOperands:
         self._module: int | None = None
 
     def keep(self, layer: str, tensor: str, values: torch.Tensor) -> None:
-        """Keep a tensor of a layer, in place of an earlier one."""
         module = self.modules.get(layer)
         if module != self._module:
             self.forget()
@@ -28,14 +27,11 @@ class GemmOperands:
         self._kept[layer, tensor] = values
 
     def get(self, layer: str, tensor: str) -> torch.Tensor | None:
-        """The tensor of a layer that was kept last."""
         return self._kept.get((layer, tensor))
 
     def drop(self, layer: str, tensor: str) -> None:
-        """Forget a tensor of a layer."""
         self._kept.pop((layer, tensor), None)
 
     def forget(self) -> None:
-        """Forget all of them."""
         self._kept.clear()
         self._module = None

@@ -1,12 +1,12 @@
-"""Read quantized tensors, and simulate quantization: the columns for quantization statistics.
+"""Reads quantized tensors and simulates quantization, for quantization statistics.
 
     found = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, default_settings("mxfp8", "gradient"),
                      columnwise=False)
     would = simulate("mxfp8", tensor, amax, {Of.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
-A recipe is simulated from its arithmetic (:mod:`te_precision_callbacks.base.numerics.recipes`), without Transformer
-Engine's quantizers. This also covers layers in high precision, and GPUs without the format.
+The simulation uses the recipe's arithmetic (:mod:`te_precision_callbacks.base.numerics.recipes`), not Transformer
+Engine's quantizers, so it also covers layers in high precision and GPUs without the format.
 """
 
 from __future__ import annotations
@@ -62,16 +62,14 @@ class PerTensor(NamedTuple):
 
 
 def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
-    """Contents of a quantized tensor of Transformer Engine.
+    """Return the contents of a quantized tensor of Transformer Engine.
 
     Args:
-        quantized: a Float8, MXFP8, Float8 block-scaled or NVFP4 tensor or storage; its scales may be laid out for a
-            GEMM.
-        columnwise: which of its data. The columnwise data of per-tensor FP8 are its rowwise data.
+        quantized: a Float8, MXFP8, Float8 block-scaled or NVFP4 tensor or storage; scales may be in GEMM layout.
+        columnwise: which data. For per-tensor FP8 both are the rowwise data.
 
     Raises:
-        QuantizationError: the tensor does not hold these data, the data are of a Hadamard transform of the tensor, or
-            the format is not one of these.
+        QuantizationError: the data are missing or Hadamard-transformed, or the format is another one.
     """
     if scaling_mode(quantized) == PER_TENSOR:
         codes = codes_of_tensor(quantized)
@@ -101,7 +99,7 @@ def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> Q
 
 
 def settings_of(quantizer: Any) -> QuantizerSettings:
-    """The settings of one of Transformer Engine's quantizers.
+    """Return the settings of a Transformer Engine quantizer.
 
     Read from TE 2.20.2, ``pytorch/tensor/{float8,mxfp8,float8_blockwise,nvfp4}_tensor.py``.
 
@@ -139,16 +137,13 @@ def simulate(
     """Simulate a recipe on a tensor.
 
     Args:
-        recipe: any recipe except delayed scaling.
         values: any shape, float64, float32, float16 or bfloat16; only finite elements count.
-        amax: float64 or float32, one element: the largest finite magnitude, 0 or below if there is none.
+        amax: float64 or float32, one element: the largest finite magnitude; 0 or below if none.
         wanted: the kinds of columns; none for a tensor without elements.
-        settings: the settings of the recipe's quantizer.
-        columnwise: whether blocks run down a column.
 
     Raises:
-        QuantizationError: the recipe is delayed scaling, whose scale comes from the amaxes of earlier steps; or
-            statistics of blocks are wanted of a recipe without blocks.
+        QuantizationError: delayed scaling, whose scale comes from the amaxes of earlier steps; or block statistics of a
+            recipe without blocks.
     """
     simulated = _simulated(recipe)
     block = simulated.block(settings)

@@ -1,24 +1,23 @@
-"""Copy a step's measurements to the host, reduced over ranks: one copy and one message for any number of them.
+"""Copies a step's measurements to the host, reduced over ranks, with one copy and one message.
 
-Segments are matched between ranks by name, never by order, so ranks may hold different layers, and a layer may rest on
-some ranks for a step. The ranks agree on a common layout when a segment comes up that no rank had before: then, and
-only then, names are exchanged. A flag in the vector of maxima shows whether a rank has such a segment, so no further
-message is needed to find out.
+Segments are matched by name, so ranks may hold different layers, and a layer may rest on some ranks for a step. Names
+are exchanged only when a rank has a segment outside the common layout, which a flag in the vector of maxima shows
+without a further message.
 
-The maxima also carry each rank's :class:`Stamp`, every part together with its negative, so all ranks learn from the
-same message whether the largest stamp is also the smallest. If not, the ranks are in different iterations, and the
-merged numbers are not used. The same holds for counts of optimizer steps that were equal before: a rank has missed a
-step(). Counts that differ from the start, as with different optimizers, are only reported. Where they were equal once,
-as after the first step of two optimizers with different intervals, the next steps decide; until then nothing is mixed.
+The maxima also carry each rank's :class:`Stamp` and its negative, so all ranks see in the same message whether the
+largest stamp is also the smallest. If not, the ranks are in different iterations, and the merged values are dropped. So
+are they if counts of optimizer steps that were equal begin to differ: a rank has missed a step(). Counts that differ
+from the start, as with different optimizers, are only reported. If they were equal once, as after the first step of two
+optimizers with different intervals, the next steps decide; until then values are not merged.
 
-A rank that cannot pack its message, since the GPU has no memory left for example, sends neutral numbers of the agreed
-length and marks them: only its values are missing from this step. After any other failure the rank leaves the others
+A rank that cannot pack its message, for example without free GPU memory, sends marked neutral values of the agreed
+length: only its values are missing from this step. After any other failure the rank leaves the others
 (:mod:`te_precision_callbacks.base.ranks`), and each rank reports local values.
 
-Parts of a tensor on different ranks are added. Replicas (the weights of a data-parallel group) are merged
-by the maximum, which is the value of any replica, even if some did not run the layer; the shards of tensor parallelism
-are kept apart in the message and added on the host. Different tensors under one name, such as different experts, give a
-mixture: a process group must keep them apart.
+Parts of a tensor on different ranks are added. Replicas (weights of a data-parallel group) are merged by maximum, which
+is any replica's value, even if some did not run the layer; tensor-parallel shards stay separate in the message and are
+added on the host. Different tensors under one name, such as different experts, would be mixed: use separate process
+groups.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class ReductionError(PrecisionDebugError, RuntimeError):
 
 
 class NumbersMissingError(ReductionError):
-    """The values of a rank are missing from a step."""
+    """A rank's values are missing from a step."""
 
 
 class RanksDifferError(ReductionError):
-    """Ranks would have merged statistics of different iterations, or of different schedules."""
+    """Ranks would have merged statistics of different iterations or schedules."""
 
 
 class Stamp(NamedTuple):
@@ -60,9 +59,9 @@ class Stamp(NamedTuple):
 
     Attributes:
         iteration: the debug iteration.
-        schedule: a hash of when statistics are due.
-        optimizer_steps: number of optimizer steps of the rank. It is higher on a rank that skips a step(). Negative
-            if unknown, which is not compared. It may differ from the start.
+        schedule: a hash of the schedules.
+        optimizer_steps: the rank's optimizer steps, higher if it skipped a step(). Negative if unknown, which is not
+            compared. May differ from the start.
     """
 
     iteration: int
@@ -75,7 +74,7 @@ NO_STAMP = Stamp(0, 0, -1)
 
 
 class Described(NamedTuple):
-    """Description of a segment that ranks exchange; ``outputs`` are labels of statistics."""
+    """Description of a segment, exchanged between ranks; ``outputs`` are labels of statistics."""
 
     key: SegmentKey
     sums: tuple[str, ...]
@@ -85,7 +84,7 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Due segments of one kind: the same object in each step with the same due segments.
+    """Due segments of one kind; the same object in each step with the same due segments.
 
     Attributes:
         keys: the segments, one per row.
@@ -100,7 +99,6 @@ class Table(NamedTuple):
     """Segments of one kind after the reduction.
 
     Attributes:
-        rows: the segments.
         columns: column name -> values, one per row.
     """
 
@@ -109,18 +107,16 @@ class Table(NamedTuple):
 
 
 OnFailure = Callable[[str, str, Exception], None]
-"""Called with the failed operation, its subject, and the exception."""
 
 
 class Reduction:
     """Collects :class:`Segments` over ranks.
 
     Args:
-        messages: to the other ranks; None if this rank is alone.
-        on_failure: gets failures.
+        messages: to other ranks; None for a single rank.
 
     Attributes:
-        local: whether the last values are local although a reduction was requested.
+        local: whether the last values are local despite a requested reduction.
         optimizers_differ: whether the ranks' numbers of optimizer steps differ in one iteration.
     """
 
@@ -139,14 +135,9 @@ class Reduction:
         self._failure: Exception | None = None
 
     def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
-        """Return the measurements since the last call, reduced; with ``reduce`` all ranks of the group must call it.
+        """Return the measurements since the last call; with ``reduce`` all ranks of the group must call this.
 
-        If the reduction fails they are local: see :attr:`local`.
-
-        Args:
-            slots: this rank's segments.
-            reduce: whether to reduce over ranks; False returns local measurements without a message.
-            stamp: must be equal on the other ranks.
+        They are local if the reduction fails: see :attr:`local`.
         """
         messages = self.messages
         self.local = reduce and messages is not None
@@ -204,10 +195,6 @@ class Reduction:
             self._lay_out(slots)
 
     def _has_missed_a_step(self, layout: _Layout, stamp: Stamp) -> bool:
-        """Return whether the counts of optimizer steps show a missed step(); record whether that is undecided.
-
-        An optimizer that steps half as often as another one falls behind by half of the iterations.
-        """
         self._is_undecided = False
         apart = layout.optimizer_steps_apart()
         if not apart or not self._agreements or self.optimizers_differ:
@@ -227,7 +214,6 @@ class Reduction:
             self._failure = error
 
     def _tell(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
-        """Report failures in the message, on the affected rank or on the first."""
         of, own = f"iteration {stamp.iteration}", self._failure
         self._failure = None
         if layout.optimizer_steps_apart() and not self.optimizers_differ and not self._is_undecided:
@@ -259,7 +245,7 @@ class Reduction:
         self._layout_version = slots.version
 
     def _part(self, messages: Messages, stamp: Stamp) -> None:
-        """End the messages after a mismatch of stamps.
+        """End the messages after a stamp mismatch.
 
         Raises:
             RanksDifferError: always.
@@ -309,30 +295,29 @@ def _home(slots: Segments) -> torch.device:
 
 _PARTS = len(Stamp._fields)
 _TRAILER = 2 * _PARTS + 4
-"""Elements after the maxima: a stamp, its negative, flags for segments outside the layout, for a note and for a wanted
-stop, and the number of a rank that could not pack its values."""
+"""Elements after the maxima: a stamp, its negative, flags for segments outside the layout, a note and a wanted stop,
+and the number of a rank that could not pack its values.
+"""
 _CHANGED, _NOTED, _STOPS, _FAILED = -4, -3, -2, -1
 _DECISIVE = 3
-"""Iterations after which a missed step() can be told from an optimizer that steps less often."""
+"""Iterations after which a missed step() is distinguishable from an optimizer that steps less often."""
 _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
 """Parts of a stamp before this index must be equal."""
 
 
 class _Layout:
-    """The place of each column of each segment in the message, and in this rank's vectors.
+    """Places of all columns in the message and in this rank's vectors.
 
-    The first part of the message is summed: for each output of each segment the number of ranks on which the output is
-    due; then the columns that are added. The second part is merged by the maximum: the columns of maxima, and all
-    columns of replicas; then the stamp and its negative, and a flag that a rank with segments outside the layout sets.
+    The first part of the message is summed: for each output of each segment, the number of ranks on which it is due;
+    then the summed columns. The second part is merged by maximum: the maximum columns, all columns of replicas, the
+    stamp and its negative, and the flags.
 
     Args:
-        described: the segments of all ranks.
-        slots: this rank's.
         all_of_them: whether segments that do not contribute are included.
 
     Attributes:
-        merged: the message on the host: first the local one, then the reduced one.
-        split: number of its elements that are added.
+        merged: the message on the host, first local, then reduced.
+        split: number of summed elements.
     """
 
     def __init__(self, described: Iterable[Described], slots: Segments, *, all_of_them: bool) -> None:
@@ -407,7 +392,7 @@ class _Layout:
         return self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
 
     def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, noted: bool, stops: bool) -> None:
-        """Pack this rank's message on its device, and copy it to the host; neutral where it has no values."""
+        """Pack this rank's message on its device and copy it to the host; neutral where it has no values."""
         if not self._are_there:
             self._moves = [
                 (on, of, sources.to(on), targets.to(self._device)) for on, of, sources, targets in self._moves
@@ -425,7 +410,7 @@ class _Layout:
         vectors = {on: {"sums": sums, "maxima": maxima} for on, sums, maxima in slots.vectors()}
         for on, of, source, target in self._moves:
             message.index_copy_(0, target, vectors[on][of].index_select(0, source).to(self._device))
-        if resting:  # an empty sum is 0, which would win over another replica's negative sum
+        if resting:  # an empty sum is 0, and would beat another replica's negative sum
             message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
         self._host[:-_TRAILER].copy_(message)
         self.merged[: self._due] = due
@@ -446,14 +431,14 @@ class _Layout:
         trailer[_FAILED] = -1 if rank is None else rank
 
     def unpack(self, values: Values) -> list[Table]:
-        """Return segments with an output due on any rank, with shards of replicas added up."""
+        """Return segments with an output due on any rank, with replicas' shards added up."""
         due = values[: self._due] > 0
         tables = (block.table(*columns, values, due) for columns, block in self._blocks.items())
         return [table for table in tables if table is not None]
 
 
 class _Piece(NamedTuple):
-    """The place of a segment in the message; ``segment`` is this rank's, None if the rank has nothing to send."""
+    """A segment's place in the message; ``segment`` is this rank's, None if it has nothing to send."""
 
     entry: Described
     segment: SlotRange | None
@@ -464,7 +449,7 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Block:
-    """The segments with the same columns; ``rows`` has a number for each tensor, which its shards share."""
+    """Segments with the same columns; ``rows`` has a number for each tensor, shared by its shards."""
 
     pieces: list[tuple[_Piece, int]] = field(default_factory=list)
     rows: dict[SegmentKey, int] = field(default_factory=dict)
@@ -475,7 +460,7 @@ class _Block:
 
     @functools.cached_property
     def _cells(self) -> npt.NDArray[np.intp]:
-        """[segments, columns]: the place of each column in the message."""
+        """Place of each column in the message: [segments, columns]."""
         entry = self.pieces[0][0].entry  # all have the same columns
         sums_at, maxima_at = np.array([(piece.sums_at, piece.maxima_at) for piece, _ in self.pieces], dtype=np.intp).T
         return np.concatenate(
@@ -491,7 +476,7 @@ class _Block:
     def table(
         self, sums: tuple[str, ...], maxima: tuple[str, ...], values: Values, due: npt.NDArray[np.bool_]
     ) -> Table | None:
-        """Return the due segments, one row for all shards of a tensor; None for no due segment."""
+        """Return the due segments, one row for all shards of a tensor; None without a due segment."""
         flags = due[self._due_at]
         if not flags.any():
             return None
@@ -504,7 +489,7 @@ class _Block:
         cells = values[picked.cells]
         matrix = np.full((len(picked.rows.keys), cells.shape[1]), NOTHING)
         matrix[:, : len(sums)] = 0.0
-        # A replica that no rank has measured has sent no sum at all.
+        # A replica that no rank has measured has sent no sum.
         added = np.where(cells[:, : len(sums)] == NOTHING, 0.0, cells[:, : len(sums)])
         np.add.at(matrix[:, : len(sums)], picked.row_of, added)
         np.maximum.at(matrix[:, len(sums) :], picked.row_of, cells[:, len(sums) :])
@@ -531,11 +516,11 @@ class _Block:
 
 
 _MOST_PATTERNS = 16
-"""Limit of cached combinations of due segments, which features with different ``freq`` cause."""
+"""Limit of cached combinations of due segments, which differ with the features' ``freq``."""
 
 
 class _Picked(NamedTuple):
-    """The due part of a block: the rows of its table, and the positions and row of each segment."""
+    """The due part of a block: its table's rows, and the positions and row of each segment."""
 
     rows: Rows
     cells: npt.NDArray[np.intp]
@@ -543,6 +528,6 @@ class _Picked(NamedTuple):
 
 
 def _places(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:
-    """Return the integers of all ranges, concatenated: int64."""
+    """Concatenate the integers of all ranges: int64."""
     before = np.cumsum(widths) - widths
     return torch.from_numpy(np.repeat(starts - before, widths) + np.arange(widths.sum()))

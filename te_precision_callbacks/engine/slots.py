@@ -1,13 +1,11 @@
-"""Slots that gather a step's statistics: ranges of two float64 vectors on each device.
+"""Slots for a step's statistics: ranges of two float64 vectors on each device.
 
-Every watched tensor has segments: its moments, its exponents, one for each recipe that the tensor is compared with, and
-so on. A segment has columns for sums and columns for maxima; micro-batches merge in place, and
-nothing is copied to the host before the end of the step.
+Every watched tensor has segments: its moments, its exponents, one for each compared recipe, and so on. A segment has
+columns for sums and for maxima; micro-batches merge in place, without a copy to the host before the end of the step.
 
-Each stream of a GPU has its own vectors, which are made, filled and added to on that stream alone, so that no stream
-ever waits for another, and no addition comes before the filling. Vectors that have become too short stay where they
-are, including their additions, and longer ones take later additions. The reading at the end of the step
-waits for all streams that have added, and merges their vectors.
+Each GPU stream has its own vectors, created, filled and added to on that stream alone, so streams never wait for each
+other, and no addition precedes the filling. Vectors that become too short keep their values, and longer ones take later
+additions. Reading at the end of the step waits for all streams and merges their vectors.
 """
 
 from __future__ import annotations
@@ -26,12 +24,11 @@ _FIRST_CAPACITY = 1024
 
 
 class SegmentKey(NamedTuple):
-    """Names a segment, alike on every rank.
+    """Name of a segment, equal on every rank.
 
     Attributes:
-        layer, tensor: the watched tensor.
         kind: the source: ``TENSOR``, ``EXPONENTS``, ``QUANTIZED mxfp8 rowwise``, ...
-        shard: which shard, for a tensor that replicas hold alike (a weight); None if every rank's part differs.
+        shard: the shard of a replicated tensor (a weight); None if every rank's part differs.
     """
 
     layer: str
@@ -42,18 +39,16 @@ class SegmentKey(NamedTuple):
 
 @dataclass
 class SlotRange:
-    """A range of the vectors.
+    """A segment's range of the vectors.
 
     Attributes:
-        key: its name.
-        sums, maxima: names of the columns for sums and for maxima.
-        sum_start, maximum_start: where they begin in the vectors of ``device``.
-        contributes: whether this rank's part counts; False if another rank has the same.
-        outputs: the labels of all statistics ever requested, in order.
-        due: the labels requested since the last flush.
-        measured: whether anything was merged into the segment since the last flush.
-        asked: the last requests since the last flush; None for none.
-        parts: the vectors that it was last merged into, and its range of each.
+        sum_start, maximum_start: offsets in the vectors of ``device``.
+        contributes: False if another rank has the same part.
+        outputs: labels of all statistics ever requested, in order.
+        due: labels requested since the last flush.
+        measured: whether a value was merged since the last flush.
+        asked: the last requests since the last flush, if any.
+        parts: the vectors last merged into, and its range of each.
     """
 
     key: SegmentKey
@@ -74,8 +69,7 @@ class _Vectors:
     """A vector of sums and one of maxima, on one device and one stream.
 
     Args:
-        device: where they are.
-        stream: the stream that fills and adds to them; None for a device without streams.
+        stream: the stream that fills and adds; None for a device without streams.
         lengths: of both.
     """
 
@@ -90,25 +84,18 @@ class _Vectors:
 
 
 class _Device:
-    """The vectors of a device.
-
-    Attributes:
-        used: how many sums and maxima the segments have.
-    """
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.used = (0, 0)
         self._vectors: list[_Vectors] = []
 
     def reserve(self, sums: int, maxima: int) -> tuple[int, int]:
-        """Reserve a segment, and return its offsets."""
         before = self.used
         self.used = before[0] + sums, before[1] + maxima
         return before
 
     def current(self) -> _Vectors:
-        """The vectors of the current stream, with room for all segments."""
+        """Return the current stream's vectors, with room for all segments."""
         stream = current_stream(self._device)
         sums, maxima = self.used
         for vectors in self._vectors:
@@ -116,11 +103,11 @@ class _Device:
                 return vectors
         lengths = max(_FIRST_CAPACITY, 2 * sums), max(_FIRST_CAPACITY, 2 * maxima)
         made = _Vectors(self._device, stream, lengths)
-        self._vectors.insert(0, made)  # the longest are found first
+        self._vectors.insert(0, made)  # longest first
         return made
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums and maxima of all vectors, for the current stream."""
+        """Return the sums and maxima of all vectors, for the current stream."""
         if not self._vectors:
             self.current()
         for vectors in self._vectors:
@@ -130,17 +117,17 @@ class _Device:
         sums, maxima = first.sums[:used_sums], first.maxima[:used_maxima]
         if others:
             sums, maxima = sums.clone(), maxima.clone()
-        for other in others:  # shorter ones are from before the last segments
+        for other in others:  # shorter ones predate the last segments
             sums[: len(other.sums)].add_(other.sums[:used_sums])
             here = maxima[: len(other.maxima)]
             torch.maximum(here, other.maxima[:used_maxima], out=here)
         return sums, maxima
 
     def reset(self) -> Sequence[_Vectors]:
-        """Make everything neutral, and return the vectors that are left.
+        """Reset to neutral values, and return the remaining vectors.
 
-        The current stream keeps its longest ones. Those of other streams, on which nothing but additions is to be
-        queued, are dropped.
+        The current stream keeps its longest vectors. Those of other streams are dropped, since only additions may be
+        queued there.
         """
         stream = current_stream(self._device)
         self._vectors = [vectors for vectors in self._vectors if vectors.stream == stream][:1]
@@ -151,14 +138,6 @@ class _Device:
 
 @dataclass
 class Segments:
-    """All segments of this rank.
-
-    Attributes:
-        segments: by name, in the order of their first use.
-        version: grows with each new segment, each new output of a segment, and each change of who contributes.
-        moves: how often a segment was moved to another device; in between each stays where it is in the vectors.
-    """
-
     segments: dict[SegmentKey, SlotRange] = field(default_factory=dict)
     version: int = 0
     moves: int = 0
@@ -173,7 +152,7 @@ class Segments:
         *,
         contributes: bool,
     ) -> SlotRange:
-        """The segment of a name, made at its first use."""
+        """Return a segment, created at its first use."""
         found = self.segments.get(key)
         if found is None or (found.device != device and not found.measured):
             on = self._devices.get(device)
@@ -183,7 +162,7 @@ class Segments:
             if found is None:
                 found = SlotRange(key, sums, maxima, device, sum_start, maximum_start, contributes)
                 self.segments[key] = found
-            else:  # the layer was moved to another device: what was asked for stays
+            else:  # the layer moved to another device: requests stay
                 found.device, found.sum_start, found.maximum_start = device, sum_start, maximum_start
                 found.contributes, found.parts = contributes, None
                 self.moves += 1
@@ -194,7 +173,6 @@ class Segments:
         return found
 
     def ask(self, segment: SlotRange, requests: Sequence[Request]) -> None:
-        """Note that statistics of a segment are wanted at the next flush."""
         if segment.asked is requests:
             return
         segment.asked = requests
@@ -204,10 +182,10 @@ class Segments:
             self.version += 1
 
     def merge(self, segment: SlotRange, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
-        """Add a measurement to a segment. Tensors on another device are moved to the segment's."""
+        """Add a measurement to a segment, on the segment's device."""
         segment.measured = True
         kept_sums, kept_maxima = self._parts(segment)
-        # Asking where a tensor is costs less than a call of torch that has nothing to do.
+        # Checking a tensor's device costs less than a torch call that does nothing.
         if sums is not None:
             kept_sums.add_(sums if sums.device == segment.device else sums.to(segment.device))
         if maxima is not None:
@@ -215,7 +193,7 @@ class Segments:
             torch.maximum(kept_maxima, maxima, out=kept_maxima)
 
     def _parts(self, segment: SlotRange) -> tuple[torch.Tensor, torch.Tensor]:
-        """The range of the current stream's vectors that is a segment's."""
+        """Return the segment's range of the current stream's vectors."""
         vectors = self._devices[segment.device].current()
         parts = segment.parts
         if parts is None or parts[0] is not vectors:
@@ -225,18 +203,20 @@ class Segments:
         return parts[1:]
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums and the maxima on a device that has segments, and room for more; for operations that are queued on
-        the current stream, until there is another segment."""
+        """Return a device's sums and maxima, with room for more segments.
+
+        For operations queued on the current stream, until there is another segment.
+        """
         vectors = self._devices[device].current()
         return vectors.sums, vectors.maxima
 
     def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
-        """Device, sums and maxima of each device, with what all its streams have added, for the current stream."""
+        """Return device, sums and maxima of each device over all its streams, for the current stream."""
         for device, on in self._devices.items():
             yield device, *on.read()
 
     def reset(self) -> None:
-        """Make everything neutral again, for the next step."""
+        """Reset to neutral values for the next step."""
         kept = {vectors for on in self._devices.values() for vectors in on.reset()}
         for segment in self.segments.values():
             segment.due.clear()

@@ -1,12 +1,12 @@
-"""One pass over a tensor, in three ways: a Triton kernel on a GPU, C++ on a CPU, blocks of plain torch.
+"""One pass over a tensor: a Triton kernel on a GPU, C++ or plain torch on a CPU.
 
     add([Pending(tensor, codes, scale_inv, False, places)], sums, maxima)           # merged into these vectors
     sums, maxima = measure(tensor)                                                  # MOMENT_SUMS, MAXIMA
     sums, maxima = measure(tensor, codes, scale_inv, e5m2=False)                    # also of codes and scale
     sums, maxima = measure(tensor, histogram=True)                                  # and EXPONENT_BINS counts
 
-All give the columns of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, and none waits for
-the device. Which way is taken follows from the tensor: see :func:`add`.
+All give the columns of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, without waiting
+for it.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _on_gpu: Pass | None = None
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure tensors, and what quantization made of them, each in one pass, and merge the results into vectors.
+    """Measure tensors and their quantized forms, each in one pass, and merge the results.
 
     Args:
         pending: tensors on one device: float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
         sums: float64, 1-D, on the device of the tensors; the sums and counts are added.
-        maxima: the same; the maxima are taken.
+        maxima: the same; maxima are taken.
     """
     if torch.is_grad_enabled():
         with torch.no_grad():
@@ -83,14 +83,11 @@ def measure(
     e5m2: bool = False,
     histogram: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Measure one tensor alone.
+    """Measure one tensor; returns the sums and maxima of :func:`layout`.
 
     Args:
         values, codes, scale_inv, e5m2: as :class:`Pending` has them.
         histogram: whether the exponents are counted.
-
-    Returns:
-        The sums and the maxima of :func:`layout`.
     """
     return measured_by(add, values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
 
@@ -101,7 +98,7 @@ def _pass_of(one: Pending) -> Pass:
 
 
 def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure blocks in plain torch, and the whole tensors as if they had none."""
+    """Measure blocks in plain torch, and the whole tensors without blocks."""
     for one in pending:
         whole = ColumnPlaces(one.places.moments, one.places.maxima, exponents=one.places.exponents)
         if max(whole) >= 0:
@@ -128,7 +125,7 @@ def _gpu_pass() -> Pass:
 
 
 def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure with the Triton kernel, or with plain torch once the kernel cannot be made."""
+    """Measure with Triton, or in plain torch once the kernel has failed to compile."""
     global _on_gpu
     left = list(pending)
     try:
@@ -144,7 +141,7 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
         raise  # not the kernel's fault
     except Exception as error:
         if is_lost(error):
-            raise  # nor is this: nothing can run on the GPU any more, plain torch neither
+            raise  # nor is this: nothing can run on the GPU any more
         _on_gpu = eager.add
         _say(f"The Triton kernel cannot be used ({type(error).__name__}: {error}).")
         add(left, sums, maxima)

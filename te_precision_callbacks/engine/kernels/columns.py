@@ -1,7 +1,7 @@
-"""The columns of the result of one pass over a tensor, all float64.
+"""Columns of one pass over a tensor, all float64.
 
-Sums and counts are merged over micro-batches and ranks by adding, extremes by their maximum, so a minimum is kept
-negated. "Finite" elements are neither inf nor nan; every column except ``nonfinite`` is computed from these alone.
+Sums and counts merge over micro-batches and ranks by addition, extremes by maximum, so minima are negated. Every column
+except ``nonfinite`` ignores inf and nan.
 """
 
 from __future__ import annotations
@@ -18,53 +18,48 @@ from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.base.numerics.recipes import FLOAT32_SCALES
 
 MOMENT_SUMS = ("finite", "nonfinite", "zeros", "sum", "square_sum", "abs_sum")
-"""Number of finite elements; of inf and nan; of zeros; sum of x; sum of x^2; sum of abs(x)."""
+"""Number of finite elements; of inf and nan; of zeros; sum of x, of x^2 and of abs(x)."""
 
 MAXIMA = ("max", "negated_min", "negated_min_nonzero")
-"""max(x); max(-x); max(-abs(x)) over x != 0. :data:`NOTHING` where there is no such element."""
+"""max(x); max(-x); max(-abs(x)) over x != 0. :data:`NOTHING` without such an element."""
 
 COMPARISON_SUMS = ("compared", "underflows", "overflows", "error_square_sum", "signal_square_sum")
-"""Comparing x with its quantized value y: number of finite x; of x != 0 with y == 0; of abs(x) > the largest value that
-the format and scale can hold; sum of (x - y)^2; sum of x^2."""
+"""Comparison of x with its quantized value y: number of finite x; of x != 0 with y == 0; of abs(x) above the largest
+value of the format and scale; sum of (x - y)^2; sum of x^2.
+"""
 
 SCALE_SUMS = ("scales", "scale_sum", "scale_square_sum")
-"""The number of factors from code to value, their sum, and the sum of their squares. Factors of 0, inf and nan are left
-out."""
+"""Number, sum and sum of squares of the factors from code to value, without factors of 0, inf and nan."""
 
 SCALE_MAXIMA = ("scale_max", "negated_scale_min")
-"""The largest factor, and the negated smallest. :data:`NOTHING` where there is none."""
+"""Largest factor, and negated smallest. :data:`NOTHING` without a factor."""
 
 LIMIT_SUMS = ("blocks", "saturated", "flushed", "zero_blocks")
-"""Number of blocks; of blocks with an element other than 0, the number with a scale at a limit, and at the lower limit;
-number of blocks with zeros only."""
+"""Number of blocks; of non-zero blocks with a scale at a limit; at the lower limit; of blocks of zeros only."""
 
 LOSS_SUMS = ("blocks", "underflow_blocks", "overflow_blocks")
-"""Number of blocks; of blocks with an underflow; of blocks with an overflow."""
+"""Number of blocks; with an underflow; with an overflow."""
 
 LOSS_MAXIMA = ("underflow_share",)
-"""The largest share of underflows among the finite elements of a block."""
+"""Largest share of underflows among the finite elements of a block."""
 
 RANGE_SUMS = ("ranges", "range_sum")
-"""Number of blocks with a finite element other than 0; the sum of their dynamic ranges."""
+"""Number of blocks with a finite element other than 0; sum of their dynamic ranges."""
 
 RANGE_MAXIMA = ("range_max", "negated_range_min")
-"""The largest dynamic range of a block, and the negated smallest."""
+"""Largest dynamic range of a block, and negated smallest."""
 
 EXPONENT_BINS = 256
-"""Bin e of an exponent histogram counts the finite x != 0 whose biased float32 exponent is e: 2^(e-127) <= abs(x) <
-2^(e-126) for e from 1 to 254. Bin 0 has the numbers below 2^-126; bin 255 those of float64 from 2^128 on."""
+"""Bin e counts the finite x != 0 with biased float32 exponent e: 2^(e-127) <= abs(x) < 2^(e-126) for e from 1 to 254.
+Bin 0 has numbers below 2^-126; bin 255 those of float64 from 2^128 on.
+"""
 
 NOTHING = -math.inf
 """The neutral value of a maximum."""
 
 
 class ColumnPlaces(NamedTuple):
-    """Offsets of a measurement's columns in the vectors of sums and maxima; -1: not measured.
-
-    Attributes:
-        moments, compared, scales, exponents: MOMENT_SUMS, COMPARISON_SUMS, SCALE_SUMS, and EXPONENT_BINS counts.
-        maxima, scale_maxima: MAXIMA and SCALE_MAXIMA.
-    """
+    """Offsets of a measurement's columns in the vectors of sums and maxima; -1: not measured."""
 
     moments: int = -1
     maxima: int = -1
@@ -75,13 +70,11 @@ class ColumnPlaces(NamedTuple):
 
 
 class BlockPlaces(NamedTuple):
-    """As :class:`ColumnPlaces`, of what only a tensor that is quantized in blocks has.
+    """Offsets as in :class:`ColumnPlaces`, of columns that only a block-scaled tensor has.
 
     Attributes:
-        limits, losses, ranges: LIMIT_SUMS, LOSS_SUMS and RANGE_SUMS.
         scale_bins, range_bins: the counts of the bins SCALES and RANGES.
-        loss_maxima, range_maxima: LOSS_MAXIMA and RANGE_MAXIMA.
-        binned_scale_maxima, binned_range_maxima: once more SCALE_MAXIMA and RANGE_MAXIMA, which the bins go with.
+        binned_scale_maxima, binned_range_maxima: SCALE_MAXIMA and RANGE_MAXIMA again, stored with the bins.
     """
 
     limits: int = -1
@@ -97,12 +90,12 @@ class BlockPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class InBlocks:
-    """A tensor that is quantized in blocks.
+    """A block-scaled tensor.
 
     Attributes:
         part: one direction of the tensor.
-        block: rows and columns of a block, which shares a scale. For square blocks of MXFP8 and NVFP4 the scale is
-            stored again for each row, or column.
+        block: rows and columns that share a scale. Square blocks of MXFP8 and NVFP4 store the scale again for each row
+            or column.
     """
 
     part: Stored
@@ -116,7 +109,7 @@ class InBlocks:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Of the stored scales."""
+        """Limits of the stored scales."""
         return FLOAT32_SCALES if self.part.largest_scale is None else (0.0, self.part.largest_scale)
 
     def fits(self, values: torch.Tensor) -> bool:
@@ -126,10 +119,10 @@ class InBlocks:
         return (shape[::-1] if self.part.transposed else shape) == self.part.matrix_shape
 
     def matrix(self, values: torch.Tensor) -> torch.Tensor:
-        """The tensor before quantization in the rows and columns of the codes.
+        """Arrange the tensor before quantization in the rows and columns of the codes.
 
         Raises:
-            ValueError: the codes are of a tensor of another size.
+            ValueError: the sizes differ.
         """
         if not self.fits(values):
             raise ValueError(
@@ -140,16 +133,14 @@ class InBlocks:
 
 
 class Pending(NamedTuple):
-    """A tensor that is to be measured.
+    """A tensor to measure.
 
     Attributes:
         values: any shape and strides.
-        codes: uint8, the shape of ``values``: the FP8 codes of the quantized tensor; None without.
-        scale_inv: float32, one element: the quantized values are the decoded codes times this factor.
+        codes: uint8, the FP8 codes in the shape of ``values``, if any.
+        scale_inv: float32, one element: the factor from decoded code to value.
         e5m2: whether the codes are E5M2, not E4M3.
-        places: where the result goes.
-        in_blocks: the quantized tensor, in place of ``codes`` and ``scale_inv``, if it has blocks.
-        of_blocks: where the columns of these go.
+        in_blocks: the block-scaled tensor, instead of ``codes`` and ``scale_inv``.
     """
 
     values: torch.Tensor
@@ -162,12 +153,7 @@ class Pending(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The vectors of one measurement alone, without gaps.
-
-    Attributes:
-        places: of the columns.
-        sums, maxima: how many columns they have.
-    """
+    """Vectors of a single measurement, without gaps; ``sums`` and ``maxima`` are their lengths."""
 
     places: ColumnPlaces
     sums: int
@@ -175,7 +161,7 @@ class Layout(NamedTuple):
 
 
 def layout(*, codes: bool, histogram: bool) -> Layout:
-    """The vectors of a measurement with or without codes, and with or without counts of exponents.
+    """Return the vectors of a measurement.
 
     The sums are MOMENT_SUMS, COMPARISON_SUMS and SCALE_SUMS of codes, EXPONENT_BINS counts; the maxima are MAXIMA, and
     SCALE_MAXIMA of codes.

@@ -1,9 +1,9 @@
 """Simulated recipes and block statistics on a CPU by ``torch.compile``: each input is read once.
 
-A kernel for each function and combination of dtypes is compiled when a tensor of at least :data:`SMALLEST` elements
-comes (some seconds each, kept on disk by Inductor); smaller tensors are cheaper in plain torch. Nothing is compiled
-before plain torch has measured :data:`PAYS_FROM` elements in this process: a short run would wait longer for the
-compiler than for its numbers. Without a C++ compiler everything is done in plain torch, which is logged once.
+A kernel for each function and combination of dtypes is compiled for the first tensor of at least :data:`SMALLEST`
+elements (some seconds each, cached on disk by Inductor); smaller tensors are cheaper in plain torch. Compilation waits
+until plain torch has measured :data:`PAYS_FROM` elements: in a short run it would cost more than it saves. Without a
+C++ compiler, plain torch does everything, which is logged once.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from te_precision_callbacks.engine.kernels import eager
 logger = logging.getLogger(__name__)
 
 SMALLEST = 16_384
-"""Elements from which the compiled pass is taken."""
+"""Minimum number of elements for the compiled pass."""
 
 PAYS_FROM = 2**31
-"""Elements of such tensors that plain torch measures before a kernel is compiled: about as long as that takes."""
+"""Elements measured in plain torch before a kernel is compiled: about as long as compiling takes."""
 
 _PIECE = 2**22
-"""Elements per call of a compiled kernel: where torch runs the kernel as plain operations after all, for example under
-``torch.compiler.set_stance("force_eager")``, their temporaries stay within 200 MiB."""
+"""Elements per call of a compiled kernel. If torch runs it as plain operations, for example under
+``torch.compiler.set_stance("force_eager")``, temporaries stay within 200 MiB.
+"""
 
 _Function = Callable[..., Any]
 
 _kernels: dict[tuple[_Function, tuple[torch.dtype, ...]], _Function] = {}
 _failed = False
 _in_plain_torch = 0
-"""Elements that plain torch has measured although the compiled pass could have measured them."""
+"""Elements measured in plain torch that the compiled pass could have measured."""
 
 
 def takes(values: torch.Tensor) -> bool:
     """Return whether the compiled pass applies: a large CPU tensor, and no earlier failure.
 
-    The tensor must also be plain (dynamo may not support a subclass), and no dispatch mode may be active: under one
-    torch compiles nothing, and never again the functions called meanwhile.
+    Tensor subclasses are excluded, since dynamo may not support them, and so are dispatch modes: under one, torch
+    compiles nothing, and never again the functions called meanwhile.
     """
     if _failed or _in_plain_torch < PAYS_FROM or not _could_take(values):
         return False
@@ -52,7 +53,7 @@ def takes(values: torch.Tensor) -> bool:
 
 
 def leaves(values: torch.Tensor) -> None:
-    """Count a tensor that plain torch measures."""
+    """Count a tensor measured in plain torch."""
     global _in_plain_torch
     if _could_take(values):
         _in_plain_torch += values.numel()
@@ -65,7 +66,7 @@ def _could_take(values: torch.Tensor) -> bool:
 @functools.cache
 def _has_compiler() -> bool:
     try:
-        from torch._inductor import cpp_builder  # which makes the folder of compiled code
+        from torch._inductor import cpp_builder  # which creates the folder of compiled code
 
         cpp_builder.get_cpp_compiler()
     except Exception as error:
@@ -75,7 +76,7 @@ def _has_compiler() -> bool:
 
 
 def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A matrix in pieces of rows, each of a size that suits :func:`run`."""
+    """Split a matrix into pieces of rows that suit :func:`run`."""
     size = _PIECE if takes(rows) else eager.piece_size(rows)
     return _split(rows, max(1, size // rows.shape[1]))
 
@@ -86,14 +87,13 @@ def _split(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 
 def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
-    """``function(rows, *others)``, compiled if :func:`takes` accepts ``rows``; uncompiled if that fails, and for a
-    single row, since torch would compile again for it.
+    """Call ``function(rows, *others)``, compiled if :func:`takes` accepts ``rows``. Uncompiled if that fails, and for a
+    single row, for which torch would compile again.
 
     Args:
-        function: of whole tensors, without branches on their values. One object for all calls, since it is compiled
-            once for each combination of dtypes.
+        function: a function without branches on values; the same object in all calls, since it is compiled once per
+            combination of dtypes.
         rows: a matrix; its shape may differ between calls.
-        others: further tensors.
     """
     if takes(rows) and rows.shape[0] > 1:
         dtypes = tuple(tensor.dtype for tensor in (rows, *others))
@@ -103,7 +103,7 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
                 kernel = _kernels[function, dtypes] = _compiled(function)
             if not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")) and torch.is_autocast_cache_enabled():
                 return kernel(rows, *others)
-            # torch compiles again if a mode that it guards on differs, so the modes are fixed here.
+            # torch recompiles if a guarded mode differs, so the modes are fixed here.
             with torch.no_grad(), torch.autocast("cpu", enabled=False, cache_enabled=True):
                 return kernel(rows, *others)
         except Exception as error:
@@ -113,7 +113,7 @@ def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:
 
 
 def _compiled(function: Any) -> _Function:
-    """The function, compiled, with its own code object: torch gives up after 8 compilations of one code object.
+    """Compile the function with its own code object: torch gives up after 8 compilations of one code object.
 
     The 8 serve the caller's remaining modes: inference mode, number of threads, default dtype.
     """

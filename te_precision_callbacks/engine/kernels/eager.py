@@ -1,8 +1,8 @@
-"""The pass in plain torch, piece by piece, so temporaries stay in the cache of a CPU.
+"""The pass in plain torch, in pieces whose temporaries fit the CPU cache.
 
-For any device, and without a compiler. The arithmetic of :func:`moments` and :func:`comparison` is shared with the
-compiled pass. Squares and sums are taken in float64: the square of a float32 is exact there and cannot overflow, and a
-sum of raw squares still resolves a spread of a hundred-thousandth of the mean.
+For any device, without a compiler. :func:`moments` and :func:`comparison` are shared with the compiled pass. Squares
+and sums are float64: the square of a float32 is exact and cannot overflow, and a sum of raw squares still resolves a
+spread of 1e-5 of the mean.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from te_precision_callbacks.engine.kernels.columns import (
 from te_precision_callbacks.statistics.table import Bins
 
 PIECE = 65_536
-"""Elements of a piece on a CPU: a float64 temporary of one piece is 512 KiB. Larger pieces were several times slower,
-since their temporaries leave the cache and are mapped anew each time."""
+"""Elements of a piece on a CPU: a float64 temporary is 512 KiB. Larger pieces were several times slower, since their
+temporaries leave the cache and are mapped anew each time.
+"""
 
 PIECE_ELSEWHERE = 2**22
-"""Elements of a piece on another device, where a piece costs the launch of some 30 kernels."""
+"""Elements of a piece on another device, where a piece costs some 30 kernel launches."""
 
 
 def piece_size(values: torch.Tensor) -> int:
@@ -34,14 +35,14 @@ def piece_size(values: torch.Tensor) -> int:
 
 
 def flattened(values: torch.Tensor) -> torch.Tensor:
-    """All elements in one dimension, in any order; no copy if they lie in memory without gaps, as in a transpose."""
+    """Flatten in any order; no copy of a tensor without gaps, such as a transpose."""
     if not values.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(values):
         return values.as_strided((values.numel(),), (1,))
     return values.reshape(-1)
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
-    """The same numbers in float32, or in float64 if that is their dtype."""
+    """Convert to float32; float64 stays."""
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
@@ -79,12 +80,12 @@ def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return sums, maxima.to(torch.float64)
 
 
-# Each function below has two versions: compiled, a choice by a mask costs nothing; as a separate operation on a CPU,
-# the choice takes three times as long as the alternative.
+# Each function has two versions: a choice by a mask is free when compiled; as a separate operation on a CPU it takes
+# three times as long as the alternative.
 
 
 def _finite_or(otherwise: float, x: torch.Tensor) -> torch.Tensor:
-    """x, and ``otherwise`` where it is inf or nan."""
+    """Replace inf and nan by ``otherwise``."""
     if torch.compiler.is_compiling():
         return torch.where(x.abs() < math.inf, x, otherwise)
     return torch.nan_to_num(x, nan=otherwise, posinf=otherwise, neginf=otherwise)
@@ -98,10 +99,10 @@ def _count(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _negated_smallest_nonzero(magnitude: torch.Tensor) -> torch.Tensor:
-    """The negated smallest of each row that is not 0: [rows]; NOTHING where all are 0."""
+    """Negated smallest non-zero of each row: [rows]; NOTHING for a row of zeros."""
     if torch.compiler.is_compiling():
         return torch.where(magnitude > 0, -magnitude, NOTHING).amax(1)
-    # The bits of magnitudes are in their order; less 1, those of 0 come last.
+    # Bits of magnitudes order like the magnitudes; minus 1, zeros come last.
     integer = torch.int64 if magnitude.dtype == torch.float64 else torch.int32
     last = torch.iinfo(integer).max
     bits = ((magnitude.view(integer) - 1) & last).amin(1)
@@ -113,8 +114,8 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
 
     Args:
         values: [rows, columns], any float dtype; at most 2^24 columns.
-        quantized: float32, the same shape: their quantized values.
-        limit: float32, to be broadcast: the largest magnitude that the quantized form can hold.
+        quantized: float32, the same shape: the quantized values.
+        limit: float32, broadcastable: the largest magnitude of the quantized form.
 
     Returns:
         float64, [5, rows].
@@ -139,7 +140,7 @@ def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tenso
 def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """SCALE_SUMS and SCALE_MAXIMA of factors from code to value.
 
-    Factors of 0, which fill the padding of a tensor of scales, are left out, and so is nan.
+    Ignores nan, and factors of 0, which pad a tensor of scales.
     """
     if scales.device.type == "cpu" and scales.numel() == 1:
         number = float(scales)
@@ -157,14 +158,7 @@ def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def exponents(values: torch.Tensor) -> torch.Tensor:
-    """EXPONENT_BINS counts.
-
-    Args:
-        values: any shape, any float dtype.
-
-    Returns:
-        float64, [256].
-    """
+    """EXPONENT_BINS counts of a tensor of any shape and float dtype: float64, [256]."""
     x = widened(values.reshape(-1))
     if x.dtype == torch.float64:
         bits = x.view(torch.int64) & 0x7FFFFFFFFFFFFFFF
@@ -174,31 +168,27 @@ def exponents(values: torch.Tensor) -> torch.Tensor:
         bits = x.view(torch.int32) & 0x7FFFFFFF
         exponent = bits >> 23
         counted = (bits > 0) & (bits < 0x7F800000)
-    # Elements that are not counted go to one more bin, which is cut off.
+    # Excluded elements go to an extra bin, which is cut off.
     return _counts(torch.where(counted, exponent, EXPONENT_BINS), EXPONENT_BINS)
 
 
 def count_in_bins(powers: torch.Tensor, counted: torch.Tensor, bins: Bins) -> torch.Tensor:
-    """Count numbers per bin.
+    """Count numbers per bin: float64, one for each bin.
 
     Args:
-        powers: float64, 1-D: the numbers' logarithms to base 2.
-        counted: bool, the same length: which numbers are counted.
-        bins: which bins.
-
-    Returns:
-        float64, one for each bin.
+        powers: float64, 1-D: the logarithms to base 2.
+        counted: bool, the same length: which numbers to count.
     """
     places = torch.floor((powers - bins.lowest) * bins.steps).clamp(0, bins.number - 1)
     return _counts(torch.where(counted, places, bins.number).to(torch.int32), bins.number)
 
 
 def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
-    """Count the occurrences of 0 to ``number`` - 1 in whole numbers from 0 to ``number``: float64."""
+    """Count the integers 0 to ``number`` - 1; ``number`` itself is dropped. float64."""
     counts = torch.zeros(number + 1, dtype=torch.float64, device=bins.device)
     if bins.device.type == "cpu":
         counts += torch.bincount(bins, minlength=number + 1)
-    else:  # bincount would wait for the device to learn the largest bin
+    else:  # bincount would wait for the device to find the largest bin
         counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
     return counts[:number]
 
@@ -213,11 +203,11 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
 
 
 _KEPT = ("maxima", "scale_maxima")
-"""The columns of :class:`Places` of which the maximum is kept; the others are added."""
+"""Columns of :class:`Places` merged by maximum; the others are added."""
 
 
 def _columns(pending: Pending) -> dict[str, torch.Tensor]:
-    """The columns of a tensor, by their names in :class:`Places`."""
+    """Return a tensor's columns by their names in :class:`Places`."""
     values, codes, scale_inv, e5m2, places, *_ = pending
     flat = flattened(values) if codes is None else values.reshape(-1)
     number_format = E5M2 if e5m2 else E4M3
@@ -244,7 +234,7 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
 def _any_columns(
     piece: torch.Tensor, quantized: torch.Tensor | None, limit: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """The columns of a piece, of one row."""
+    """Columns of a piece, of one row."""
     sums, maxima = moments(piece)
     columns = {"moments": sums[:, 0], "maxima": maxima[:, 0]}
     if quantized is not None and limit is not None:
@@ -255,8 +245,7 @@ def _any_columns(
 def _finite_columns(
     piece: torch.Tensor, quantized: torch.Tensor | None, limit: torch.Tensor | None
 ) -> dict[str, torch.Tensor] | None:
-    """As :func:`_any_columns`, in a fifth of the time: masks are needed for inf and nan alone, and on a CPU reading a
-    number costs nothing. None if the piece has inf or nan."""
+    """As :func:`_any_columns`, in a fifth of the time, without masks for inf and nan. None if the piece has inf or nan."""
     x = widened(piece)
     low, high = float(x.amin()), float(x.amax())
     if not (-math.inf < low and high < math.inf):
@@ -275,7 +264,7 @@ def _finite_columns(
         underflows = overflows = 0.0
         remaining = quantized.abs()
         if not float(remaining.amin()) > 0:
-            underflows = _zeros(remaining) - _zeros(remaining + magnitude)  # without those that were 0 before
+            underflows = _zeros(remaining) - _zeros(remaining + magnitude)  # without zeros of the input
         if not max(-low, high) <= float(limit):
             overflows = float(_count((magnitude > limit).unsqueeze(0)))
         columns["compared"] = _numbers(count, underflows, overflows, float(torch.dot(error, error)), squares)

@@ -1,9 +1,9 @@
-"""The columns of a tensor that is quantized in blocks, in plain torch.
+"""Columns of a block-scaled tensor, in plain torch.
 
     columns(in_blocks, tensor, {Of.QUANTIZED, Of.LOSSES})    # sums and maxima of each kind
 
-For any device, and without a compiler. A band of rows is taken at a time: its codes are decoded, and compared in pieces
-as :mod:`~te_precision_callbacks.engine.kernels.eager` has them, so that temporaries do not grow with the tensor.
+For any device, without a compiler. Codes are decoded one band of rows at a time, so temporaries do not grow with the
+tensor.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHI
 from te_precision_callbacks.statistics.table import RANGES, SCALES, Of
 
 SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
-"""The columns that are added, and those of which the maximum is kept."""
+"""Summed columns, and maximum columns."""
 
 RANGE_KINDS = frozenset({Of.RANGES, Of.RANGE_BINS})
-"""What :func:`range_columns` gives."""
+"""Kinds that :func:`range_columns` computes."""
 
 _BAND = 2**24
-"""Elements of a band, if a row of blocks has no more: 64 MiB once decoded. A band costs some 100 operations."""
+"""Elements of a band, unless a row of blocks has more: 64 MiB decoded. A band costs some 100 operations."""
 
 _BY_BLOCK = frozenset({Of.LOSSES, Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
 
@@ -36,7 +36,7 @@ _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
 
 
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """As :func:`te_precision_callbacks.engine.kernels.add`, the columns that have to do with blocks of one tensor."""
+    """As :func:`te_precision_callbacks.engine.kernels.add`, for the block columns of one tensor."""
     if pending.in_blocks is None:
         raise ValueError("in_blocks: must be given.")
     places = destinations(pending)
@@ -50,7 +50,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
 
 
 def destinations(pending: Pending) -> dict[Of, tuple[int, int]]:
-    """Requested kinds of block statistics, and the offsets of their sums and maxima; -1: none."""
+    """Requested kinds of block statistics, and the offsets of their sums and maxima; -1 for none."""
     whole, own = pending.places, pending.of_blocks
     places = {
         Of.QUANTIZED: (whole.compared, -1),
@@ -65,11 +65,7 @@ def destinations(pending: Pending) -> dict[Of, tuple[int, int]]:
 
 
 def places_of(at: Callable[[Of], tuple[int, int]]) -> BlockPlaces:
-    """The inverse of :func:`destinations`, of what only blocks have.
-
-    Args:
-        at: where the sums and the maxima of a kind begin.
-    """
+    """The inverse of :func:`destinations`; ``at`` has the offsets of the sums and maxima of each kind."""
     kinds = (Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES, Of.SCALE_BINS, Of.RANGE_BINS)
     (limits, _), losses, ranges, scale_bins, range_bins = map(at, kinds)
     return BlockPlaces(
@@ -86,11 +82,10 @@ def places_of(at: Callable[[Of], tuple[int, int]]) -> BlockPlaces:
 
 
 def columns(found: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
-    """The columns of the kinds that are wanted.
+    """Compute the columns of the wanted kinds.
 
     Args:
-        found: the quantized tensor.
-        values: the tensor before quantization, any shape and float dtype; None if it does not exist.
+        values: the tensor before quantization, any shape and float dtype, if it exists.
         wanted: the kinds; without ``values``, only kinds of the scales.
 
     Raises:
@@ -115,7 +110,7 @@ def columns(found: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]
 
 
 def _bands(found: InBlocks) -> Iterator[tuple[slice, slice]]:
-    """Rows of the codes, and the rows of their blocks."""
+    """Yield rows of the codes, and the rows of their blocks."""
     (rows, row), height = found.part.matrix_shape, found.block[0]
     step = max(1, _BAND // max(1, height * row))
     for first in range(0, -(-rows // height), step):
@@ -137,12 +132,12 @@ def _both(
 
 
 def _occupied(blocks: torch.Tensor) -> torch.Tensor:
-    """Return blocks that have a finite element other than 0: bool, [blocks]."""
+    """Return which blocks have a finite element other than 0: bool, [blocks]."""
     return ((blocks != 0) & blocks.isfinite()).any(1)
 
 
 class Scales(NamedTuple):
-    """The factor from code to value and the stored scale of each block, float32; and the limits of the stored scale."""
+    """Factor from code to value and stored scale of each block, float32; limits of the stored scale."""
 
     factors: torch.Tensor
     stored: torch.Tensor
@@ -162,7 +157,7 @@ def needs_blocks(wanted: Collection[Of]) -> bool:
 def _compared(
     blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor, number_format: FloatFormat, *, by_block: bool
 ) -> torch.Tensor:
-    """COMPARISON_SUMS of blocks and their decoded codes: [5, blocks], or [5, 1] over all blocks."""
+    """COMPARISON_SUMS of blocks and decoded codes: [5, blocks], or [5, 1] over all blocks."""
     function = _comparison(number_format, by_block)
     pieces = compiled.pieces(blocks)
     sizes = [len(piece) for piece in pieces]
@@ -182,7 +177,7 @@ def _comparison(number_format: FloatFormat, by_block: bool) -> Callable[..., tor
 
 
 def joined(compared: Sequence[torch.Tensor], by_block: bool) -> torch.Tensor:
-    """COMPARISON_SUMS of all pieces: [5, blocks], or [5, 1] over all blocks."""
+    """Join the COMPARISON_SUMS of all pieces: [5, blocks], or [5, 1] over all blocks."""
     return torch.cat(list(compared), 1) if by_block else torch.cat(list(compared), 1).sum(1, keepdim=True)
 
 
@@ -193,19 +188,17 @@ def columns_of(
     occupied: torch.Tensor | None,
     blocks: torch.Tensor | None,
 ) -> dict[Of, SumsAndMaxima]:
-    """The columns of the kinds that are wanted.
+    """Compute the columns of the wanted kinds.
 
     Args:
-        wanted: the kinds.
         compared: COMPARISON_SUMS, [5, blocks] if a kind needs each block.
-        scales: of the blocks.
-        occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` has it.
+        occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` shows it.
         blocks: [blocks, elements], before quantization; needed for the ranges.
     """
     found: dict[Of, SumsAndMaxima] = {}
     if occupied is None and compared is not None and needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
-    # The factor of a block of zeros is set by the recipe, and depends on nothing in the tensor.
+    # The factor of a block of zeros depends on the recipe alone.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
     if Of.SCALES in wanted:
         found[Of.SCALES] = eager.scale_columns(factors)
@@ -238,7 +231,7 @@ def _limit_sums(scales: Scales, occupied: torch.Tensor) -> torch.Tensor:
 
 
 def limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """The largest magnitude that codes and factors can hold; inf where the factor is 0, so everything underflows."""
+    """Largest magnitude of codes and factors; inf where the factor is 0, so everything underflows."""
     return torch.where(factors == 0, math.inf, factors * number_format.max)
 
 
@@ -249,15 +242,14 @@ def scale_bins(scales: torch.Tensor) -> torch.Tensor:
 
 
 def range_columns(blocks: torch.Tensor, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
-    """The columns of the dynamic ranges log2(max(abs(x)) / min(abs(x))) of blocks, over x != 0.
+    """Columns of the blocks' dynamic ranges log2(max(abs(x)) / min(abs(x))) over x != 0.
 
     Args:
-        blocks: [blocks, elements], any float dtype; elements that are not finite are left out.
+        blocks: [blocks, elements], any float dtype; non-finite elements are ignored.
         wanted: the kinds to compute; those outside :data:`RANGE_KINDS` are ignored.
 
     Returns:
-        Columns for sums and for maxima: RANGE_SUMS and RANGE_MAXIMA, the counts of
-        the bins and RANGE_MAXIMA. float64.
+        float64 columns for sums and maxima: RANGE_SUMS and RANGE_MAXIMA, bin counts and RANGE_MAXIMA.
     """
     if RANGE_KINDS.isdisjoint(wanted):
         return {}
@@ -276,13 +268,13 @@ def range_columns(blocks: torch.Tensor, wanted: Collection[Of]) -> dict[Of, Sums
 
 
 def log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:
-    """log2(largest / smallest), float64: a whole number where the ratio is a power of two, and never out of range."""
+    """log2(largest / smallest), float64: exact for powers of two, and never out of range."""
     (upper, upper_exponent), (lower, lower_exponent) = torch.frexp(largest), torch.frexp(smallest)
     return torch.log2(upper.to(torch.float64) / lower) + (upper_exponent - lower_exponent)
 
 
 def extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest magnitude of each row, or 0, and the smallest above 0, or inf."""
+    """Largest magnitude of each row, or 0; and smallest above 0, or inf."""
     magnitude = eager.widened(pieces).abs()
     counted = (magnitude > 0) & (magnitude < math.inf)
     return torch.where(counted, magnitude, 0.0).amax(1), torch.where(counted, magnitude, math.inf).amin(1)

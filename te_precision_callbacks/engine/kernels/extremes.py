@@ -1,7 +1,6 @@
-"""The smallest and the largest element of a tensor on a CPU, from one read in C++ (``extremes.cpp``).
+"""Minimum and maximum of a tensor on a CPU, from one read in C++ (``extremes.cpp``).
 
-torch's ``aminmax`` takes four times as long in bfloat16, and in float32 its two reads, ``amin`` and ``amax``, take half
-as long again.
+torch's ``aminmax`` takes four times as long in bfloat16; in float32, ``amin`` and ``amax`` take half as long again.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from te_precision_callbacks.engine.kernels.cpp import DTYPES, CppPass
 
 SMALLEST = 2**13
-"""Elements from which a call takes less time than an operation of torch."""
+"""Elements from which a call is faster than torch."""
 
 EXTREMES = CppPass(
     "extremes.cpp",
@@ -26,14 +25,11 @@ EXTREMES = CppPass(
 
 
 def write_extremes(values: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> bool:
-    """Write the extremes of a tensor, both nan where there is a nan, unless plain torch has to.
+    """Write a tensor's extremes, both nan if it has a nan; return False if plain torch has to.
 
     Args:
         values: at least one element, without gaps.
         low, high: one-element tensors of the same dtype.
-
-    Returns:
-        Whether they have been written.
     """
     if values.numel() < SMALLEST:
         return False

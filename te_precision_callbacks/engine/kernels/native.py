@@ -1,7 +1,7 @@
 """The pass on a CPU, in C++ (``one_pass.cpp``): each element is read once, in the processor's vectors.
 
-When it is compiled: :mod:`te_precision_callbacks.engine.kernels.cpp`. A call takes some microseconds, so that small
-tensors gain most: plain torch calls thirty operations for each.
+See :mod:`te_precision_callbacks.engine.kernels.cpp` for when it is compiled. A call takes some microseconds where plain
+torch calls thirty operations, so small tensors gain most.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ leaves = ONE_PASS.leaves
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """As :func:`te_precision_callbacks.engine.kernels.add`, of tensors that ``takes`` accepts.
+    """As :func:`te_precision_callbacks.engine.kernels.add`, for tensors that ``takes`` accepts.
 
-    Not one operation of torch is called for a tensor without gaps.
+    Calls no operation of torch for a tensor without gaps.
     """
     for values, codes, scale_inv, e5m2, places, *_ in pending:
-        # Asking whether a tensor has gaps costs less than an operation of torch that has nothing to do.
+        # Checking for gaps costs less than a torch operation that does nothing.
         if not values.is_contiguous():
             values = (eager.flattened(values) if codes is None else values).contiguous()
         codes_format, at_codes, at_factor = 0, None, None

@@ -1,17 +1,16 @@
-"""The columns of a tensor that is quantized in blocks, and of its quantized form, from one pass, in Triton.
+"""Columns of a tensor and its block-scaled form from one pass, in Triton.
 
     triton_blocks.add(pending, sums, maxima)    # a Pending with in_blocks
 
-Codes and scales are read as they lie in memory: two FP4 codes a byte, scales with padding or in the order that a GEMM
-reads, codes of the transpose. Counts and extremes are exact; the sums of elements have the arithmetic and the bounds of
-:mod:`~te_precision_callbacks.engine.kernels.triton_parts`. Values per block, its scale and its dynamic
-range, is computed and added in float64.
+Codes and scales are read as stored: two FP4 codes per byte, scales padded or swizzled for a GEMM, codes of the
+transpose. Counts and extremes are exact; sums have the error bounds of
+:mod:`~te_precision_callbacks.engine.kernels.triton_parts`. Scales and dynamic ranges of blocks are computed and added
+in float64.
 
-A program takes tiles of 16 x 128 elements of the codes' matrix, or as many stacked tiles as a block has. A
-thread has 16 elements of each. What belongs to a block is brought together in the thread first, and then among the
-threads of the block, which all have the result; totals take that of the block's first thread. (Of a result that several
-threads share, Triton up to 3.6 adds that of the wrong threads.) How often a scale or a range is in a bin is counted in
-the program's registers, and added to zeros by atomics: integers, so the order of additions does not matter.
+A program takes tiles of 16 x 128 elements of the codes' matrix, or as many stacked tiles as a block has; a thread has
+16 elements of each. A block is reduced in each thread, then among its threads, which all have the result; totals take
+the first thread's. (Triton up to 3.6 adds a result shared by several threads from the wrong threads.) Bins are counted
+in registers and added by integer atomics, so the order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ from te_precision_callbacks.statistics.table import RANGES, SCALES
 
 _COLUMNS = len((*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS, *LIMIT_SUMS, *LOSS_SUMS, *RANGE_SUMS))
 _EXTREMES = len((*MAXIMA, *SCALE_MAXIMA, *LOSS_MAXIMA, *RANGE_MAXIMA))
-"""Of a row of results, in this order; one for each program."""
+"""Columns of a program's row of results, in this order."""
 
 _TILE_ROWS, _TILE_COLUMNS = 16, 128
 _COLUMN_VECTOR = 4
@@ -84,18 +83,18 @@ _jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_speciali
 
 
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure a tensor and its quantized form in blocks, and merge the results into vectors, in two launches.
+    """Measure a tensor and its block-scaled form, and merge the results, in two launches.
 
-    The result is the same bits for the same tensors, strides and device. What a quantized value is, and which element
-    overflows, is as in :func:`te_precision_callbacks.engine.kernels.eager_blocks.columns`.
+    The result is bit-identical for the same tensors, strides and device. Quantized values and overflows are defined as
+    in :func:`te_precision_callbacks.engine.kernels.eager_blocks.columns`.
 
     Args:
-        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. Dimensions that are not those
-            of a matrix cost a contiguous copy.
-        sums, maxima: float64, one dimension, on the device of the tensor.
+        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. Strides other than a matrix's
+            cost a contiguous copy.
+        sums, maxima: float64, 1-D, on the device of the tensor.
 
     Raises:
-        TypeError: the tensor has a dtype other than these.
+        TypeError: another dtype.
         ValueError: the tensor and its quantized form differ in shape or device, or there is none.
     """
     values, found = pending.values.detach(), pending.in_blocks
@@ -108,7 +107,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     matrix = found.matrix(values)
     if not matrix.numel():
         return
-    # By rows in which the tensor's neighbours lie: it is larger than its codes, which a transpose has in columns then.
+    # Follow the tensor's memory order: it is larger than its codes, which a transpose has in columns then.
     turned = matrix.stride(0) == 1 != matrix.stride(1)
     matrix = matrix.t() if turned else matrix
     height, width = found.block[::-1] if turned else found.block
@@ -165,14 +164,14 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             ROWS=_PER_THREAD // vector,
             VECTOR=vector,
             LANE_ROWS=_TILE_ROWS * vector // _PER_THREAD,
-            # Of a row of the tile, threads that have the same block.
+            # Threads of a tile's row that share a block.
             GROUP=max(1, width // vector),
             PARTS=THREADS * (_PER_THREAD // vector if height == 1 else vector if width == 1 else 1),
             HEIGHT=height,
             WIDTH=width,
             COLUMNS=_COLUMNS,
             EXTREMES=_EXTREMES,
-            # Fused, the product of a code and the scale would not be rounded before it is subtracted.
+            # An FMA would not round the product of code and scale before subtracting it.
             enable_fp_fusion=False,
         )
         _merge[(1 + -(-sum(bins) // _BINS_TOGETHER),)](
@@ -237,11 +236,11 @@ def _measure(
     code_column_stride: tl.tensor,
     scale_row_stride: tl.tensor,
     scale_column_stride: tl.tensor,
-    tile_stride: tl.tensor,  # from a row of tiles of swizzled scales to the next
+    tile_stride: tl.tensor,  # stride between rows of swizzled tiles
     amax_stride: tl.tensor,
     tiles: tl.tensor,
     tiles_across: tl.tensor,
-    CODES: tl.constexpr,  # "" if they are not read
+    CODES: tl.constexpr,  # "" if unread
     LARGEST: tl.constexpr,
     SCALES: tl.constexpr,
     SWIZZLED: tl.constexpr,
@@ -251,18 +250,18 @@ def _measure(
     HIGH: tl.constexpr,
     HEIGHT: tl.constexpr,  # rows and columns of a block
     WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,  # of the rows and columns of stored scales one in so many is a block's
+    DOWN: tl.constexpr,  # stored scales per block, in rows and columns
     ALONG: tl.constexpr,
     FORMAT: tl.constexpr,
     NOT_FINITE: tl.constexpr,
     SMALLEST_PLAIN: tl.constexpr,
     LARGEST_PLAIN: tl.constexpr,
-    MOMENTS: tl.constexpr,  # which are wanted of these and the following
+    MOMENTS: tl.constexpr,  # wanted kinds
     LOSSES: tl.constexpr,
     LIMITS: tl.constexpr,
     OF_SCALES: tl.constexpr,
     RANGES: tl.constexpr,
-    EXPONENTS: tl.constexpr,  # where these begin among the counts; -1: they are not counted
+    EXPONENTS: tl.constexpr,  # offsets among the counts; -1: not counted
     SCALE_BINS: tl.constexpr,
     RANGE_BINS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -272,15 +271,15 @@ def _measure(
     VECTOR: tl.constexpr,
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-    PARTS: tl.constexpr,  # what threads have of blocks
+    PARTS: tl.constexpr,  # results per thread and block
     COLUMNS: tl.constexpr,
     EXTREMES: tl.constexpr,
 ) -> None:
-    """Write row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then ``EXTREMES`` maxima; add to
+    """Write row ``program_id`` of ``partials`` (``COLUMNS`` sums and counts, ``EXTREMES`` maxima), and add to
     ``counts``.
 
-    A step has [ROWS, THREADS, VECTOR] elements: thread t has those of one row and VECTOR columns, and of each
-    LANE_ROWS rows below.
+    A step has [ROWS, THREADS, VECTOR] elements: thread t has one row and VECTOR columns, and the same of each LANE_ROWS
+    rows below.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -333,7 +332,7 @@ def _measure(
         left = tile % tiles_across * tile_columns
         column = left + first_column + tl.arange(0, VECTOR)[None, None, :]
 
-        # The scale of each element's block; those of the elements that one thread has of a row are the same.
+        # The scale of each element's block, equal for the elements of a thread's row.
         block_row = (top + row_in_tile) if HEIGHT == 1 else (top + first_column * 0)
         block_column = column if WIDTH == 1 else (left + first_column)
         has_scale = (block_row < row_count) & (block_column < column_count)
@@ -353,7 +352,7 @@ def _measure(
             factor = stored * of_row * AMAX_FACTOR
         largest = tl.where(factor == 0.0, float("inf"), factor * LARGEST)
 
-        # Of each block, by thread: which numbers of the module columns follow from it.
+        # Per block and thread, the inputs of the columns.
         inside = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
         finite_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
         underflows_here = _nothing(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
@@ -365,7 +364,7 @@ def _measure(
             row = first_row + row_in_tile
             mask = (row < row_count) & (column < column_count)
             offset = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-            # Elements beyond the end are loaded as not finite, so whatever excludes inf and NaN excludes them too.
+            # Elements beyond the end load as non-finite, so whatever excludes inf and NaN excludes them.
             x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
             count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
                 x, ROWS * VECTOR, SMALLEST_PLAIN, LARGEST_PLAIN
@@ -421,7 +420,7 @@ def _measure(
             beyond = _in_block(overflows_here, False, HEIGHT, WIDTH, LANE_ROWS, GROUP)
             underflow_blocks += (lost > 0).to(tl.int32)
             overflow_blocks += (beyond > 0).to(tl.int32)
-            # The larger of two shares, without a division: neither product is above 2^28.
+            # The larger of two shares, without a division: neither product exceeds 2^28.
             is_worse = lost * worst_of > worst * compared
             worst, worst_of = tl.where(is_worse, lost, worst), tl.where(is_worse, compared, worst_of)
         if OF_SCALES or LIMITS or RANGES:
@@ -457,7 +456,7 @@ def _measure(
                 place = tl.minimum((span * 8.0).to(tl.int32), 512)
                 range_places += tl.histogram(tl.where(occupied & leads, place, 1023), 1024)
 
-    # The order is that of _COLUMNS and _EXTREMES. What is not wanted is not there, and nobody reads it.
+    # In the order of _COLUMNS and _EXTREMES. Unwanted columns are undefined and never read.
     sums = partials + program.to(tl.int64) * (COLUMNS + EXTREMES)
     maxima = sums + COLUMNS
     finite_total = total_of(finite_count)
@@ -518,7 +517,7 @@ def _merge(
     range_maxima_at: tl.tensor,
     binned_scale_maxima_at: tl.tensor,
     binned_range_maxima_at: tl.tensor,
-    EXPONENT_BINS: tl.constexpr,  # how many there are; 0 if they are not counted
+    EXPONENT_BINS: tl.constexpr,  # their number; 0 if not counted
     SCALE_BINS: tl.constexpr,
     RANGE_BINS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -527,7 +526,7 @@ def _merge(
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
 ) -> None:
-    """Merge the rows of ``partials``; all programs but the first merge ``BINS`` of the counts."""
+    """Merge the rows of ``partials``; all programs but the first merge ``BINS`` counts."""
     part = tl.program_id(0)
     if part == 0:
         column = tl.arange(0, WIDTH)
@@ -558,7 +557,7 @@ def _merge(
 def _add_to(
     sums: tl.tensor, place: tl.tensor, found: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
 ) -> None:
-    """Add the columns from ``BEGIN`` on to those at a place, unless it is -1."""
+    """Add the columns from ``BEGIN`` on at a place, unless it is -1."""
     base = tl.where(column >= 0, place, 0)
     kept = sums + base + column - BEGIN
     add_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
@@ -568,7 +567,7 @@ def _add_to(
 def _raise_to(
     maxima: tl.tensor, place: tl.tensor, found: tl.tensor, column: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr
 ) -> None:
-    """As :func:`_add_to`, the larger of both."""
+    """As :func:`_add_to`, but with the maximum."""
     base = tl.where(column >= 0, place, 0)
     kept = maxima + base + column - BEGIN
     raise_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
@@ -582,14 +581,14 @@ def _add_counts(counts: tl.tensor, found: tl.tensor, NUMBER: tl.constexpr, KEPT:
 
 @jit
 def _swizzled(row: tl.tensor, column: tl.tensor, tile_stride: tl.tensor) -> tl.tensor:
-    """Return the index of a scale in the order read by a GEMM: :mod:`te_precision_callbacks.base.numerics.layouts`."""
+    """Return a scale's index in GEMM order: :mod:`te_precision_callbacks.base.numerics.layouts`."""
     at = (row // 128).to(tl.int64) * tile_stride + (column // 4) * 512
     return at + ((row % 32) * 16 + row % 128 // 32 * 4 + column % 4)
 
 
 @jit
 def _decode_scale(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """The float32 of a stored scale, exactly."""
+    """Decode a stored scale to float32, exactly."""
     if FORMAT == "e8m0":
         code = loaded.to(tl.int32)
         bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))
@@ -601,7 +600,7 @@ def _decode_scale(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 @jit
 def _decode_e2m1(code: tl.tensor) -> tl.tensor:
-    """Decode an FP4 code exactly: its bits are a float32 with 2^-126 of the value."""
+    """Decode an FP4 code exactly: its bits are a float32 of 2^-126 of the value."""
     bits = code.to(tl.int32)
     small = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
     return small * 8.507059173023462e37
@@ -609,7 +608,7 @@ def _decode_e2m1(code: tl.tensor) -> tl.tensor:
 
 @jit
 def _scale_bin(scale: tl.tensor) -> tl.tensor:
-    """The bin of a positive float32: eighths of the power of two above 2^-127; smaller numbers are in the first."""
+    """Bin of a positive float32: eighths of a power of two above 2^-127; smaller numbers are in the first bin."""
     bits = scale.to(tl.int32, bitcast=True)
     is_normal = bits >= 0x800000
     exponent = tl.where(is_normal, bits >> 23, 0)
@@ -625,7 +624,7 @@ def _scale_bin(scale: tl.tensor) -> tl.tensor:
 
 @jit
 def _log2_of_ratio(largest: tl.tensor, smallest: tl.tensor) -> tl.tensor:
-    """Return log2 of the ratio of two magnitudes, given as bits: float64, exact for powers of two."""
+    """log2 of the ratio of two magnitudes, given as bits: float64, exact for powers of two."""
     there = smallest > 0
     upper = tl.where(there, largest, 1).to(tl.float32, bitcast=True).to(tl.float64)
     lower = tl.where(there, smallest, 1).to(tl.float32, bitcast=True).to(tl.float64)
@@ -643,7 +642,7 @@ def _nothing(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> tl.tensor:
-    """A number for each block of each thread, as :func:`_in_thread` gives them."""
+    """A neutral number for each block of each thread, as from :func:`_in_thread`."""
     if HEIGHT == 1:
         found = tl.full([ROWS, THREADS], NUMBER, tl.int32)
     elif WIDTH == 1:
@@ -660,7 +659,7 @@ def _reduced(tile: tl.tensor, AXIS: tl.constexpr, IS_MAX: tl.constexpr) -> tl.te
 
 @jit
 def _in_thread(tile: tl.tensor, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """The sum or the maximum of the elements that each thread has of a block."""
+    """Sum or maximum of each thread's elements of a block."""
     if HEIGHT == 1:
         found = _reduced(tile, 2, IS_MAX)
     elif WIDTH == 1:
@@ -679,7 +678,7 @@ def _in_block(
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """The sum or the maximum of what threads have of a block, for each of these threads: [PARTS]."""
+    """Sum or maximum over the threads of a block, for each of them: [PARTS]."""
     if HEIGHT == 1:
         rows: tl.constexpr = found.shape[0]
         groups: tl.constexpr = found.shape[1] // GROUP
@@ -701,7 +700,7 @@ def _in_block(
 def _is_first_of_block(
     PARTS: tl.constexpr, HEIGHT: tl.constexpr, LANE_ROWS: tl.constexpr, GROUP: tl.constexpr
 ) -> tl.tensor:
-    """Whether a part is the first of its block: [PARTS]."""
+    """Return whether a part is the first of its block: [PARTS]."""
     part = tl.arange(0, PARTS)
     return part % GROUP == 0 if HEIGHT == 1 else (part < PARTS // LANE_ROWS) & (part % GROUP == 0)
 

@@ -1,4 +1,4 @@
-"""The columns of :mod:`~te_precision_callbacks.engine.kernels.columns` from one pass over a tensor, in Triton.
+"""Columns of :mod:`~te_precision_callbacks.engine.kernels.columns` from one pass over a tensor, in Triton.
 
 Usage::
 
@@ -6,10 +6,10 @@ Usage::
 
     triton_kernel.add([Pending(gradient, codes, scale_inv, True, places)], sums, maxima)
 
-It runs on a GPU, and on CPU tensors where ``TRITON_INTERPRET=1`` was set before triton was imported. The host never
-waits for the device.
+Runs on a GPU, and on CPU tensors if ``TRITON_INTERPRET=1`` was set before triton was imported. The host never waits for
+the device.
 
-For the arithmetic and its bounds see :mod:`~te_precision_callbacks.engine.kernels.triton_parts`.
+See :mod:`~te_precision_callbacks.engine.kernels.triton_parts` for error bounds.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
 )
 
 _MAX_DIMENSIONS = 5
-# In one tile, without codes and with codes: enough loads in flight to hide the latency of memory, and few enough for
-# the registers of the programs that share a processor.
+# In one tile, without and with codes: enough loads in flight to hide memory latency, and few enough for the registers
+# of programs that share a processor.
 _ELEMENTS_PER_THREAD = {False: 32, True: 16}
 
 _MOST_TOGETHER = 4
-"""The tensors of one launch; a GEMM has three."""
+"""Tensors per launch; a GEMM has three."""
 
-# Numbers that differ from tensor to tensor, for which Triton must not make separate kernels.
+# These differ between tensors; without this, Triton would compile separate kernels.
 _BEGINS = ["begin1", "begin2", "begin3"]
 _NUMBERS = [
     *(f"end{tensor}" for tensor in range(_MOST_TOGETHER)),
@@ -70,29 +70,27 @@ _jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_speciali
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure tensors, and their quantized values if there are any, and merge the results into vectors.
+    """Measure tensors, and their quantized values if any, and merge the results.
 
-    The result is the same bits for the same tensors, strides and device, together or alone. A quantized value that is
+    The result is bit-identical for the same tensors, strides and device, together or alone. A quantized value that is
     inf or NaN makes ``error_square_sum`` inf or NaN, unless its element is not finite either.
 
     Args:
         pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. More than 5 dimensions that
-            cannot be merged into fewer cost a contiguous copy. A quantized value is its decoded code times
-            ``scale_inv``, in float32; an element overflows if its magnitude is above the largest number of the format
-            (E4M3 448, E5M2 57344) times this.
-        sums, maxima: float64, one dimension, on the device of the tensors.
+            cannot be merged cost a contiguous copy. A quantized value is the decoded code times ``scale_inv``, in
+            float32; an element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv``.
+        sums, maxima: float64, 1-D, on the device of the tensors.
 
     Raises:
-        TypeError: a tensor has a dtype other than these.
-        ValueError: codes and values differ in shape or device, ``scale_inv`` is missing for codes, or does not have
-            exactly one element.
+        TypeError: another dtype.
+        ValueError: codes and values differ in shape or device, or ``scale_inv`` does not have exactly one element.
     """
     for together in grouped(pending):
         add_together(together, sums, maxima)
 
 
 def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
-    """The tensors by the launches that measure them: alike ones without gaps share one, up to :data:`_MOST_TOGETHER`.
+    """Group tensors by launch: similar ones without gaps share one, up to :data:`_MOST_TOGETHER`.
 
     Raises:
         TypeError, ValueError: as :func:`add`.
@@ -117,7 +115,7 @@ def _meet(places: ColumnPlaces, others: ColumnPlaces) -> bool:
 
 
 def _shared_launch(one: Pending) -> tuple[object, ...] | None:
-    """Return the common properties of tensors in one launch; None for a tensor measured alone."""
+    """Return the properties that tensors in one launch share; None for a tensor measured alone."""
     values, codes = one.values, one.codes
     if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
         return None
@@ -180,7 +178,7 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
             EXTREMES=extremes,
             **decoding,
             **MEASURING,
-            # Fused, the product of a code and the scale would not be rounded before it is subtracted.
+            # An FMA would not round the product of code and scale before subtracting it.
             enable_fp_fusion=codes is None,
         )
         _merge[(len(together), -(-(columns + extremes) // COLUMNS_TOGETHER))](
@@ -226,10 +224,10 @@ def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Te
 
 
 def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[int, int, int]]:
-    """As few (size, stride of values, stride of codes) as reach the same pairs of elements, outermost first.
+    """Merge dimensions: (size, stride of values, stride of codes), outermost first.
 
-    The order of elements does not matter, only their pairing, so dimensions are sorted by stride first: every dense
-    tensor, transposed or not, becomes one dimension of stride 1.
+    Only the pairing of elements matters, so dimensions are sorted by stride: any dense tensor, transposed or not,
+    becomes one dimension of stride 1.
     """
     code_strides: Sequence[int] = [0] * values.dim() if codes is None else codes.stride()
     found = [found for found in zip(values.shape, values.stride(), code_strides, strict=True) if found[0] != 1]
@@ -244,7 +242,7 @@ def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[in
 
 @_jit_of_tensors
 def _measure(
-    # Up to four tensors, alone or together; of absent ones there is the first again, which no program takes.
+    # Up to four tensors; absent ones repeat the first, and no program takes them.
     values: tl.tensor,
     values1: tl.tensor,
     values2: tl.tensor,
@@ -261,12 +259,12 @@ def _measure(
     numel1: tl.tensor,
     numel2: tl.tensor,
     numel3: tl.tensor,
-    # The first programs of the second, third and fourth tensor.
+    # First programs of the second, third and fourth tensor.
     begin1: tl.tensor,
     begin2: tl.tensor,
     begin3: tl.tensor,
     partials: tl.tensor,
-    # Sizes and strides from the innermost dimension on; the last of 5 needs no size, absent ones have 1 and 0.
+    # Sizes and strides, innermost first; the last of 5 needs no size, absent ones have 1 and 0.
     size0: tl.tensor,
     size1: tl.tensor,
     size2: tl.tensor,
@@ -288,8 +286,8 @@ def _measure(
     SMALLEST_PLAIN: tl.constexpr,
     LARGEST_PLAIN: tl.constexpr,
     HISTOGRAM: tl.constexpr,
-    ALONE: tl.constexpr,  # there is one tensor; several have one dimension, and numel and addresses are multiples of 16
-    WHOLE_RUNS: tl.constexpr,  # the innermost size is a multiple of THREADS * VECTOR
+    ALONE: tl.constexpr,  # one tensor; several have one dimension, and numel and addresses are multiples of 16
+    WHOLE_RUNS: tl.constexpr,  # innermost size is a multiple of THREADS * VECTOR
     SMALL: tl.constexpr,  # every index fits int32
     ROWS: tl.constexpr,
     PER_THREAD: tl.constexpr,  # ROWS * VECTOR
@@ -300,8 +298,8 @@ def _measure(
 ) -> None:
     """Write row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then ``EXTREMES`` maxima.
 
-    A program reads tiles of [ROWS, THREADS, VECTOR] elements. Each thread has the elements of one index THREADS: a
-    tile is reduced to [THREADS] in registers, and only the end of the program brings threads together.
+    A program reads tiles of [ROWS, THREADS, VECTOR] elements and reduces each to [THREADS] in registers; threads are
+    combined only at its end.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -320,7 +318,7 @@ def _measure(
     row = (tl.arange(0, ROWS) * run)[:, None, None].to(tl.int64)
     lane = (tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[None, :, :]
 
-    # int32 is enough for what one thread counts: 2^31 elements a thread would be 2^38 a program.
+    # int32 suffices for a thread's counts: 2^31 elements per thread would be 2^38 per program.
     finite_count = tl.full([THREADS], 0, tl.int32)
     nonzero_count = tl.full([THREADS], 0, tl.int32)
     total = tl.full([THREADS], 0, tl.float64)
@@ -343,7 +341,7 @@ def _measure(
         seen += tl.minimum(numel - first, tile)
         index = first + row + lane
         mask = index < numel
-        # Divisions are the cost of more than one dimension: a run within one row of the tensor needs one for all.
+        # Divisions dominate the cost of several dimensions: a run within one row needs one for all.
         divided = first + row if WHOLE_RUNS else index
         if SMALL:
             divided = divided.to(tl.int32)
@@ -351,7 +349,7 @@ def _measure(
         if WHOLE_RUNS:
             offset += lane.to(tl.int64) * stride0
 
-        # Elements beyond the end are loaded as not finite, so whatever excludes inf and NaN excludes them too.
+        # Elements beyond the end load as non-finite, so whatever excludes inf and NaN excludes them.
         x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
         count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
             x, PER_THREAD, SMALLEST_PLAIN, LARGEST_PLAIN
@@ -389,14 +387,14 @@ def _measure(
         if HISTOGRAM:
             histogram += exponent_counts(x, tile)
 
-    # The order is that of the module columns.
+    # In the order of the module columns.
     sums = partials + tl.program_id(0).to(tl.int64) * (COLUMNS + EXTREMES)
     finite_total = total_of(finite_count)
     square_total = total_of(square_sum)
     store_moments(sums, finite_total, seen, nonzero_count, total, square_total, abs_sum)
     if CODES != "":
         store_comparison(sums + 6, finite_total, underflow_count, overflow_count, error_square_sum, square_total)
-        # All programs of a tensor have the same scale, and the first one counts it.
+        # All programs of a tensor have the same scale; the first counts it.
         wide = scale.to(tl.float64)
         counted = (program == 0) & (scale > 0.0) & (scale < float("inf"))
         tl.store(sums + 11, tl.where(counted, 1.0, 0.0).to(tl.float64))
@@ -446,7 +444,7 @@ def _merge(
     scales3: tl.tensor,
     scale_maxima3: tl.tensor,
     exponents3: tl.tensor,
-    COMPARED: tl.constexpr,  # where these begin in a row; -1 if they are not there
+    COMPARED: tl.constexpr,  # offsets in a row; -1 if absent
     SCALES: tl.constexpr,
     EXPONENTS: tl.constexpr,
     SCALE_MAXIMA: tl.constexpr,
@@ -455,7 +453,7 @@ def _merge(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Merge the rows of tensor ``program_id(0)``, and of these the columns from ``program_id(1) * WIDTH`` on."""
+    """Merge the rows of tensor ``program_id(0)``, columns from ``program_id(1) * WIDTH`` on."""
     which = tl.program_id(0)
     first = _chosen(which, 0, end0, end1, end2)
     end = _chosen(which, end0, end1, end2, end3)
@@ -507,7 +505,7 @@ def _offset(
     stride3: tl.tensor,
     stride4: tl.tensor,
 ) -> tl.tensor:
-    """Return the offset of element ``index``. Triton treats a size of 1 as a constant and drops its division."""
+    """Offset of element ``index``. Triton treats a size of 1 as a constant and drops its division."""
     offset = (index % size0).to(tl.int64) * stride0
     index = index // size0
     offset += (index % size1).to(tl.int64) * stride1

@@ -1,22 +1,21 @@
-"""Common parts of the Triton kernels: formats, moments of a tile, comparison with quantized values, and results.
+"""Common parts of the Triton kernels, and their error bounds.
 
-Counts and extremes are exact. Sums are taken in float32 over the elements that one thread has of a tile, and in float64
-from there on: a GPU does float64 at half (H100) to a 64th (consumer GPUs) of its float32 rate. A thread subtracts the
-mean of its elements before it squares, so that a variance that is a millionth of the mean's square keeps its digits.
-With u = 2^-24, one rounding of float32, k additions at most on the way of an element into a sum of float32 (10; 16 for
-values in FP8), and what float64 rounds left out, the sums are at most this wrong (N. J. Higham, Accuracy and Stability
-of Numerical Algorithms, 2002, section 4.2):
+Counts and extremes are exact. Sums are float32 over a thread's elements of a tile, and float64 beyond: a GPU does
+float64 at half (H100) to a 64th (consumer GPUs) of its float32 rate. A thread subtracts the mean of its elements before
+squaring, so that a variance of a millionth of the mean's square keeps its digits. Let u = 2^-24 (float32 rounding), and
+k the most float32 additions per element (10; 16 for values in FP8). Ignoring float64 rounding, the largest errors are
+(N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2):
 
 - ``abs_sum``: k u of itself.
-- ``sum``: (k + 1) u times the sum of the distances from the threads' means, which is below 2 ``abs_sum``.
-- the squared distances from the threads' means: (k + 3) u of themselves. ``square_sum``, which is made of these, of the
-  means, and of the products of means and distances: (2 k + 4) u of itself.
-- the variance: the same share of itself, as its error comes from the same two sums; the standard deviation: (k + 2) u,
-  which is 7e-7 for k = 10.
+- ``sum``: (k + 1) u times the sum of distances from the threads' means, which is below 2 ``abs_sum``.
+- the squared distances from the threads' means: (k + 3) u of themselves. ``square_sum``, computed from these, the
+  means, and the products of means and distances: (2 k + 4) u of itself.
+- the variance: the same share of itself, since its error comes from the same two sums; the standard deviation: (k + 2)
+  u, or 7e-7 for k = 10.
 - ``error_square_sum``: (k + 3) u of itself.
 
-A tile whose squares might leave float32's range, or that has inf or NaN, is measured by :func:`_careful_moments`, which
-scales by a power of two for each thread.
+:func:`_careful_moments` handles tiles with inf or NaN, or with squares that might leave float32's range: it scales by a
+power of two for each thread.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
-# dtype -> name in the kernel, integers of the same size to load in its place, and a value that is not finite. Only
-# float32 and float16 are loaded as such: the kernel decodes the others by their bits, which is exact on every GPU.
+# dtype -> name in the kernel, integers of the same size to load instead, and a non-finite value. Only float32 and
+# float16 are loaded as such: the kernel decodes the others by their bits, which is exact on every GPU.
 FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None, float | int]] = {
     torch.float32: ("float32", None, math.inf),
     torch.float16: ("float16", None, math.inf),
@@ -40,9 +39,9 @@ FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None, float | int]] = {
 }
 CODE_FORMATS = {False: ("e4m3", 448.0), True: ("e5m2", 57344.0)}  # e5m2? -> name in the kernel, largest number
 
-# Between these magnitudes the largest of a tile must lie for a plain measurement. Above, the sum of 32 squares of twice
-# its size might overflow; below, squared distances that float32 has no exponents for, under 2^-126, might matter: a
-# number has digits down to 2^-24 of itself.
+# A tile's largest magnitude must lie between these for a plain measurement. Above, a sum of 32 squares of twice its
+# size might overflow; below, squared distances under 2^-126, which float32 cannot represent, might matter: a number has
+# digits down to 2^-24 of itself.
 PLAIN = (2.0**-36, 2.0**60)
 
 THREADS = 128
@@ -51,7 +50,7 @@ _PROGRAMS_PER_PROCESSOR = 4
 PROGRAMS_OF_INTERPRETER = 4
 
 COLUMNS_TOGETHER = 32
-"""Of the results of programs, those that a program of the merge has."""
+"""Programs' results that one program of the merge has."""
 
 MEASURING: Mapping[str, Any] = {
     "SMALLEST_PLAIN": PLAIN[0],
@@ -65,14 +64,14 @@ MERGING: Mapping[str, Any] = {
     "num_warps": THREADS // 32,
     "enable_fp_fusion": True,
 }
-"""What all launches of either kind have alike."""
+"""Settings of all launches."""
 
 # triton has no types: this keeps the module typed.
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 
 def program_count(device: torch.device) -> int:
-    """The most programs of a launch."""
+    """Maximum number of programs in a launch."""
     if device.type != "cuda":
         return PROGRAMS_OF_INTERPRETER
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -80,7 +79,7 @@ def program_count(device: torch.device) -> int:
 
 
 def loadable(values: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    """The tensor as the kernels load it, and how they decode it."""
+    """Return the tensor as the kernels load it, and how they decode it."""
     name, integers, not_finite = FORMATS[values.dtype]
     return values if integers is None else values.view(integers), {"FORMAT": name, "NOT_FINITE": not_finite}
 
@@ -89,9 +88,9 @@ def loadable(values: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
 def tile_moments(
     x: tl.tensor, PER_THREAD: tl.constexpr, SMALLEST_PLAIN: tl.constexpr, LARGEST_PLAIN: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Moments of a tile of [rows, threads, elements], for each thread, as :func:`_careful_moments` has them.
+    """Moments of a tile of [rows, threads, elements] per thread, as from :func:`_careful_moments`.
 
-    Elements that are not there must be inf or NaN.
+    Absent elements must be inf or NaN.
     """
     float_sum = thread_sum(x)
     highest, negated_lowest = thread_max(x), thread_max(-x)
@@ -108,11 +107,10 @@ def tile_moments(
 
 @jit
 def comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Return underflows and overflows as 0 and 1, and the sum of squared errors of each thread.
+    """Return underflows and overflows as 0 and 1, and each thread's sum of squared errors.
 
     Args:
         x: a tile of [rows, threads, elements].
-        y: the quantized values.
         largest: the magnitude above which an element overflows.
     """
     finite = is_finite(x)
@@ -128,7 +126,7 @@ def comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tenso
 @jit
 def exponent_counts(x: tl.tensor, ELEMENTS: tl.constexpr) -> tl.tensor:
     """Count elements of a tile per exponent, [256]; the last bin has zeros and non-finite elements."""
-    # A mask of tl.histogram is younger than Triton 3.2; no finite number has the exponent 255.
+    # tl.histogram has a mask only since Triton 3.2; no finite number has the exponent 255.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = tl.where(magnitude == 0, 255, magnitude >> 23)
     return tl.histogram(tl.reshape(exponent, [ELEMENTS]), 256)
@@ -172,7 +170,7 @@ def store_comparison(
 
 @jit
 def store_extremes(at: tl.tensor, maximum: tl.tensor, negated_min: tl.tensor, above_zero: tl.tensor) -> None:
-    """Store MAXIMA; the last argument is the smallest magnitude :func:`from_above`."""
+    """Store MAXIMA; the last argument is the smallest magnitude as by :func:`from_above`."""
     tl.store(at + 0, tl.max(maximum, 0).to(tl.float64))
     tl.store(at + 1, tl.max(negated_min, 0).to(tl.float64))
     smallest = (-tl.max(above_zero, 0).to(tl.int32)).to(tl.float32, bitcast=True)
@@ -189,7 +187,7 @@ def merged_rows(
     EXTREMES: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The sum and the maximum of some columns over the rows ``first`` to ``end`` of programs' results."""
+    """Sum and maximum of some columns over rows ``first`` to ``end`` of programs' results."""
     is_sum = column < COLUMNS
     is_maximum = (column >= COLUMNS) & (column < COLUMNS + EXTREMES)
     total = tl.full([column.shape[0]], 0, tl.float64)
@@ -222,7 +220,7 @@ def decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
         # The upper byte of a float16.
         x = (loaded.to(tl.int32) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif FORMAT == "e4m3":
-        # The bits of a float32 that has 2^-120 of the value: its exponent has a bias of 127, not 7. 2^120 is exact.
+        # Bits of a float32 of 2^-120 of the value, since its exponent bias is 127, not 7. 2^120 is exact.
         bits = ((loaded.to(tl.int32) << 24) >> 4) & -0x78100000
         small = bits.to(tl.float32, bitcast=True)
         x = tl.where((bits & 0x07F00000) == 0x07F00000, float("nan"), small * 1.329227995784916e36)
@@ -233,8 +231,7 @@ def decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 @jit
 def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Moments but extremes of a tile without inf and NaN, whose squares float32 can hold: see
-    :func:`_careful_moments`."""
+    """:func:`_careful_moments` without extremes, of a tile without inf and NaN whose squares fit float32."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     mean = float_sum / PER_THREAD
     deviation = x - mean[None, :, None]
@@ -253,8 +250,9 @@ def _plain_moments(x: tl.tensor, float_sum: tl.tensor, PER_THREAD: tl.constexpr)
 
 @jit
 def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Moments of any tile, for each thread: the counts of finite elements and of those other than 0, the sum, the sum
-    of squares, sum of magnitudes, smallest magnitude :func:`from_above`; the maximum, and the negated minimum."""
+    """Moments of any tile, for each thread: counts of finite elements and of non-zero ones, the sum, the sum of
+    squares, the sum of magnitudes, the smallest magnitude :func:`from_above`, the maximum and the negated minimum.
+    """
     finite = is_finite(x)
     magnitude = tl.where(finite, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     count = thread_sum(finite.to(tl.int32))
@@ -281,7 +279,7 @@ def _careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
 
 @jit
 def from_above(magnitude: tl.tensor) -> tl.tensor:
-    """2^32 minus the bits of a magnitude, the larger the smaller it is; 0 for 0."""
+    """2^32 minus the bits of a magnitude, which reverses the order; 0 for 0."""
     return (-magnitude).to(tl.uint32, bitcast=True)
 
 
@@ -292,9 +290,9 @@ def is_finite(x: tl.tensor) -> tl.tensor:
 
 @jit
 def _powers(largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """A power of two that brings this magnitude to between 1 and 4, in float32, and its inverse, in float64.
+    """A power of two that scales this magnitude to between 1 and 4, in float32, and its inverse, in float64.
 
-    A subnormal magnitude is brought to 2^-22 or more. One that is not finite, or is below 0, gets some power.
+    A subnormal magnitude is scaled to 2^-22 or more. For a non-finite or negative one the result is arbitrary.
     """
     exponent = tl.minimum(tl.maximum(254 - (largest.to(tl.int32, bitcast=True) >> 23), 1), 254)
     down = (exponent << 23).to(tl.float32, bitcast=True)
