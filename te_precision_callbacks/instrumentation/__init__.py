@@ -1,1 +1,1 @@
-"""All that a session changes in Transformer Engine and nvidia-dlfw-inspect, and how it takes the changes back."""
+"""Everything that a session changes in Transformer Engine and nvidia-dlfw-inspect, and how it is restored."""

@@ -1,4 +1,4 @@
-"""Decides in each forward of a Transformer Engine module whether it takes the debug path, and whether a feature acts.
+"""Decides in each forward of a Transformer Engine module whether it takes the debug path and whether a feature acts.
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active``
 (``pytorch/module/base.py``).
@@ -45,19 +45,8 @@ MOST_FORWARDS = 100
 class Answers:
     """The replacements of ``is_debug_iter`` and ``no_debug_features_active``.
 
-    Args:
-        classify: decides the kind of a forward.
-        failures: receives failures of observation.
-        audit: receives the planned GEMMs.
-        scalars: receives the shares of stale weights.
-        notices: the messages that the run has logged.
-        strict: whether a refused forward raises.
-        trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
-
     Attributes:
-        watched: the watched modules.
-        unwatched: other modules that ran a forward with gradients in training.
-        notes: records the plan of forwards.
+        unwatched: other modules with a training forward.
         current: the current forward of each thread.
         refused: the layers that Transformer Engine's debug path refuses.
     """
@@ -91,16 +80,14 @@ class Answers:
 
     @property
     def ran(self) -> Collection[int]:
-        """The ids of the modules with training forwards in this iteration."""
+        """Ids of the modules with training forwards in this iteration."""
         return self._forwards.keys()
 
     def forget_forwards(self) -> None:
-        """Reset the counts of forwards, for a new iteration."""
         self._forwards.clear()
         self._checked_cache.clear()
 
     def forget_modules(self) -> None:
-        """Reset the state of modules, before others are watched."""
         self.unwatched.clear()
         self._idle_in_evaluation.clear()
         self._captured.clear()
@@ -111,7 +98,6 @@ class Answers:
 
     @outside_of_dynamo
     def is_debug_iter(self, module: Any) -> bool:
-        """Return whether an armed module takes the debug path in this forward."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         name = self.watched.names[id(module)]
@@ -142,7 +128,7 @@ class Answers:
         return bool(self._own_is_debug_iter(module))
 
     def _check_cached(self, module: Any, frame: FrameType | None) -> None:
-        """Check once in an iteration whether the weights that a forward reads from the cache are stale."""
+        """Check once per iteration whether the weights that a forward reads from the cache are stale."""
         if not module.__dict__.get("_fp8_workspaces") or id(module) in self._checked_cache:
             return
         try:
@@ -177,7 +163,7 @@ class Answers:
             )
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        """Return the ``is_debug_iter`` of modules that are not watched."""
+        """Return the ``is_debug_iter`` of unwatched modules."""
         self._own_is_debug_iter = upstream
         unwatched, classify = self.unwatched, self._classify
 
@@ -190,7 +176,7 @@ class Answers:
         return is_debug_iter
 
     def make_no_debug_features_active(self, upstream: Any) -> Any:
-        """Return the replacement of ``no_debug_features_active``, called once a forward has its quantizers."""
+        """Return the replacement of ``no_debug_features_active``, which a forward calls once it has its quantizers."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
         from transformer_engine.debug.pytorch.utils import any_feature_enabled
 
@@ -213,7 +199,7 @@ class Answers:
                     if not idle and forward.has_quantized_input and _acts_on_activation(quantizers):
                         self.notes.report_quantized_input(module)
                 return idle
-            # Evaluation must not change the schedule of training.
+            # Evaluation must not change training's schedule.
             idle = not any_feature_enabled(quantizers)
             if idle:
                 self._idle_in_evaluation[id(module)] = TEDebugState.get_iteration()
@@ -222,7 +208,7 @@ class Answers:
         return no_debug_features_active
 
     def _is_left_alone(self, forward: DebugForward, *, idle: bool) -> bool:
-        """Return whether a forward takes the ordinary path: no feature acts in it, or it is refused."""
+        """Return whether no feature acts in a forward, or it is refused."""
         module, refusal = forward.module, refusal_of(forward)
         if refusal is None or (idle and not refusal.lasts):
             return idle
@@ -233,18 +219,15 @@ class Answers:
         return True
 
     def _leave_captured(self, module: torch.nn.Module) -> None:
-        """Leave a module that is captured in a graph alone. A graph that can be bypassed is known after the capture."""
+        """Leave a module in a graph capture alone. Whether the graph can be bypassed is known only afterwards."""
         self._captured[id(module)] = module, self.watched.fused.get(id(module))
         self.watched.leave_alone(module)
         if self.refused.strict:
             self._note_refusal(module, CUDA_GRAPH)
 
     def resolve_captured(self, bypassable: Collection[int], refused: Iterable[tuple[torch.nn.Module, str]]) -> None:
-        """Refuse the modules captured in a step, except in graphs that can be bypassed.
-
-        Args:
-            bypassable: the ids of modules in graphs that can be bypassed.
-            refused: the modules in other graphs, with the reason.
+        """Refuse modules captured in a step, except in graphs that can be bypassed (by id); ``refused`` has the
+        reasons.
         """
         for module, why_not in refused:
             if id(module) in self.watched.modules and not self.watched.is_left_alone(module):
@@ -264,10 +247,10 @@ class Answers:
 
 
 def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
-    """Drop weights that a forward with ``is_first_microbatch`` has cached in another iteration, or in an evaluation.
+    """Drop weights cached with ``is_first_microbatch`` in another iteration or in an evaluation.
 
-    Transformer Engine would write the new weight with the cached weight's quantizer: with the features and the
-    precision of the iteration that made it. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
+    Transformer Engine would write the new weight with the cached weight's quantizer, which has the features and the
+    precision of its own iteration. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
     """
     from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
 
@@ -276,7 +259,7 @@ def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
     for name, held in list(workspaces.items()):
         if isinstance(held, DebugQuantizedTensor):
             made = held.quantizer
-            # With an fsdp_group Transformer Engine reads attributes that this weight does not have.
+            # With an fsdp_group, TE reads attributes that this weight lacks.
             if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:
                 del workspaces[name]
 
@@ -286,5 +269,5 @@ def _acts_on_activation(quantizers: Iterable[Any]) -> bool:
 
 
 def _input_of(frame: FrameType | None) -> Any:
-    """Return the input of the forward of a frame, its first argument in TE 2.20.2; None if unknown."""
+    """Return the input of a frame's forward, its first argument in TE 2.20.2, if known."""
     return None if frame is None else frame.f_locals.get(frame.f_code.co_varnames[1])

@@ -15,16 +15,10 @@ _BY_ACCELERATE = {
     " fp8_config: {backend: TE} in the file of accelerate launch --config_file, or with ACCELERATE_MIXED_PRECISION=fp8"
     " and ACCELERATE_FP8_BACKEND=TE in the environment of a script that is started without it.",
 }
-"""Integration -> how Accelerate converts a model."""
 
 
 def without_layers(goes_on: str, front_door: str = "") -> str:
-    """Return the warning that a model has no Transformer Engine layer, and how to get one.
-
-    Args:
-        goes_on: how training continues.
-        front_door: the integration that started the session.
-    """
+    """Return the warning that a model has no Transformer Engine layer, with a remedy for the integration."""
     return (
         "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear),"
         f" so there are no statistics. Training goes on {goes_on}.{_BY_ACCELERATE.get(front_door, '')}"
@@ -32,7 +26,7 @@ def without_layers(goes_on: str, front_door: str = "") -> str:
 
 
 def alike_in_words(layers: Sequence[Layer]) -> str:
-    """Return the warning that several layers got one name from the script, or an empty text."""
+    """Return the warning that the script gave several layers one name; empty if it did not."""
     alike = {given: names for given, names in by_given_name(layers).items() if len(names) > 1}
     if not alike:
         return ""

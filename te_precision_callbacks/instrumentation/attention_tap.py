@@ -1,4 +1,4 @@
-"""The part of the tap that reports attention: fused attention, and the forwards of all attention modules."""
+"""Reports fused attention, and the forwards of all attention modules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,6 @@ from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionS
 
 
 class AttentionTap:
-    """Reports attention to a listener.
-
-    Attributes:
-        names: id of an attention module -> its name.
-    """
-
     def __init__(
         self,
         classify: Classify,
@@ -37,7 +31,6 @@ class AttentionTap:
         self._listener = listener
 
     def enter(self, module: Any) -> Forward:
-        """Return the state of an attention forward that starts."""
         layer = self.names[id(module)]
         try:
             entered = Forward((layer,), self._classify(module), "", halves=False)
@@ -59,7 +52,7 @@ class AttentionTap:
             self._report("observing the forward of", entered.layers[0], error)
 
     def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of fused attention to report its products to the listener."""
+        """Wrap a function of fused attention to report its products."""
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)
@@ -72,7 +65,7 @@ class AttentionTap:
                     given = signature.bind(*operands, **keywords)
                     given.apply_defaults()
                     self._listener.note_attention(_event(running, given.arguments))
-                except ObservationError:  # reported already, and to be raised
+                except ObservationError:  # reported already; must be raised
                     raise
                 except Exception as error:
                     self._report("observing the products of", running.layers[0], error)

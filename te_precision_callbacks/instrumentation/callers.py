@@ -8,17 +8,14 @@ from typing import Any
 
 
 class Callers:
-    """Finds the modules, and searches again when Python modules were imported."""
-
     def __init__(self) -> None:
         self._callers: list[tuple[Any, str]] = []
         self._modules = 0  # their number at the last search
 
     def find(self, functions: Mapping[Any, Sequence[str]]) -> list[tuple[Any, str]]:
-        """Return the modules with the names of the functions in them.
+        """Return the importing modules, with their names of the functions; searches again after new imports.
 
-        Args:
-            functions: Python module of ``cpp_extensions`` -> names of functions.
+        ``functions``: Python module of ``cpp_extensions`` -> names of functions.
         """
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)

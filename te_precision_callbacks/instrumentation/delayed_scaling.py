@@ -1,8 +1,8 @@
 """Finds layers that ran delayed scaling before they had a scale.
 
-The scale of delayed scaling follows from the amaxes of earlier steps. In a layer's first step there are none, and the
-scale is 1: most of a small gradient underflows. Whether a step is the first is read from the layer's state before its
-first forward: a resumed run has the scales of its checkpoint, if any.
+Delayed scaling derives the scale from the amaxes of earlier steps. In a layer's first step the scale is 1, so most of a
+small gradient underflows. The layer's state before its first forward shows this: a resumed run may have the scales of
+its checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from te_precision_callbacks.layers.naming import NamedModule
 
 
 class _Look(NamedTuple):
-    """The state of a module that was new in an iteration, and whether its scale is still the initial one."""
+    """State of a module that was new in an iteration, and whether its scale is still the initial one."""
 
     scale: torch.Tensor
     iteration: int
@@ -25,13 +25,13 @@ class _Look(NamedTuple):
 
 
 class DelayedScalingLayers:
-    """Reads each state of delayed scaling once, in the first forward with features that uses the state."""
+    """Reads each state of delayed scaling once, in the first forward with features that uses it."""
 
     def __init__(self) -> None:
         self._looks: dict[int, _Look] = {}
 
     def look(self, module: torch.nn.Module, iteration: int) -> None:
-        """Read the state of a Transformer Engine module in a training forward, without waiting for the device."""
+        """Read a module's state in a training forward, without waiting for the device."""
         states = list(delayed_states(module)) if module.fp8 else []
         known = self._looks.get(id(module))
         if states and (known is None or known.scale is not states[0].scale):
@@ -39,12 +39,10 @@ class DelayedScalingLayers:
             self._looks[id(module)] = _Look(states[0].scale, iteration, is_empty)
 
     def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Collection[str]) -> frozenset[str]:
-        """Return the layers without a scale in a step: their state was new in the step, and empty.
+        """Return the layers whose state was new in a step, and empty.
 
         Args:
-            iteration: the debug iteration of the step.
-            modules: the modules of this rank.
-            layers: the layers with statistics. Layers of other ranks count if a layer of this rank does.
+            layers: the layers with statistics; layers of other ranks count if one of this rank does.
         """
         ours = {layer.name: id(module.module) for module in modules for layer in module.layers}
         new = {key: look.is_empty for key, look in self._looks.items() if look.iteration == iteration}
@@ -60,8 +58,8 @@ class DelayedScalingLayers:
 def _is_empty(state: Any) -> torch.Tensor:
     """Return whether all scales are 1, and the history has no amax of an earlier step.
 
-    The history's first row collects the current amaxes until the scales are updated. Read from Transformer Engine
-    2.20.2, ``common/recipe/delayed_scaling.cu`` and ``quantization.py: _update_amax_history``.
+    The history's first row holds the current amaxes until the scales are updated. Read from Transformer Engine 2.20.2,
+    ``common/recipe/delayed_scaling.cu`` and ``quantization.py: _update_amax_history``.
     """
     has_scale: torch.Tensor = (state.scale != 1).any() | state.amax_history[1:].any()
     return ~has_scale

@@ -1,4 +1,4 @@
-"""nvidia-dlfw-inspect's event log, written by a thread: the features that act on each layer, GEMM and tensor.
+"""nvidia-dlfw-inspect's event log, written by a thread: which features act on each layer, GEMM and tensor.
 
 <log_dir>/nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-<rank>.log
     <time> - INFO - LAYER=fc1: Feature=LogTensorStats, API=inspect_tensor: activation
@@ -16,19 +16,19 @@ from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, log_file_
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 
 LIMIT = 256 << 20
-"""The maximum size of a rank's event log. Only users' features repeat lines."""
+"""Size limit of a rank's event log. Only users' features repeat lines."""
 
 MOST_WAITING = 1 << 18
-"""The maximum number of lines in the queue; further lines are dropped."""
+"""Maximum queued lines; further ones are dropped."""
 
 FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: FileLogger.initialize``."""
 
 
 class EventLog(logging.Handler):
-    """Replaces the handler of nvidia-dlfw-inspect's logger, which waits for the disk in every line.
+    """Replaces nvidia-dlfw-inspect's log handler, which waits for the disk on every line.
 
-    Lines stay in memory until :meth:`begin` sets which lines this rank writes, since the ranks may not be known before.
+    Lines stay in memory until :meth:`begin`, since ranks may be unknown before.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -42,8 +42,7 @@ class EventLog(logging.Handler):
         """Start writing.
 
         Args:
-            in_full: write all lines. Otherwise only warnings and errors are written, so a rank without any creates no
-                file.
+            in_full: write all lines; otherwise only warnings and errors, so a rank without any creates no file.
         """
         if self._lines.file is None:
             self._lines.least = logging.NOTSET if in_full else logging.WARNING
@@ -74,11 +73,11 @@ class EventLog(logging.Handler):
 
 
 class _Lines:
-    """The part of the log that runs in its thread.
+    """The thread's part of the log.
 
     Attributes:
-        file: the file; None until :meth:`EventLog.begin`.
-        least: the lowest level that is written.
+        file: None until :meth:`EventLog.begin`.
+        least: the lowest level to write.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The execution order of layers: a listener of the tap."""
+"""Records the execution order of layers: a listener of the tap."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from te_precision_callbacks.layers.gemm_events import GemmEvent
 
 
 class ExecutionOrder:
-    """Records the execution order of layers.
-
-    Attributes:
-        forward: layer -> position of its first forward.
-        backward: layer -> position of its first backward.
-    """
+    """Layer -> position of its first ``forward`` and ``backward``."""
 
     def __init__(self) -> None:
         self.forward: dict[str, int] = {}

@@ -19,7 +19,7 @@ from te_precision_callbacks.overflow.errors import STOPS
 logger = logging.getLogger(__name__)
 
 MOST_REPORTS = 20
-"""The maximum number of reported kinds of failures; further kinds are only counted."""
+"""Maximum number of reported kinds; further kinds are only counted."""
 
 ASKED_FOR: tuple[type[PrecisionDebugError], ...] = (
     ObservationError,  # strict=True
@@ -28,20 +28,17 @@ ASKED_FOR: tuple[type[PrecisionDebugError], ...] = (
     PrecisionFindingError,  # on_finding="stop"
     *STOPS,  # debug="activation_overflow"
 )
-"""Exceptions that a step raises in the training. Every other exception is a failure of observation. Wrong usage, such
-as a step without a model, raises a SessionError before the step has run."""
+"""Exceptions that a step raises in training; every other is a failure of observation. Wrong usage, such as a step
+without a model, raises a SessionError before the step runs.
+"""
 
 
 class ObservationFailures:
-    """Collects the failures of a run.
+    """Failures of a run.
 
     Args:
-        strict: raise the first failure as :class:`ObservationError` instead of reporting it.
-        rank: the rank in the report.
+        strict: raise the first failure as :class:`ObservationError`.
         leads: whether this rank logs for all ranks that reduce statistics together.
-
-    Attributes:
-        iteration: the debug iteration of failures.
     """
 
     def __init__(self, *, strict: bool, rank: int, leads: Callable[[], bool] = lambda: True) -> None:
@@ -52,25 +49,24 @@ class ObservationFailures:
         self._count = 0
         self._lost = False
         self._lost_folder: Path | None = None
-        self._lost_by: OSError | None = None  # until it is reported
+        self._lost_by: OSError | None = None  # until reported
         self._reported: set[tuple[object, ...]] = set()
         self._new: list[tuple[int, str]] = []
 
     def take(self) -> list[tuple[int, str]]:
-        """Return the failures reported since the last call: iterations and texts."""
+        """Return iterations and texts of failures since the last call."""
         new, self._new = self._new, []
         return new
 
     def report(self, doing: str, of: str, error: BaseException) -> None:
         """Report a failure.
 
-        A lost GPU is not a failure of observation. It is reported once, and the next operation of training raises it.
+        A lost GPU is reported once; the next operation of training raises it.
 
         Args:
             doing: the operation that failed.
-            of: the layer and tensor, the iteration, or another subject. Failures that differ only in ``of`` are of one
+            of: the layer and tensor, the iteration, or another subject. Failures that differ only in this are of one
                 kind.
-            error: the exception.
 
         Raises:
             ObservationError: with ``strict=True``.
@@ -93,7 +89,7 @@ class ObservationFailures:
         known = kind in self._reported or len(self._reported) >= MOST_REPORTS
         if not known:
             self._reported.add(kind)
-        if isinstance(error, QuantizationError):  # a statistic that the layer cannot have: nothing is broken
+        if isinstance(error, QuantizationError):  # a statistic that the layer cannot have
             if not known:
                 text = str(error).removesuffix(".")
                 logger.warning("%s cannot be observed: %s. Training goes on without it.", where, text)
@@ -122,15 +118,13 @@ class ObservationFailures:
             )
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
-        """Report once that a log folder is not writable, instead of each failure in it: on rank 0 now, on another rank
-        when it has something to write."""
+        """Report once that a log folder is not writable: on rank 0 now, on another rank when it has something to write."""
         self._lost_folder, self._lost_by = folder.absolute(), error
         if self._rank == 0:
             self._report_lost_folder()
 
     @property
     def has_lost_folder(self) -> bool:
-        """Return whether the log folder is not writable."""
         return self._lost_folder is not None
 
     def _report_lost_folder(self) -> None:
@@ -168,7 +162,7 @@ class ObservationFailures:
 
 
 def _is_of(folder: Path, error: BaseException | None) -> bool:
-    """Return whether an error is about a path in the folder, or about a parent of the folder."""
+    """Return whether an error is about a path in the folder, or a parent of it."""
     while error is not None:
         if isinstance(error, OSError) and isinstance(error.filename, (str, Path)):
             cause = Path(error.filename).absolute()
@@ -178,9 +172,9 @@ def _is_of(folder: Path, error: BaseException | None) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """Return the type and text of an error. Transformer Engine's asserts have no text."""
+    """Return an error's type and text. Transformer Engine's asserts have no text."""
     try:
         text = str(error)
-    except Exception:  # of a feature or a sink: it must not end the training
+    except Exception:  # of a feature or sink: it must not end training
         text = ""
     return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__} (without a message)"

@@ -1,16 +1,15 @@
 """Replaces the functions of Transformer Engine that start its debug path.
 
-Whether a forward is observed is decided in that forward, and holds for its backward alone. Transformer Engine decides
-once per iteration, and does not distinguish evaluation or recomputation. While a session is live, these are replaced,
-read from Transformer Engine 2.20.2:
+Each forward decides whether it and its backward are observed. Transformer Engine decides once per iteration, without
+distinguishing evaluation or recomputation. A live session replaces, as read from Transformer Engine 2.20.2:
 
-- ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active`` (``pytorch/module/base.py``), which
-  each forward calls first (``answers.py``).
-- ``debug_quantization.DebugQuantizer`` (``debug/pytorch/debug_quantization.py``), which each forward in debug mode
-  builds for each tensor, by a subclass with the kind of its forward (``quantizer.py``).
+- ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active`` (``pytorch/module/base.py``), called
+  first in each forward (``answers.py``).
+- ``debug_quantization.DebugQuantizer`` (``debug/pytorch/debug_quantization.py``), built for each tensor of a forward in
+  debug mode, by a subclass with the kind of the forward (``quantizer.py``).
 
-Layers that Transformer Engine refuses in debug mode (``refusals.py``) stay unchanged. The refusal of CPU offloading for
-the whole process is removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``.
+Layers that Transformer Engine refuses in debug mode (``refusals.py``) stay unchanged. The process-wide refusal of CPU
+offloading is removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``.
 ``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) is wrapped to detect CUDA graphs, and ``set_capture_start`` and
 ``set_capture_end`` (``pytorch/graph.py``), between which ``make_graphed_callables`` runs layers without training.
 """
@@ -51,24 +50,7 @@ from te_precision_callbacks.statistics.schedule import Schedule
 
 
 class ForwardHooks:
-    """Installs the replacements, and removes them.
-
-    Args:
-        classify: decides the kind of a forward.
-        failures: receives failures of observation.
-        audit: receives the actual precision of GEMM operands.
-        scalars: receives measurements outside the engine.
-        engine: measures the tensors that features note.
-        notices: the messages that the run has logged.
-        strict: whether a forward that Transformer Engine's debug path refuses raises.
-        trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
-
-    Attributes:
-        answers: the decisions in each forward.
-        order: the execution order of layers.
-        products: the matrix products of the model's steps.
-        gemm_errors: measures the errors of GEMMs.
-    """
+    """Installs the replacements, and removes them."""
 
     def __init__(
         self,
@@ -107,7 +89,7 @@ class ForwardHooks:
         self._has_ranges = self._is_capturing = self._paused_before = False
 
     def put_ranges(self, *, wanted: bool) -> None:
-        """Add or remove torch.profiler ranges around the layers of Transformer Engine and their GEMMs."""
+        """Add or remove torch.profiler ranges around TE layers and their GEMMs."""
         if wanted != self._has_ranges:
             self._has_ranges = wanted
             self._listen()
@@ -123,12 +105,10 @@ class ForwardHooks:
         """Set the modules that the session acts on.
 
         Args:
-            modules: the modules.
             refused: the ids of modules that must not take the debug path.
-            operations: the operations of ``te.ops`` with GEMMs.
-            fused: the ids of modules observed on their fused path -> the steps whose features change their
-                precision.
-            roots: the models of the modules, in which CUDA graphs are looked for.
+            operations: ``te.ops`` operations with GEMMs.
+            fused: ids of modules observed on their fused path -> steps that change their precision.
+            roots: the models in which CUDA graphs are searched.
         """
         self._release()
         self.answers.forget_modules()
@@ -166,7 +146,7 @@ class ForwardHooks:
         self._listen()
 
     def _listen(self) -> None:
-        """Install the tap in iterations with armed modules, and remove it in others."""
+        """Install the tap in iterations with armed modules; remove it in others."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         self._audit.enter(TEDebugState.get_iteration())
@@ -183,7 +163,7 @@ class ForwardHooks:
         self._bypass_graphs()
 
     def _bypass_graphs(self) -> None:
-        """Bypass the CUDA graphs of the layers to observe in this step. They replay again from the next step on."""
+        """Bypass the CUDA graphs of layers to observe in this step only."""
         all_graphs = self.products.counting or self._tap.operations.has_new
         if (self._watched.armed or all_graphs) and not is_captured():
             self._graphs.bypass(self._watched.armed, all_graphs=all_graphs)
@@ -199,11 +179,7 @@ class ForwardHooks:
         return self.gemm_errors.before_sum(layer, gemm, out, kept)
 
     def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind) -> Collection[tuple[int, str]]:
-        """Query the features of a module observed on its fused path.
-
-        Returns:
-            The tensors they need, as layer number and tensor name.
-        """
+        """Query a module's features on its fused path; return needed tensors as layer number and tensor name."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         if kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
@@ -236,12 +212,12 @@ class ForwardHooks:
 
     @property
     def has_entered_regions(self) -> bool:
-        """Whether the iteration has entered a region of ``te.autocast``."""
+        """Whether the iteration has entered a ``te.autocast`` region."""
         return self._regions.has_entered
 
     @property
     def has_enabled_regions(self) -> bool:
-        """Return whether a region of ``te.autocast(enabled=True)`` was entered so far."""
+        """Whether any ``te.autocast(enabled=True)`` region was entered so far."""
         return self._regions.has_enabled
 
     def install(self) -> None:
@@ -286,7 +262,6 @@ class ForwardHooks:
                 self._seams.replace(module, "DebugQuantizer", quantizer)
 
     def _install_for_refusals(self) -> None:
-        """Allow CPU offloading, and detect CUDA graphs."""
         from transformer_engine.pytorch import cpu_offload, cpu_offload_v1, graph
 
         for module in (cpu_offload, cpu_offload_v1):
@@ -329,7 +304,7 @@ class ForwardHooks:
 
         @functools.wraps(upstream)
         def capture_begin(cuda_graph: Any, *arguments: Any, **keywords: Any) -> Any:
-            # Arms all modules, so that each captured module is noticed: its forward is not called in a replay.
+            # Arm all modules, so that each captured one is noticed: a replay does not call its forward.
             if not graph.is_graph_capturing():
                 self.arm()
             return upstream(cuda_graph, *arguments, **keywords)
@@ -350,7 +325,7 @@ class ForwardHooks:
 
 
 def require(owner: Any, *names: str) -> None:
-    """Raise a SessionError if an object lacks an attribute that the session needs."""
+    """Raise a SessionError if an object lacks a needed attribute."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise SessionError(
@@ -360,6 +335,6 @@ def require(owner: Any, *names: str) -> None:
 
 
 class _NotDebugging:
-    """Debug state for parts of Transformer Engine that would refuse to work during a session."""
+    """Debug state for parts of TE that would refuse to work during a session."""
 
     debug_enabled = False

@@ -21,11 +21,7 @@ from te_precision_callbacks.instrumentation.watched import WatchedModules
 
 
 class ForwardNotes:
-    """Records the plan of a forward, and reports features that cannot act in it.
-
-    Attributes:
-        delayed_scaling: the layers that have run delayed scaling without a scale.
-    """
+    """Records the plan of a forward, and reports features that cannot act in it."""
 
     def __init__(self, watched: WatchedModules, audit: PrecisionAudit, failures: ObservationFailures) -> None:
         self.delayed_scaling = DelayedScalingLayers()
@@ -63,7 +59,6 @@ class ForwardNotes:
             self._report_left_out(module, without_effect)
 
     def check_scales(self, module: Any, iteration: int) -> None:
-        """Record whether layers run delayed scaling without a scale."""
         try:
             self.delayed_scaling.look(module, iteration)
         except Exception as error:

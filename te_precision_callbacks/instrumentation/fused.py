@@ -1,12 +1,12 @@
 """Observes layers on Transformer Engine's fused path.
 
-Transformer Engine calls features on its debug path only, which is unfused and rounds some tensors differently. With
-``observe="fused"`` or ``"auto"`` a layer stays on its fused path, and observing features receive the operands of the
-layer's GEMMs from the tap (``tap.py``): quantized, and before quantization. Training stays bit-equal.
+Transformer Engine calls features only on its debug path, which is unfused and rounds some tensors differently. With
+``observe="fused"`` or ``"auto"`` a layer stays on its fused path, and observing features receive its GEMMs' operands
+from the tap (``tap.py``), quantized and unquantized. Training stays bit-identical.
 
-A norm or an activation function may write its result only in the format of the GEMM. Its high-precision values are then
-recomputed (``unfused.py``). :data:`HIGH_PRECISION_ON_FUSED_PATH` lists the available tensors. Read from Transformer
-Engine 2.20.2 (``pytorch/module``).
+Values that a fused norm or activation function writes only in the GEMM's format are recomputed (``unfused.py``).
+:data:`HIGH_PRECISION_ON_FUSED_PATH` lists the available tensors. Read from Transformer Engine 2.20.2
+(``pytorch/module``).
 """
 
 from __future__ import annotations
@@ -54,12 +54,7 @@ _OVERLAPPING = ("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgra
 
 
 class NotFused(NamedTuple):
-    """The reason why a module cannot be observed on its fused path.
-
-    Attributes:
-        reason: the reason.
-        layer: the layer; empty for the whole module.
-    """
+    """Reason why a module cannot be observed on its fused path; ``layer`` is empty for the whole module."""
 
     reason: str
     layer: str = ""
@@ -71,12 +66,9 @@ class NotFused(NamedTuple):
 def why_not_fused(
     named: NamedModule, planned: Mapping[str, LayerPlan], only_looks: Callable[[str], bool]
 ) -> NotFused | None:
-    """Return why a module cannot be observed on its fused path by the features of its layers; None if it can.
+    """Return why a module cannot be observed on its fused path; None if it can.
 
-    Args:
-        named: the module.
-        planned: layer -> its features, for layers with features.
-        only_looks: whether a feature is an observing feature of this project.
+    ``planned`` has only layers with features.
     """
     module: Any = named.module
     if getattr(module, "sequence_parallel", False) and getattr(module, "tp_size", 1) > 1:
@@ -139,7 +131,6 @@ def _always_changes(effect: Effect) -> bool:
 
 
 def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tuple[Schedule, ...]:
-    """Return the steps that change the precision of a module's layers."""
     entries = (planned[layer.name] for layer in named.layers if layer.name in planned)
     options = (each for entry in entries for each in entry.features.get(NAMESPACE, {}).values())
     schemas = (each.schema for each in options if isinstance(each, ReadOptions))
@@ -160,17 +151,10 @@ def choose(
     plan: Plan,
     only_looks: Callable[[str], bool] = lambda name: True,
 ) -> tuple[dict[int, tuple[Schedule, ...]], dict[str, NotFused]]:
-    """Choose the modules that are observed on their fused path.
+    """Choose the modules to observe on their fused path.
 
-    Args:
-        observe: the option.
-        modules: the modules.
-        plan: the features of their layers.
-        only_looks: whether a feature is an observing feature of this project.
-
-    Returns:
-        Id of a module on its fused path -> the steps that change its precision, on the debug path;
-        and the names of the other modules with features -> why not.
+    Returns id -> steps that change its precision, on the debug path; and name -> reason of the other modules with
+    features.
 
     Raises:
         ConfigError: with ``"fused"``, if a module with features cannot be observed on its fused path.
@@ -192,12 +176,7 @@ def choose(
 
 
 def format_paths(fused: int, not_fused: Mapping[str, NotFused]) -> str:
-    """Format the number of modules on the fused path, and why the others are not, grouped by reason.
-
-    Args:
-        fused: the number of modules on their fused path.
-        not_fused: the others, by name.
-    """
+    """Format the number of modules on the fused path, and the others by reason."""
     text = f"{fused} of {fused + len(not_fused)} modules with features are observed on their own fused path."
     if not not_fused:
         return text
@@ -212,11 +191,10 @@ def format_paths(fused: int, not_fused: Mapping[str, NotFused]) -> str:
 
 
 class _Due(NamedTuple):
-    """The features that observe tensors in an iteration. Layers with the same options share an object.
+    """Features that observe tensors in an iteration, shared by layers with the same options.
 
     Attributes:
-        watchers: tensor -> its observing features.
-        upcoming: the next iteration that must query the features, if any.
+        upcoming: the next iteration that must query features, if any.
     """
 
     watchers: Mapping[str, Sequence[Watcher]]
@@ -224,13 +202,13 @@ class _Due(NamedTuple):
 
 
 _Watchers = tuple[tuple[str, tuple["Watcher", ...]], ...]
-"""The tensors of a layer, each with the features that may observe it."""
+"""A layer's tensors, each with the features that may observe it."""
 
 
 class FusedObservation:
-    """A listener of the tap that passes tensors to the features of layers on their fused path.
+    """Passes tensors from the tap to the features of layers on their fused path.
 
-    The features of a layer are found once, and queried once in an iteration for all layers with the same options.
+    A layer's features are looked up once, and queried once per iteration for all layers with the same options.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
@@ -245,17 +223,12 @@ class FusedObservation:
         self._due: dict[str, _Due] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        """Set the modules that are observed on their fused path."""
         self._modules = {layer.name: named.module for named in modules for layer in named.layers}
         for cache in (self._watchers, self._shared, self._answers, self._due):
             cache.clear()
 
     def query(self, layers: Sequence[str], iteration: int) -> int | None:
-        """Query which tensors the features of a module's layers observe in an iteration.
-
-        Returns:
-            The next iteration that must query them, if any.
-        """
+        """Query which tensors a module's features observe; return the next iteration to query, if any."""
         import nvdlfw_inspect.api as debug_api
 
         self._api = debug_api.transformer_engine
@@ -267,7 +240,7 @@ class FusedObservation:
         return min((due.upcoming for layer in layers if (due := self._due[layer]).upcoming is not None), default=None)
 
     def leave(self, layers: Sequence[str]) -> None:
-        """Stop observing a module's layers until the next query: it takes the debug path."""
+        """Stop observing a module until the next query: it takes the debug path."""
         for layer in layers:
             self._due.pop(layer, None)
 
@@ -293,7 +266,6 @@ class FusedObservation:
         )
 
     def __call__(self, event: GemmEvent) -> None:
-        """Pass the tensors of a GEMM to the features that observe them."""
         due = self._due.get(event.layer)
         if due is None or not due.watchers or event.kind is not ForwardKind.OBSERVED:
             return
@@ -336,8 +308,7 @@ def _queried(watchers: _Watchers, iteration: int) -> _Due:
 
 
 def _tensors(event: GemmEvent) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the tensors of a GEMM, in high precision and as given: each operand in the first GEMM that reads it, and
-    the result."""
+    """Yield a GEMM's tensors, in high precision and as given: each operand in its first GEMM, and the result."""
     for operand in event.operands:
         if operand.first:
             plain = type(operand.given) in (torch.Tensor, torch.nn.Parameter)

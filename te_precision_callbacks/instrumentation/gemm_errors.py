@@ -1,14 +1,14 @@
-"""Measures the output error of the GEMMs selected by LogGemmError: a listener of the tap.
+"""Measures output errors of GEMMs selected by LogGemmError: a listener of the tap.
 
-The kernel is checked after each GEMM, from its codes, scales and result. The errors of the format and the quantizer
-need operands in high precision:
+The kernel error follows from a GEMM's codes, scales and result. Format and quantizer errors need operands in high
+precision:
 
-- The weight and the activation exist in the forward only. Their products with the probes of the backward's GEMMs are
-  computed there, and only these vectors are kept.
-- The gradient exists when the GEMMs of the backward run.
+- Weight and activation exist in the forward only, which multiplies them with the probes of the backward's GEMMs and
+  keeps only these vectors.
+- The gradient exists when the backward's GEMMs run.
 
 The fused path has the tensors of :data:`~te_precision_callbacks.instrumentation.fused.HIGH_PRECISION_ON_FUSED_PATH`,
-the debug path all of them. If a tensor is missing, so are the statistics of the format and of its quantizer.
+the debug path has all. Without a tensor, format and quantizer statistics are missing.
 """
 
 from __future__ import annotations
@@ -60,18 +60,17 @@ _OF_FORWARD: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wg
 """GEMM -> its operand A, which exists in high precision in the forward."""
 
 _FORMAT = "the format: "
-"""The start of reasons why only the error of the format was not measured."""
+"""Start of reasons why only the format error was not measured."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """The products of the operand A of a GEMM, which is ``right``, [m, k], with probes.
+    """Products of a GEMM's operand A (``right``, [m, k]) with probes.
 
     Attributes:
-        iteration: the debug iteration.
         to_k: ``right^T x``, [k, probes].
         to_rows: ``right g``, [m, probes].
-        codes: the columns of the check of its codes, if available.
+        codes: columns of the check of its codes, if available.
     """
 
     iteration: int
@@ -81,7 +80,7 @@ class _Kept:
 
 
 class SelectedGemms(Generic[_OptionsT]):
-    """The GEMMs that a feature selects, by the class of its options."""
+    """GEMMs that a feature selects, by the class of its options."""
 
     def __init__(self, kind: type[_OptionsT]) -> None:
         self._kind: type[_OptionsT] = kind
@@ -89,12 +88,11 @@ class SelectedGemms(Generic[_OptionsT]):
         self._options: dict[str, dict[str, _OptionsT]] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        """Set the modules of the model."""
         self._layers = frozenset(layer.name for named in modules for layer in named.layers)
         self._options.clear()
 
     def due(self, layer: str, gemm: str, kept: dict[Any, Any]) -> tuple[_OptionsT, int] | None:
-        """Return the options of a selected GEMM and the iteration of its forward, in a step of its schedule."""
+        """Return a due GEMM's options and the iteration of its forward."""
         of_layer = self._options.get(layer)
         if of_layer is None:
             of_layer = self._options[layer] = self._read(layer) if layer in self._layers else {}
@@ -117,11 +115,11 @@ class SelectedGemms(Generic[_OptionsT]):
 
 
 class GemmErrors:
-    """See the module docstring.
+    """Measures the errors of selected GEMMs; see the module docstring.
 
     Attributes:
         operands: operands in high precision, until their GEMM has run.
-        not_measured: (layer, GEMM) -> why it, or the error of its format, was not measured in any call.
+        not_measured: (layer, GEMM) -> why it, or its format error, was not measured in any call.
     """
 
     def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
@@ -135,18 +133,17 @@ class GemmErrors:
 
     @property
     def why_nothing(self) -> str:
-        """The reason why no selected GEMM was measured; empty if one was, or no GEMM was selected."""
+        """Reason why no selected GEMM was measured; empty if one was, or none was selected."""
         return "" if self._measured else next(iter(self.not_measured.values()), "")
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        """Set the modules of the model."""
         self._selected.watch(modules)
         self._weights.clear()
         self.operands.forget()
         self.operands.modules = {layer.name: id(named.module) for named in modules for layer in named.layers}
 
     def begin_iteration(self) -> None:
-        """Drop the state of the last iteration."""
+        """Drop the last iteration's state."""
         self._weights.clear()
         self.operands.forget()
 
@@ -163,7 +160,6 @@ class GemmErrors:
             return thin(matrix, x, y)
 
     def __call__(self, event: GemmEvent) -> None:
-        """Measure a GEMM that has run."""
         if event.kind is not ForwardKind.OBSERVED or is_capturing():
             return
         try:
@@ -185,13 +181,9 @@ class GemmErrors:
                 self.operands.drop(event.layer, "gradient")
 
     def skip(self, layer: str, gemm: str, reason: str, remedy: str = "") -> None:
-        """Record why a GEMM, or a part of its statistics, is missing; each reason is logged once.
+        """Record why a GEMM or some of its statistics is missing; each reason is logged once.
 
-        Args:
-            layer: the layer.
-            gemm: the GEMM.
-            reason: the reason.
-            remedy: a change of the config, which is logged as a warning once.
+        A ``remedy``, a change of the config, is logged as a warning once.
         """
         if (layer, gemm, reason.startswith(_FORMAT)) not in self._measured:
             self.not_measured.setdefault((layer, gemm), reason)
@@ -211,7 +203,7 @@ class GemmErrors:
             self.not_measured.pop((layer, gemm), None)
 
     def _prepare(self, event: GemmEvent) -> None:
-        """Multiply the operands of the forward with the probes of all GEMMs with this operand A."""
+        """Multiply the forward's operands with the probes of all GEMMs with this operand A."""
         layer = event.layer
         for gemm, tensor in _OF_FORWARD.items():
             due = self._selected.due(layer, gemm, event.kept)
@@ -328,12 +320,12 @@ def quiet(device: torch.device) -> Iterator[None]:
 
 
 def result_of(event: GemmEvent) -> Any:
-    """Return the result of a GEMM before an activation function."""
+    """Return a GEMM's result before an activation function."""
     return event.gelu_input if event.arguments.get("gelu") else event.out
 
 
 def why_not_seen(event: GemmEvent, before: Any) -> str:
-    """Return why the product of a GEMM is not available; empty if it is. ``before`` is the state of the sum before."""
+    """Return why a GEMM's product is unavailable; empty if it is available. ``before`` is the state before the sum."""
     from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
 
     taken = event.arguments
@@ -386,8 +378,10 @@ def _rotated(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> torch.Ten
 
 
 def _codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor | None:
-    """Return the columns of a check of an operand's codes; None without codes of this direction, or if the tensor
-    before quantization was recomputed."""
+    """Return the columns of a check of an operand's codes.
+
+    None without codes of this direction, or if the tensor before quantization was recomputed.
+    """
     data = operand.data
     quantizer = getattr(data, "_quantizer", None)
     if quantizer is None or not is_quantized(data) or operand.recomputed:

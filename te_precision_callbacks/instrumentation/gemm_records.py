@@ -1,4 +1,4 @@
-"""Records the GEMMs selected by DumpTensors: a listener of the tap.
+"""Records GEMMs selected by DumpTensors: a listener of the tap.
 
 An operand in high precision is recorded if it exists when the GEMM runs: both operands of fprop and dgrad, and the
 gradient of wgrad.
@@ -33,7 +33,7 @@ _BEFORE = "recorded before"
 
 
 class GemmRecords:
-    """See the module docstring."""
+    """Records selected GEMMs; see the module docstring."""
 
     def __init__(self, operands: GemmOperands, report: Callable[[str, str, Exception], None]) -> None:
         self._operands = operands
@@ -48,7 +48,6 @@ class GemmRecords:
             kept[_BEFORE, layer, gemm] = out.detach().clone()
 
     def __call__(self, event: GemmEvent) -> None:
-        """Record a GEMM that has run."""
         before = event.kept.pop((_BEFORE, event.layer, event.gemm), None)
         if event.kind is not ForwardKind.OBSERVED:
             return
@@ -119,7 +118,7 @@ class GemmRecords:
         )
 
     def _high(self, event: GemmEvent, operand: GemmOperand) -> torch.Tensor | None:
-        """Return an operand in high precision, unless it was recomputed, or gathered after quantization."""
+        """Return an operand in high precision, unless recomputed, or gathered after quantization."""
         if operand.recomputed:
             return None
         high = high_of(self._operands, event.layer, operand)

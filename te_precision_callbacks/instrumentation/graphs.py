@@ -1,4 +1,4 @@
-"""Runs the original forward of layers in CUDA graphs in collection steps, and their graph in all others.
+"""Bypasses layers' CUDA graphs in collection steps.
 
 A replay runs no Python, so it cannot be observed. Read from Transformer Engine 2.20.2 (``pytorch/graph.py``), torch
 2.13 (``cuda/graphs.py``) and Megatron-LM (``transformer/module.py``, August 2026):
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 _MAKERS = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
-"""The Python modules with a ``make_graphed_callables`` that replaces the ``forward`` of a module."""
+"""Python modules with a ``make_graphed_callables`` that replaces a module's ``forward``."""
 
 _OF_STREAMS = ("cuda_graph_stream", "cuda_graph_event")
 """Arguments that a graphed forward takes, and the original does not."""
 
 
 def why_not_bypassed(module: Any) -> str | None:
-    """Return why the graph of a module cannot be bypassed; empty if it can, None without a graph."""
+    """Return why a module's graph cannot be bypassed; empty if it can, None without a graph."""
     attributes = module.__dict__
     forward = attributes.get("forward")
     if _graphs_of_megatron(module) or isinstance(forward, _Bypass):
@@ -57,7 +57,7 @@ def _closure(function: Any) -> Mapping[str, Any]:
 
 
 def _original(forward: Any) -> Any:
-    """Return the forward of a module before its first graph. It may have another graph for evaluation."""
+    """Return a module's forward before its first graph. It may have another graph for evaluation."""
     while isinstance(forward, _Bypass) or (_is_graphed(forward) and "orig_fwd" in _closure(forward)):
         forward = forward.original if isinstance(forward, _Bypass) else _closure(forward)["orig_fwd"]
     return forward
@@ -65,7 +65,7 @@ def _original(forward: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Captured:
-    """The precision in which the layers of a graph were captured.
+    """Precision in which a graph's layers were captured.
 
     Attributes:
         fp8: whether a layer ran in low precision.
@@ -84,7 +84,7 @@ class _Captured:
 
     @property
     def is_in_force(self) -> bool:
-        """Return whether the original forward would run in this precision here.
+        """Return whether the original forward would now run in this precision.
 
         A graph runs in the precision of its capture, in any region of ``te.autocast``.
         """
@@ -103,12 +103,7 @@ class _Captured:
 
 
 class _Bypass:
-    """The ``forward`` of a module in a collection step.
-
-    Attributes:
-        original: the forward before the graph was made.
-        graphed: the forward with the graph.
-    """
+    """The ``forward`` of a module in a collection step: ``original`` instead of ``graphed``."""
 
     def __init__(self, module: torch.nn.Module, captured: _Captured, report: Callable[[], None]) -> None:
         self.graphed = module.__dict__["forward"]
@@ -126,12 +121,12 @@ class _Bypass:
         return self.original(*arguments, **{name: value for name, value in keywords.items() if name not in _OF_STREAMS})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module gets the forward that it would get without a session."""
+        """Give a copy of the module the forward that it would have without a session."""
         return self.graphed
 
 
 class _Graph:
-    """The graph, or graphs, of a module.
+    """One or more graphs of a module.
 
     Attributes:
         layers: the watched modules in it, by id.
@@ -160,8 +155,8 @@ class _Graph:
     def bypass(self) -> None:
         """Run the original forward from now on.
 
-        A graph updates and reads weights that its layers have cached in low precision, at fixed addresses. Features may
-        replace them in the meantime.
+        A graph reads and updates its layers' cached low-precision weights at fixed addresses, which features may
+        replace meanwhile.
         """
         workspaces = [vars(layer).get("_fp8_workspaces") for layer in self.layers.values()]
         self._cached = [(cache, dict(cache)) for cache in workspaces if cache is not None]
@@ -171,8 +166,8 @@ class _Graph:
         self._attributes[self._name] = self._instead
 
     def restore(self) -> None:
-        """Run the graph again."""
-        if self._attributes.get(self._name) is self._instead:  # else the script has made other graphs, or deleted them
+        # Otherwise the script has created other graphs, or deleted them.
+        if self._attributes.get(self._name) is self._instead:
             self._attributes[self._name] = self._own
         self._instead = None
         for cache, before in self._cached:
@@ -196,7 +191,7 @@ class CudaGraphs:
         return bool(self._graphs)
 
     def watch(self, roots: Iterable[torch.nn.Module], watched: Collection[int]) -> None:
-        """Set the models, and the ids of their modules to observe, after :meth:`restore`."""
+        """Set the models, and the ids of modules to observe, after :meth:`restore`."""
         self._places = []
         self._graphs, self._unused = {}, set()
         for root in roots:
@@ -206,7 +201,7 @@ class CudaGraphs:
                     self._places.append((module, layers))
 
     def find(self) -> None:
-        """Look for graphs that were made or deleted since the last call."""
+        """Find graphs created or deleted since the last call."""
         before, self._graphs = self._graphs, {}
         for module, layers in self._places:
             if "forward" not in module.__dict__ and "cuda_graphs" not in module.__dict__:
@@ -218,7 +213,7 @@ class CudaGraphs:
                 self._graphs[id(module)] = _Graph(module, layers, why_not)
 
     def bypass(self, armed: Collection[int], *, all_graphs: bool) -> None:
-        """Bypass the graphs of modules to observe in this step, and all of them with ``all_graphs``."""
+        """Bypass the graphs of modules to observe in this step; every graph with ``all_graphs``."""
         self.find()
         for graph in self._graphs.values():
             wanted = all_graphs or any(key in armed and key not in self._unused for key in graph.layers)
@@ -229,8 +224,7 @@ class CudaGraphs:
         """Run all graphs again.
 
         Args:
-            armed: the modules that were to be observed.
-            ran: the modules that have run in the step. Others of a graph that has run are unused.
+            ran: the modules that ran in the step; a graph's others are unused.
         """
         for graph in self._graphs.values():
             if graph.is_bypassed:
@@ -240,7 +234,7 @@ class CudaGraphs:
 
     @property
     def bypassable(self) -> set[int]:
-        """Return the ids of the modules in graphs that can be bypassed."""
+        """Return the ids of modules in graphs that can be bypassed."""
         return {key for graph in self._graphs.values() if not graph.why_not for key in graph.layers}
 
     def refused(self) -> Iterator[tuple[torch.nn.Module, str]]:

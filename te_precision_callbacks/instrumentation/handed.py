@@ -17,25 +17,26 @@ from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.layers.forwards import running_forward
 
 Named = Callable[[Sequence[Any]], dict[str, Any]]
-"""The positional arguments of a function, by the names of its parameters."""
+"""A function's positional arguments, by parameter name."""
 
 Gemms = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
-"""The arguments and the result of a function of GEMMs -> A, B and result of each."""
+"""Arguments and result of a GEMM function -> A, B and result of each GEMM."""
 
 GEMM = ("A", "B", "out_dtype", "quantization_params", "gelu", "gelu_in", "alpha", "beta", "accumulate", "layout", "out")
 GROUPED_GEMM = ("A", "B", "out", "quantization_params", "out_dtype", "layout", "m_splits", "gelu", "grad", "accumulate")
 GROUPED_TENSOR_GEMM = ("A", "B", "out")
-"""The first parameters in 2.20 of ``general_gemm``, ``general_grouped_gemm``, and the function for grouped tensors: for
-a user's wrapper with ``*arguments``."""
+"""First parameters in 2.20 of ``general_gemm``, ``general_grouped_gemm``, and the function for grouped tensors: for a
+user's wrapper with ``*arguments``.
+"""
 
 _READ = {"A", "B", "out", "layout", "accumulate", "m_splits", "inp", "weight", "fc1_weight", "fc2_weight"}
 
 
 class Sources(NamedTuple):
-    """The tensors before quantization among the arguments of an autograd Function's forward.
+    """Tensors before quantization among the arguments of an autograd Function's forward.
 
     Attributes:
-        parameters: the parameters of the forward that are read.
+        parameters: the parameters that are read.
         find: their values by name -> (layer number, tensor name) -> tensor.
     """
 
@@ -44,14 +45,10 @@ class Sources(NamedTuple):
 
 
 def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
-    """Return a function that names the positional arguments of one of Transformer Engine's functions.
-
-    Args:
-        function: the function.
-        known: its relevant parameters in Transformer Engine 2.20.
+    """Return a function that names the positional arguments of a TE function; ``known`` are those read, in TE 2.20.
 
     Raises:
-        TypeError: the function lacks a parameter that is read, as in another version of Transformer Engine.
+        TypeError: a parameter is missing, as in another TE version.
     """
     parameters = list(inspect.signature(function).parameters.values())
     fixed = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -71,12 +68,12 @@ def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
 
 
 def of_one(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """Return A, B and result of a GEMM."""
+    """Return a GEMM's A, B and result."""
     return [(taken["A"], taken["B"], result[0])]
 
 
 def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """Return A, B and result of each expert's GEMM."""
+    """Return each expert's A, B and result."""
     outs = taken["out"]
     if taken.get("single_output"):
         whole, rows = outs[0], taken["m_splits"]
@@ -86,7 +83,7 @@ def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any
 
 
 def of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """Return A, B and result of each expert's GEMM, from grouped tensors or lists."""
+    """Return each expert's A, B and result, from grouped tensors or lists."""
     return zip(*(_matrices(taken[name]) for name in GROUPED_TENSOR_GEMM), strict=True)
 
 
@@ -96,12 +93,12 @@ def _matrices(operand: Any) -> Sequence[Any]:
 
 
 def is_grouped_tensor(operand: Any) -> bool:
-    """Return whether one tensor has the operands of several GEMMs, with their sizes on the device."""
+    """Return whether a tensor has operands of several GEMMs, with sizes on the device."""
     return hasattr(operand, "split_into_quantized_tensors")
 
 
 def functions_of_modules() -> tuple[tuple[Any, Sources], ...]:
-    """Return the autograd Functions of the modules, and the tensors before quantization in their forwards."""
+    """Return the modules' autograd Functions, and the tensors before quantization in their forwards."""
     from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, layernorm_mlp, linear
 
     def of(**parameters: tuple[int, str]) -> Sources:

@@ -1,4 +1,4 @@
-"""torch.profiler ranges around the forwards of all modules of a model while a profile is recorded."""
+"""torch.profiler ranges around the forwards of all modules while a profile is recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class ModuleRanges:
         self._handles: list[RemovableHandle] = []
 
     def put(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-        """Replace the current ranges by ranges around the forwards of named modules."""
         self.remove()
         for name, module in modules:
             hook = _Hook(name)
@@ -36,14 +35,12 @@ class ModuleRanges:
 
 
 class _Open(threading.local):
-    """The open ranges of a thread."""
-
     def __init__(self) -> None:
         self.ranges: list[tuple[_Hook, record_function]] = []
 
 
 class _Hook:
-    """The hooks of one module; in a copy of the module they are no-ops."""
+    """Hooks of one module; no-ops in a copy of it."""
 
     _open = _Open()
 
@@ -63,9 +60,9 @@ class _Hook:
 
     @outside_of_dynamo
     def leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """End the range, also after a forward that failed."""
+        """End the range, also after a failed forward."""
         ranges = self._open.ranges
-        if any(hook is self for hook, _ in ranges):  # ranges above it were left open by an exception in another hook
+        if any(hook is self for hook, _ in ranges):  # an exception in another hook left inner ranges open
             while ranges:
                 hook, around = ranges.pop()
                 around.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""The part of the tap that finds the layers of ``te.ops``.
+"""Finds the layers of ``te.ops`` for the tap.
 
 Read from Transformer Engine 2.20.2: ``OperationFuser.__call__`` (``pytorch/ops/fuser.py``), ``fuser_forward`` and
 ``fuser_backward`` of the operations.
@@ -21,8 +21,6 @@ class OperationsTap:
     """Finds the layer of a GEMM of ``te.ops``.
 
     Args:
-        classify: decides the kind of a forward.
-        running: the state of threads.
         report_silent: called with each forward without events, the operation, and whether it was the backward.
 
     Attributes:
@@ -52,11 +50,7 @@ class OperationsTap:
         self.has_new = bool(self._operations)
 
     def check_recipes(self, *, of_all: bool) -> None:
-        """Check whether operations have run in another recipe.
-
-        Args:
-            of_all: check all operations instead of the next few.
-        """
+        """Check whether the next few (or all) operations ran in another recipe."""
         checked = self._operations.values() if of_all else self._turns.take()
         self.has_new = any(_recipe_of(each) != self._recipes[id(each.module)] for each in checked)
         if self.has_new:
@@ -66,8 +60,6 @@ class OperationsTap:
         return {key: _recipe_of(operation) for key, operation in self._operations.items()}
 
     def around_call(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``OperationFuser.__call__``."""
-
         @functools.wraps(upstream)
         def call(fuser: Any, *arguments: Any, **keywords: Any) -> Any:
             self._running.here.kind = self._classify(fuser._basic_ops[0])
@@ -76,8 +68,6 @@ class OperationsTap:
         return call
 
     def around_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``fuser_forward`` of an operation."""
-
         @functools.wraps(upstream)
         def fuser_forward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
             forward = self._of_operation(operation)
@@ -92,8 +82,6 @@ class OperationsTap:
         return fuser_forward
 
     def around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``fuser_backward`` of an operation."""
-
         @functools.wraps(upstream)
         def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
             forward = getattr(contexts[0], "te_precision_forward", None) or unobserved()

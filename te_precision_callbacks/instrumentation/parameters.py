@@ -1,5 +1,5 @@
-"""Finds parameters that do not train, under any config: missing gradients, weights that never change, and low-precision
-weights that differ from their master weights.
+"""Finds parameters that do not train: missing gradients, weights that never change, and low-precision weights that
+differ from their master weights.
 
 Gradients are checked on the host in every step. Weights are sampled in few steps, and no longer once they have changed,
 unless the optimizer holds master weights.
@@ -32,8 +32,9 @@ WITHOUT_GRADIENT = 6
 """Optimizer steps after which a parameter without a gradient is reported."""
 
 MOST_IDLE = 64
-"""The same where a similar parameter has a gradient and the module does not run: blocks may be skipped at random, and
-experts may lack tokens."""
+"""The same where a similar parameter has a gradient and the module does not run: blocks may be skipped at random,
+experts may lack tokens.
+"""
 
 LOST = 8
 """Consecutive steps without a gradient, although the module runs and earlier steps had one."""
@@ -42,22 +43,24 @@ UNSTEPPED = 20
 """Consecutive debug iterations without a step of optimizers that stepped before."""
 
 UNCHANGED, SPAN = 3, 6
-"""Sampled steps that should have changed a weight, and the steps that they must span."""
+"""Sampled steps that should have changed a weight, and the steps they must span."""
 
 FEW_CHANGED, NEARLY_ALL = 0.05, 0.9
-"""The share of changed elements in a weight that stands still, and the share of the matrices that must stand still or
-have gradients of 0."""
+"""Share of changed elements below which a weight stands still, and share of matrices that must stand still or have
+gradients of 0.
+"""
 
 LIKELY = 4.0
 """An update of this many units in the last place must change a weight."""
 
 APART, APART_CHECKS = 0.01, 2
-"""The share of sampled elements farther from the master weight than rounding explains, and the consecutive checks that
-must show it."""
+"""Share of sampled elements farther from the master weight than rounding explains, and the consecutive checks that must
+show it.
+"""
 
 
 _RANGES = "_get_model_param_range_map"
-"""The method by which a distributed optimizer of Megatron is recognized."""
+"""Identifies a distributed optimizer of Megatron."""
 
 
 class Problem(NamedTuple):
@@ -67,9 +70,8 @@ class Problem(NamedTuple):
         what: ``no_gradient``, ``lost_gradient``, ``left_out``, ``not_held``, ``frozen_held``, ``unstepped``,
             ``zeroed``, ``unchanged``, ``apart``, ``late``, ``still`` or ``nonfinite``; from :mod:`replicas`,
             ``differs``, ``differs_from_start`` or ``no_reduction``.
-        name: the parameter; empty if the problem is about the model.
-        since: the first iteration with the problem.
-        number: the steps, or the percentage of elements, that show it.
+        name: the parameter; empty for a problem of the model.
+        number: number of steps, or percentage of elements.
     """
 
     what: str
@@ -83,11 +85,9 @@ class _Gap:
     """Consecutive optimizer steps without a gradient of a parameter.
 
     Attributes:
-        since: the first iteration.
-        steps: their number.
-        called: the steps before which the module ran in training.
-        reached, ran: whether a backward has reached the parameter, and its module has run, since the last step.
-        hooks: the hooks that set both.
+        called: steps before which the module ran in training.
+        reached, ran: whether a backward reached the parameter, and its module ran, since the last step.
+        hooks: hooks that set both.
     """
 
     since: int
@@ -104,21 +104,19 @@ class _Gap:
 
 @dataclass(eq=False)
 class _Parameter:
-    """The state of a parameter's checks.
+    """State of a parameter's checks.
 
     Attributes:
-        at_step: whether a gradient exists when the optimizer steps.
-        gap: the current gap; None if the last step had a gradient.
-        longest: the steps of the longest earlier gap.
-        held_until: the last iteration with a step of an optimizer of the parameter, or -1.
-        reference: its first sample, until a later sample differs in more than a few elements.
+        at_step: whether a gradient exists at the optimizer's step.
+        longest: steps of the longest earlier gap.
+        held_until: last iteration with a step of the parameter's optimizer, or -1.
+        reference: first sample, until a later one differs in more than a few elements.
         has_moved: whether an element of a later sample differs.
-        still_since, still_until: the iterations of its first sample, and of the last one with few differences, or -1.
-        moves: the iterations with an optimizer step that should have changed it.
-        zeroed: the last consecutive sampled iterations with a gradient of 0 in each sampled element.
-        apart_before: the share of elements that differ from the master weight before the optimizer's last step.
-        checks: the last checks against the master weight: ``apart``, ``late`` or empty, the iteration and the
-            percentage.
+        still_since, still_until: iterations of the first sample, and of the last with few differences, or -1.
+        moves: iterations with an optimizer step that should have changed it.
+        zeroed: last consecutive sampled iterations with only gradients of 0.
+        apart_before: share of elements that differ from the master weight before the last step.
+        checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
     """
 
     name: str
@@ -164,11 +162,8 @@ class _Held(NamedTuple):
     """A parameter in an optimizer.
 
     Attributes:
-        parameter: the parameter.
-        tensor: the tensor that the optimizer steps: the parameter or its master weight.
-        group: the options of its group.
-        start: the position in the flattened parameter where a master weight of a part of it begins; None for a master
-            weight of the parameter's shape.
+        tensor: the stepped tensor: the parameter or its master weight.
+        start: offset of a partial master weight in the flattened parameter; None for a whole one.
     """
 
     parameter: _Parameter
@@ -178,7 +173,7 @@ class _Held(NamedTuple):
 
     @property
     def span(self) -> range | None:
-        """Return the positions in the flattened parameter that its master weight has."""
+        """Return the positions in the flattened parameter that its master weight covers."""
         return None if self.start is None else range(self.start, self.start + self.tensor.numel())
 
 
@@ -186,7 +181,7 @@ class ParameterWatch:
     """Checks the parameters of a model from :meth:`begin` to :meth:`remove`.
 
     Attributes:
-        checked: the rules that had enough data.
+        checked: rules that had enough data.
     """
 
     def __init__(self, model: TrainedModel, failures: ObservationFailures) -> None:
@@ -208,7 +203,7 @@ class ParameterWatch:
         self._has_sampled = self._has_begun = False
 
     def begin(self, iteration: int) -> None:
-        """Start checking in an iteration; does nothing if already started."""
+        """Start checking in an iteration; no-op if already started."""
         if not self._has_begun:
             self._has_begun = True
             self._first = self._iteration = iteration
@@ -224,7 +219,7 @@ class ParameterWatch:
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer, iteration: int) -> None:
-        """Check gradients, and in few steps sample weights and master weights."""
+        """Check gradients; in few steps also sample weights and master weights."""
         self._iteration = iteration
         try:
             held = self.held_by(optimizer)
@@ -246,7 +241,7 @@ class ParameterWatch:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
 
     def _refresh(self) -> None:
-        """Read the parameters that the model has now."""
+        """Read the model's current parameters."""
         known, self._parameters = self._parameters, {}
         for name, weight, module in self._model.named_parameters():
             if id(weight) not in known:
@@ -257,7 +252,7 @@ class ParameterWatch:
             self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> list[_Held]:
-        """Return the model's parameters in an optimizer; searched again when the optimizer gets more of them."""
+        """Return the model's parameters in an optimizer; searched again when it gets more."""
         if not self._parameters:
             self._refresh()
         count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -282,7 +277,7 @@ class ParameterWatch:
         return held
 
     def _by_values(self, pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]) -> list[_Held]:
-        """Match master weights to parameters: the same number, order, shapes and values."""
+        """Match master weights to parameters of the same number, order, shapes and values."""
         trained = [each for each in self._parameters.values() if each.weight.requires_grad]
         shapes = [each.weight.shape for each in trained]
         if not pairs or [tensor.shape for tensor, _ in pairs] != shapes:
@@ -306,8 +301,10 @@ class ParameterWatch:
                 self._check_gradient(parameter, tensor)
 
     def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
-        """Check whether a backward has reached a parameter since the last step: by its gradient, or by a hook where no
-        gradient exists when the optimizer steps."""
+        """Check whether a backward reached a parameter since the last step.
+
+        By its gradient, or by a hook where none exists at the optimizer's step.
+        """
         weight = parameter.weight
         if weight.grad is not None or held.grad is not None or getattr(weight, "grad_added_to_main_grad", False):
             parameter.has_gradient = parameter.at_step = True
@@ -334,7 +331,7 @@ class ParameterWatch:
         gap.ran = False
 
     def _sample(self, optimizer: Optimizer, all_held: list[_Held]) -> None:
-        """Keep samples of master weights; compare weights with their first samples until they have changed."""
+        """Sample master weights; compare weights with their first samples until they change."""
         iteration, batches = self._iteration, self._batches
         masters = [(held, view(master)) for held in all_held if (master := _master(optimizer, held)) is not None]
         before = copies([master for _, master in masters])
@@ -368,7 +365,7 @@ class ParameterWatch:
             parameter.reference, parameter.still_since = copy, iteration
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
-        """Compare weights, as the last forward used them, with the master weights now and before the last step."""
+        """Compare weights, as the last forward used them, with master weights now and before the last step."""
         for held, iteration, before in self._masters.pop(optimizer, ()):
             master = _master(optimizer, held)
             if master is not None:
@@ -380,7 +377,7 @@ class ParameterWatch:
 
     @torch.no_grad()
     def end_step(self, iteration: int) -> list[Problem]:
-        """Return the problems that are new after a debug iteration."""
+        """Return the new problems after a debug iteration."""
         problems: list[Problem] = []
         self._ended = iteration
         try:
@@ -405,11 +402,11 @@ class ParameterWatch:
 
     @property
     def is_due(self) -> bool:
-        """Return whether ranks compare parameters after the iteration that has ended; equal on all ranks."""
+        """Return whether ranks compare parameters after the iteration that ended; equal on all ranks."""
         return is_due(self._ended - self._first)
 
     def _check_without_optimizer(self) -> None:
-        """Count steps where no optimizer of torch's is known to step the model."""
+        """Count steps without a known torch optimizer of the model."""
         if not self._parameters:
             self._refresh()
         trained = [each for each in self._parameters.values() if each.weight.requires_grad]
@@ -474,7 +471,8 @@ class ParameterWatch:
 
     def _whole_model(self) -> Iterator[Problem]:
         """Find problems of nearly all matrices: gradients of 0 at the optimizer's step, and float32 weights that hardly
-        change. A bias of 0 is excluded, since any update changes it."""
+        change. A bias of 0 is excluded, since any update changes it.
+        """
         trained = [each for each in self._parameters.values() if each.has_gradient and each.weight.dim() > 1]
         zeroed = [
             each for each in trained if len(each.zeroed) >= UNCHANGED and each.zeroed[-1] - each.zeroed[0] >= SPAN
@@ -513,7 +511,7 @@ class ParameterWatch:
 
     @torch.no_grad()
     def end(self, iteration: int) -> list[Problem]:
-        """Return the remaining problems at the end of a run, and the weights with inf or nan."""
+        """Return the remaining problems at the end of a run, and weights with inf or nan."""
         self._read()
         self._reading = self._batches.copied()
         self._read()
@@ -535,7 +533,7 @@ def _note_forward(gap: _Gap) -> Callable[..., None]:
     """A module hook that Dynamo can trace: a compiled model stays one graph."""
 
     def note(module: torch.nn.Module, *_: Any) -> None:
-        if module.training:  # in a reentrant checkpoint it runs without gradients
+        if module.training:  # a reentrant checkpoint runs it without gradients
             gap.ran = True
 
     return note
@@ -544,7 +542,7 @@ def _note_forward(gap: _Gap) -> Callable[..., None]:
 def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
     """Find a weight that does not change, or differs from its master weight."""
     shown = [what for what, _, _ in parameter.checks]
-    # A weight that is never copied is at first as far from its master as one that is copied late.
+    # At first, a weight that is never copied is as far from its master as one copied late.
     is_late = set(shown) == {"late"}
     is_open = is_late and not parameter.has_moved and parameter.checks[-1][1] - parameter.still_since < SPAN
     if len(shown) >= APART_CHECKS and all(shown) and not is_open:
@@ -556,9 +554,9 @@ def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
 
 
 def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the ids of master weights of parts of weights -> the position in the flattened weight.
+    """Return id of a partial master weight -> its offset in the flattened weight.
 
-    Megatron's distributed optimizer has such parts. Read from Megatron-Core 0.16.1, ``optimizer/distrib_optimizer.py``.
+    Read from Megatron-Core 0.16.1, ``optimizer/distrib_optimizer.py``.
     """
     sharded: list[Any] = [weight for weight in weights if getattr(weight, "main_param_sharded", False)]
     owners = [each for each in gc.get_objects() if hasattr(type(each), _RANGES)] if sharded else []
@@ -570,8 +568,9 @@ def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
-    """Return the float32 master weight, of the weight's shape or of a part of it: the tensor that the optimizer steps,
-    or keeps in its state. A plain float32 weight has none: TE's FusedAdam keeps one and does not step it."""
+    """Return the float32 master weight of a weight or a part of it: stepped by the optimizer, or in its state. A plain
+    float32 weight has none: TE's FusedAdam keeps one and does not step it.
+    """
     weight = held.parameter.weight
     tensor: Any = held.tensor
     if tensor is weight:
@@ -602,7 +601,7 @@ def _should_move(
     gradient: torch.Tensor,
     absolute: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return whether the update by a gradient is far above the resolution of the weight: bool, of the same shape."""
+    """Return where a gradient's update far exceeds the weight's resolution: bool, of the same shape."""
     size = gradient.float().abs()
     if "betas" in group:  # Adam and its variants: at most the learning rate
         size = size / (size + float(group.get("eps") or 0.0))
@@ -614,7 +613,7 @@ def _should_move(
 
 
 def _compare_with_master(batches: Batches, held: _Held, master: torch.Tensor, note: Callable[[float], None]) -> None:
-    """Have the share of elements counted that are farther from the master weight than the weight's format rounds."""
+    """Count the share of elements farther from the master weight than the weight's format rounds."""
     weight = sample(held.parameter.weight, held.span)
     if weight is not None:
         apart = functools.partial(_is_apart, weight.relative)
@@ -630,11 +629,11 @@ def _is_apart(
 
 
 def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names of weights with inf or nan, with one copy for each dtype on each device."""
+    """Return names of weights with inf or nan, with one copy per dtype and device."""
     plain: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, weight in weights:
         codes = weight
-        if type(weight) is not torch.Tensor and is_quantized(weight):  # a nan has a code of its format
+        if type(weight) is not torch.Tensor and is_quantized(weight):  # each format has its own code for nan
             if not hasattr(weight, "_fp8_dtype"):
                 continue
             least = 0x7C if "E5M2" in str(getattr(weight, "_fp8_dtype", "")) else 0x7F

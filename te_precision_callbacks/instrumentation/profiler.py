@@ -1,9 +1,8 @@
 """Runs torch.profiler for some steps, and yields to the user's profiler.
 
-A process has one profiler at a time. If a second one starts, torch gives it the events of the first, and an export of
-the first then ends the process (torch 2.13). While the session's profiler runs, the start of another one is therefore
-detected, and the session's profiler is stopped first. Read from torch 2.13: ``_prepare_trace`` and ``_start_trace`` of
-``torch.autograd.profiler.profile``, which each profiler of torch calls, and
+A process has one profiler. A second one takes the first one's events, and exporting the first then ends the process
+(torch 2.13). The session therefore stops its profiler before another one starts. Read from torch 2.13:
+``_prepare_trace`` and ``_start_trace`` of ``torch.autograd.profiler.profile``, which each profiler calls, and
 ``torch.autograd.profiler._is_profiler_enabled``.
 """
 
@@ -27,7 +26,7 @@ _INCOMPLETE = ".incomplete.json.gz"
 
 
 def profiler_runs() -> bool:
-    """Return whether a profiler of torch collects events."""
+    """Return whether a torch profiler collects events."""
     return bool(torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled)
 
 
@@ -35,8 +34,7 @@ class StepProfiler:
     """A torch profiler with the shapes of operators.
 
     Attributes:
-        runs: whether it collects events.
-        given_up: whether it was discarded because another profiler has started.
+        given_up: whether another profiler's start discarded it.
     """
 
     def __init__(self) -> None:
@@ -46,11 +44,7 @@ class StepProfiler:
         self._seams = Replaced(yields=True)
 
     def warm_up(self) -> bool:
-        """Start collecting events that are dropped, since the first events of a profiler are slow.
-
-        Returns:
-            False, without a profile, if the user's profiler runs.
-        """
+        """Collect events to drop, since a profiler's first events are slow; return False if the user's profiler runs."""
         if profiler_runs():
             return False
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -64,11 +58,7 @@ class StepProfiler:
         return True
 
     def start(self) -> bool:
-        """Start recording, with or without a :meth:`warm_up` before.
-
-        Returns:
-            False if another profiler runs or has started since.
-        """
+        """Start recording, with or without :meth:`warm_up`; return False if another profiler runs or has started since."""
         if self._profile is None and (self.given_up or not self.warm_up()):
             return False
         self._profile.start_trace()
@@ -82,7 +72,7 @@ class StepProfiler:
         runs, self.runs = self.runs, False
         if profile is None:
             return None
-        if not runs:  # a profiler that has only warmed up ends as a short one
+        if not runs:  # a profiler that only warmed up ends as a short one
             profile.start_trace()
         profile.stop_trace()
         return profile if runs else None
@@ -121,7 +111,7 @@ def export(profile: Any, path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             profile.export_chrome_trace(str(plain))
-        # torch itself compresses line by line, which takes eight times as long.
+        # torch's own compression, line by line, takes eight times as long.
         with open(plain, "rb") as lines, gzip.open(beside, "wb", compresslevel=6) as packed:
             shutil.copyfileobj(lines, packed, 1 << 20)
         os.replace(beside, path)

@@ -1,8 +1,7 @@
-"""A subclass of Transformer Engine's DebugQuantizer with the kind of its forward.
+"""A subclass of TE's DebugQuantizer that knows the kind of its forward.
 
-Each forward in debug mode builds a quantizer for each tensor. :func:`quantizer_of` creates the class of a run. Read
-from Transformer Engine 2.20.2, ``debug/pytorch/debug_quantization.py``. Import this module only after Transformer
-Engine.
+Each forward in debug mode builds a quantizer per tensor. Read from Transformer Engine 2.20.2,
+``debug/pytorch/debug_quantization.py``. Import this module only after Transformer Engine.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ OVERRIDDEN = (
     "quantize",
     "update_quantized",
 )
-"""The required methods of Transformer Engine's class."""
+"""Required methods of TE's class."""
 
 _FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 
 
 class QueryingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
-    """Queries the features of a tensor according to the kind of the forward."""
+    """Queries a tensor's features according to the kind of the forward."""
 
     _current: ClassVar[CurrentForward]
     _failures: ClassVar[ObservationFailures]
@@ -67,8 +66,8 @@ class QueryingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc
     def get_tensors_plan(self) -> tuple[str, str]:
         plans: tuple[str, str] = super().get_tensors_plan()
         if self.parent_quantizer is None:
-            # Upstream queries whether to quantize only if there is a quantizer. Here the answer has no effect, except
-            # for the next iteration of a query: autocast may be enabled by then.
+            # Upstream queries whether to quantize only if there is a quantizer. Here the answer affects only the next
+            # iteration of a query: autocast may be enabled by then.
             for gemm in (self.rowwise_gemm_name, self.columnwise_gemm_name):
                 self.process_enabled_api_call(
                     debug_api.transformer_engine.fp8_gemm_enabled(
@@ -99,12 +98,12 @@ class QueryingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc
         parent = self.parent_quantizer
         planned = debug_quantization.STANDARD_QUANTIZE in (self.rowwise_tensor_plan, self.columnwise_tensor_plan)
         if planned and parent is not None and not parent.rowwise_usage and not parent.columnwise_usage:
-            # Without gradients the columnwise tensor is not needed, and a feature makes the rowwise tensor. Upstream
-            # then requests an empty quantized tensor, which the compiled extension refuses.
+            # Without gradients, a feature creates only the rowwise tensor. Upstream then requests an empty quantized
+            # tensor, which the compiled extension refuses.
             parent.set_usage(rowwise=True)
 
     def log_messages_about_plans(self) -> None:
-        """Log plans as upstream does, in observed forwards only, and again after a change."""
+        """Log plans as upstream does, only in observed forwards, and again after a change."""
         if self.kind is not ForwardKind.OBSERVED:
             return
         for gemm, plan in (
@@ -120,7 +119,7 @@ class QueryingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc
             )
 
     def is_left_out(self) -> bool:
-        """Return whether a feature would act in a backward where Transformer Engine calls no features."""
+        """Return whether a feature would act in a backward where TE calls no features."""
         if self._override is None:
             return False
         modifies = debug_quantization.API_CALL_MODIFY
@@ -150,7 +149,7 @@ class SessionQuantizer(QueryingQuantizer):
     def _pair_dgrads_of_mlp(self) -> None:
         """Fix that LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as fc1's.
 
-        LayerNormMLP builds both quantizers in one forward, so they have the same module.
+        LayerNormMLP builds both quantizers in one forward, so their module is the same.
         """
         before: SessionQuantizer | None = self._current.dgrad
         pairs = before is not None and before._module is self._current.module and before.layer_name.endswith(".fc1")
@@ -166,8 +165,8 @@ class SessionQuantizer(QueryingQuantizer):
             self._feed_amax(tensor)
         result = super().quantize(tensor, out=out, dtype=dtype)
         if out is None and dtype is None:
-            # Under torch's autocast the input may have another dtype than the other operand. Upstream casts the input
-            # on its ordinary path only.
+            # Under torch's autocast the input may differ in dtype from the other operand. Upstream casts it only on its
+            # ordinary path.
             rowwise, columnwise = result.rowwise_gemm_tensor, result.columnwise_gemm_tensor
             result.rowwise_gemm_tensor = self._as_operand(rowwise)
             same = columnwise is rowwise
@@ -181,7 +180,7 @@ class SessionQuantizer(QueryingQuantizer):
     def _feed_amax(self, tensor: Any) -> None:
         """Update the amax history for a tensor that features keep from the recipe's quantizer.
 
-        The scale of delayed scaling follows from the history, and must fit when the features no longer act.
+        Delayed scaling derives the scale from it, which must fit when features no longer act.
         """
         plans = self.rowwise_tensor_plan, self.columnwise_tensor_plan
         parent = self.parent_quantizer
@@ -199,7 +198,7 @@ class SessionQuantizer(QueryingQuantizer):
         if self.kind is not ForwardKind.OBSERVED:
             return
         if self.tensor_name in _FORWARD_TENSORS and torch._C._current_graph_task_id() != self._graph_task:
-            return  # LayerNormMLP(checkpoint=True) runs its forward again inside its own backward
+            return  # LayerNormMLP(checkpoint=True) reruns its forward inside its backward
         try:
             super()._call_inspect_tensor_api(tensor, rowwise, columnwise)
         except Exception as error:
@@ -218,7 +217,7 @@ class SessionQuantizer(QueryingQuantizer):
         return tensor
 
     def take_own_wgrad(self, compute: Callable[[], torch.Tensor]) -> None:
-        """Compute, if a feature needs it, the wgrad that the next GEMM will add to ``main_grad``."""
+        """If a feature needs it, compute the wgrad that the next GEMM will add to ``main_grad``."""
         self._accumulates = True
         if self.kind is not ForwardKind.OBSERVED:
             return

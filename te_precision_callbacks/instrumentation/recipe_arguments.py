@@ -3,9 +3,9 @@
 ignored_arguments([recipe])
 [{"recipe": "MXFP8BlockScaling", "argument": "margin", "value": "2", "why": ..., "instead": ...}]
 
-Read from Transformer Engine 2.20.2. :data:`IGNORED` has for each argument the place that was read, and the text there
-that a test searches for. Unknown arguments, such as ``interval`` of earlier versions or a misspelled name, cannot be
-found here: the recipes are pydantic dataclasses, which drop them.
+Read from Transformer Engine 2.20.2; :data:`IGNORED` has the place and a source text that a test searches for. Unknown
+arguments, such as ``interval`` of earlier versions or a typo, cannot be found: the recipes are pydantic dataclasses,
+which drop them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,11 @@ class Ignored:
     """An argument of a recipe that has no effect in some cases.
 
     Attributes:
-        recipe: the class of the recipe.
-        argument: the argument, and the attribute of the recipe.
-        holds: whether a recipe has the argument set without effect.
-        why: the reason.
-        instead: the remedy.
-        place: a module of ``transformer_engine``, a colon, and a name in it.
-        source: a text in the source of that place.
+        recipe: the recipe's class.
+        argument: the argument and attribute.
+        holds: whether a recipe sets it without effect.
+        place: ``module:name`` in ``transformer_engine``.
+        source: a text in its source.
     """
 
     recipe: str
@@ -64,7 +62,7 @@ def _scales(recipe: Any) -> set[bool]:
 
 
 def _changed_later(argument: str, attribute: str, *tensors: str) -> Callable[[Any], bool]:
-    """Return whether ``disable_...`` of NVFP4BlockScaling was set after the recipe was made."""
+    """Return whether NVFP4BlockScaling's ``disable_...`` was set after the recipe was created."""
 
     def holds(recipe: Any) -> bool:
         active = {getattr(getattr(recipe, f"fp4_quant_{tensor}"), attribute) for tensor in tensors}
@@ -135,14 +133,12 @@ VARIABLES: Mapping[str, tuple[str, str]] = {
     "NVTE_NVFP4_ROW_SCALED_ACTIVATION": ("NVFP4BlockScaling", "row_scaled_activation"),
     "NVTE_NVFP4_4OVER6": ("NVFP4BlockScaling", "nvfp4_4over6"),
 }
-"""Environment variable -> the recipe class and argument with this default. ``common/recipe`` reads them on import."""
+"""Environment variable -> recipe class and argument that it sets. ``common/recipe`` reads them on import."""
 
 
 def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
-    """Return the ignored arguments of recipes, deduplicated.
-
-    Returns:
-        Rows with ``recipe``, ``argument``, ``value``, ``why`` and ``instead``.
+    """Return ignored arguments, deduplicated, as rows with ``recipe``, ``argument``, ``value``, ``why`` and
+    ``instead``.
     """
     rows = [row for recipe in recipes for row in (*_of_recipe(recipe), *_of_variables(recipe))]
     return list({tuple(row.values()): row for row in rows}.values())
@@ -157,7 +153,7 @@ def _of_recipe(recipe: Any) -> Iterator[Row]:
 
 
 def _of_variables(recipe: Any) -> Iterator[Row]:
-    """Find environment variables that have changed since Transformer Engine was imported."""
+    """Find environment variables that changed since TE was imported."""
     for variable, (kind, argument) in VARIABLES.items():
         now = os.environ.get(variable)
         if now is None or kind not in class_names(recipe) or _is_set(recipe, argument):
@@ -176,7 +172,7 @@ def _row(recipe: str, argument: str, value: str, why: str, instead: str) -> Row:
 
 
 def computing(modules: Iterable[NamedModule], operations: Iterable[NamedOperation]) -> list[_Computing]:
-    """Return the modules and operations of a model with the names of their layers."""
+    """Return a model's modules and operations with their layers' names."""
     named = [(each.module, tuple(layer.name for layer in each.layers)) for each in modules]
     return [*named, *((each.module, each.layers) for each in operations)]
 
@@ -197,15 +193,14 @@ def computes_in_float16(modules: Iterable[_Computing]) -> bool:
 
 
 def amax_reductions(modules: Iterable[_Computing]) -> list[Row]:
-    """Return the ranks over which the amaxes of delayed scaling are reduced.
+    """Return the ranks that reduce the amaxes of delayed scaling.
 
     Read from ``FP8GlobalStateManager.reduce_and_update_fp8_tensors``: over ``amax_reduction_group`` of ``te.autocast``,
     or over all ranks without one, unless the recipe has ``reduce_amax=False``.
 
     Returns:
-        Rows with ``layers`` (names), ``reduced`` (whether they are reduced at all), ``ranks`` (their number),
-        ``tensor_parallel`` (the number of ranks that share the layer by tensor parallelism) and ``outside`` (how many
-        of these are not among the ranks).
+        Rows with ``layers`` (names), ``reduced``, ``ranks`` (their number), ``tensor_parallel`` (the layer's number of
+        tensor-parallel ranks) and ``outside`` (how many of these do not take part).
     """
     rows: dict[tuple[bool, int, int, int], list[str]] = {}
     for module, layers in modules:
@@ -222,7 +217,7 @@ def amax_reductions(modules: Iterable[_Computing]) -> list[Row]:
 
 
 def _in_use(module: torch.nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Yield the metadata of quantizers; a module without quantizers has a recipe too, without meaning."""
+    """Yield the metadata of quantizers. A module without quantizers has a recipe too, without meaning."""
     return (meta for meta in metas_of(module) if "scaling_fwd" in meta or "scaling_bwd" in meta)
 
 

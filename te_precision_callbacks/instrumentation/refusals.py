@@ -1,10 +1,10 @@
-"""The options that Transformer Engine's debug path refuses, and the layers that use them.
+"""Options that Transformer Engine's debug path refuses, and the layers that use them.
 
-The debug path raises, or silently skips the feature, with some options that the ordinary path supports. A session keeps
-such a layer on the ordinary path: no feature acts on it, and it is not observed.
+With these options, which the ordinary path supports, the debug path raises or silently skips features. A session keeps
+such a layer on the ordinary path, unobserved and without features.
 
-Some refusals are known before the first step, others only in the forward, before Transformer Engine raises. Each row of
-:data:`REFUSALS` has its place in Transformer Engine 2.20.2.
+Some refusals are known before the first step, others only in the forward. Each row of :data:`REFUSALS` names its place
+in Transformer Engine 2.20.2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from te_precision_callbacks.layers.naming import Model, NamedModule, named_roots
 logger = logging.getLogger(__name__)
 
 MOST_NAMED = 20
-"""The maximum number of layers in a warning per reason; ``session.layers`` and the summary have all."""
+"""Maximum number of layers in a warning per reason; ``session.layers`` and the summary list all."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class DebugForward:
     """A forward that is about to take the debug path.
 
     Attributes:
-        module: the module.
-        quantizers: the module's quantizers, of all of its layers in a row.
+        quantizers: the quantizers of all of its layers in a row.
         has_quantized_input: whether its input is already quantized.
     """
 
@@ -50,14 +49,13 @@ class DebugRefusal:
     """A row of the table.
 
     Attributes:
-        what: the refused option, by its name in Transformer Engine.
+        what: the refused option, by its name in TE.
         why: the effect in debug mode.
-        place: the function of Transformer Engine 2.20.2 with the refusal, below ``transformer_engine``.
-        source: the source text at that place.
-        of_module: whether the row applies to a module, known before the first step.
-        of_effects: whether the row applies to a module because of its features' effects on GEMMs.
-        of_forward: whether the row applies to a forward that is about to take the debug path.
-        lasts: whether the row applies to all later forwards, even if no feature acts in the first one.
+        place: the refusing function of TE 2.20.2, below ``transformer_engine``; ``source`` is a text in it.
+        of_module: whether the row applies to a module, before the first step.
+        of_effects: the same, given its features' effects on GEMMs.
+        of_forward: whether it applies to a forward about to take the debug path.
+        lasts: whether it applies to all later forwards, even if no feature acts in the first.
     """
 
     what: str
@@ -71,7 +69,7 @@ class DebugRefusal:
 
     @property
     def known(self) -> str:
-        """The time of detection."""
+        """Time of detection."""
         return "before the first step" if self.of_module or self.of_effects else "in the forward that has it"
 
     def __str__(self) -> str:
@@ -102,7 +100,7 @@ def _changes_quantized_weights_now(forward: DebugForward) -> bool:
 
 
 def _is_as_without_features(quantizer: Any) -> bool:
-    """Return whether both GEMMs that read a tensor get the result of the recipe's quantizer."""
+    """Return whether both GEMMs that read a tensor get the recipe's quantized result."""
     from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
 
     plans = {quantizer.rowwise_tensor_plan, quantizer.columnwise_tensor_plan}
@@ -127,9 +125,9 @@ def _mixes_quantized_input(forward: DebugForward) -> bool:
 
 
 def has_quantized_input(module: Any, tensor: Any) -> bool:
-    """Return whether a module's input is already quantized, by a layer with ``fp8_output`` or FP8 attention.
+    """Return whether a module's input is already quantized, by ``fp8_output`` or FP8 attention.
 
-    Only ``Linear`` takes such an input: the other modules compute their activation themselves, or refuse it.
+    Only ``Linear`` takes such an input.
     """
     from transformer_engine.pytorch import Linear
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
@@ -146,7 +144,7 @@ def _offloads(forward: DebugForward) -> bool:
 def is_captured() -> bool:
     """Return whether a CUDA graph is being captured, by Transformer Engine or ``torch.cuda.graph``.
 
-    Also true while Transformer Engine warms up, and on the reference backend, which has no graphs.
+    Also true during TE's warm-up, and on the reference backend, which has no graphs.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -223,15 +221,14 @@ REFUSALS = (
         of_forward=_offloads,
     ),
 )
-"""The table of refusals. The first row that applies is the reason for a layer."""
+"""The table of refusals. A layer's reason is the first row that applies."""
 
 
 class RefusedLayers:
-    """The refused layers of a session, with the reasons.
+    """Refused layers of a session, with reasons.
 
     Attributes:
-        strict: whether a refusal raises.
-        modules: the modules that must not take the debug path in any forward, by id.
+        modules: modules that must never take the debug path, by id.
     """
 
     def __init__(self, *, strict: bool) -> None:
@@ -252,11 +249,7 @@ class RefusedLayers:
         """Apply the table before a step, and return the plan without refused layers.
 
         Args:
-            plan: the features of each of the model's layers.
-            model: the model.
-            modules: its modules.
-            effects: section -> effects of its features on GEMMs.
-            fused: the ids of modules on their fused path, which only a CUDA graph refuses.
+            fused: ids of modules on their fused path, which only a CUDA graph refuses.
 
         Raises:
             ObservationError: with ``strict=True``, if a layer is refused.
@@ -295,11 +288,6 @@ class RefusedLayers:
         return replace(plan, layers=tuple(entry for entry in plan.layers if entry.layer.name not in before))
 
     def note(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
-        """Note a refused forward.
-
-        Raises:
-            ObservationError: with ``strict=True``.
-        """
         found = dict.fromkeys(self._acting.get(id(module), ()), refusal)
         if self.strict and found:
             raise _error(found)
@@ -311,11 +299,7 @@ class RefusedLayers:
         return "; ".join(map(str, self._refused.get(layer, ())))
 
     def warn(self, log: Callable[[str], None]) -> bool:
-        """Log one warning about newly refused layers; return whether there are any.
-
-        Args:
-            log: writes a line to the event log.
-        """
+        """Log one warning about newly refused layers; return whether there are any."""
         items = ((layer, refusal) for layer, refusals in self._refused.items() for refusal in refusals)
         news = [item for item in items if self._notices.first(item)]
         for name, refusal in news:
@@ -369,7 +353,7 @@ def in_graph(why_not: str) -> DebugRefusal:
 
 
 def _graphed(model: Model) -> Iterator[tuple[int, DebugRefusal]]:
-    """Yield the ids of modules in CUDA graphs that cannot be bypassed, with the refusal."""
+    """Yield ids of modules in CUDA graphs that cannot be bypassed, with the refusal."""
     for _, root in named_roots(model) or ():
         for module in root.modules():
             if why_not := why_not_bypassed(module):

@@ -1,7 +1,7 @@
-"""Tracks the autocast regions of Transformer Engine that the forwards of a step enter.
+"""Tracks the ``te.autocast`` regions that a step's forwards enter.
 
-A region sets the precision of its layers. While a step enters the same regions in the same order as the step before,
-the layers are assumed to be in the same regions.
+A region sets its layers' precision. If a step enters the same regions in the same order as the last one, layers are
+assumed to be in the same regions.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ _MOST_RECIPES = 64
 
 
 class AutocastRegions:
-    """Compares the autocast regions of each step with the step before.
+    """Compares each step's regions with the step before.
 
     Attributes:
         excludes_more: whether the last complete step entered more regions with ``enabled=False`` than the step before:
-            a layer in high precision since that step is in one of these regions.
-        has_enabled: whether a region with ``enabled=True`` was entered so far.
+            layers in high precision since then are in one of these.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class AutocastRegions:
         def autocast_enter(
             enabled: bool = False, calibrating: bool = False, fp8_recipe: Any = None, *arguments: Any, **keywords: Any
         ) -> Any:
-            if not torch.compiler.is_compiling():  # a compiled function would be compiled anew for each new number
+            if not torch.compiler.is_compiling():  # a compiled function would be recompiled for each new number
                 self._entered = hash((self._entered, enabled, self._number(fp8_recipe)))
                 self._disabled += not enabled
                 self.has_enabled |= enabled
@@ -47,18 +46,17 @@ class AutocastRegions:
 
     @property
     def has_entered(self) -> bool:
-        """Return whether the step has entered a region so far."""
         return self._entered != 0
 
     def end_step(self) -> bool:
-        """Return whether the step has entered other regions than the step before."""
+        """Return whether the step entered other regions than the step before."""
         before, self._before, self._entered = self._before, self._entered, 0
         self.excludes_more = self._disabled > self._disabled_before
         self._disabled_before, self._disabled = self._disabled, 0
         return self._before != before
 
     def _number(self, recipe: Any) -> int:
-        """Number a recipe; equal recipes have one number, since scripts may create a recipe in each step."""
+        """Number a recipe; equal recipes share a number, since scripts may create one per step."""
         for number, known in enumerate(self._recipes):
             if known is recipe or known == recipe:
                 return number

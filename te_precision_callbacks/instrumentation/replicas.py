@@ -20,7 +20,7 @@ from te_precision_callbacks.instrumentation.updates import TrainedModel
 from te_precision_callbacks.instrumentation.weight_samples import alike, local, raw, view
 
 TOLERANCE = 1e-6
-"""The allowed difference of checksums relative to the sum of absolute values, as between different GPU models."""
+"""Allowed difference of checksums relative to the sum of absolute values, as between GPU models."""
 
 _WRAPPERS = frozenset(
     {"DistributedDataParallel", "FullyShardedDataParallel", "FullyShardedDataParallelV2", "DeepSpeedEngine"}
@@ -28,18 +28,19 @@ _WRAPPERS = frozenset(
 """Classes that reduce gradients."""
 
 _COLUMNS = 6
-"""The numbers of a parameter in a message: the checksums of the start and of now, each with its negative; whether the
-parameter varies; the sum of its absolute values."""
+"""Numbers of a parameter in a message: checksums of the start and of now, each with its negative; whether the parameter
+varies; the sum of its absolute values.
+"""
 
 Sums = dict[str, tuple[float, float, float]]
 """Parameter -> its checksum, the sum of its absolute values, and whether its elements vary."""
 
 
 class Replicas:
-    """Compares parameters over the ranks that reduce statistics together.
+    """Compares parameters over ranks that reduce statistics together.
 
     Attributes:
-        checked: the rules that had enough data.
+        checked: rules that had enough data.
     """
 
     def __init__(self, model: TrainedModel, ranks: Ranks) -> None:
@@ -57,15 +58,14 @@ class Replicas:
         return self._start is None and self._ranks.several
 
     def begin(self) -> None:
-        """Compute the checksums before the first optimizer step."""
+        """Compute checksums before the first optimizer step."""
         self._start = self._sums()
 
     def exchange(self, news: list[Problem], iteration: int, *, is_due: bool) -> list[Problem]:
-        """Return the problems of all ranks, equal on each; or of this rank if it is alone.
+        """Return the problems of all ranks, equal on each; of this rank if alone.
 
         Args:
-            news: the new problems of this rank.
-            iteration: the debug iteration that has ended.
+            news: this rank's new problems.
             is_due: whether ranks exchange checksums; equal on all ranks.
         """
         if not self._ranks.several or not self._ranks.are_together:
@@ -114,7 +114,7 @@ class Replicas:
             differs = merged[:, 2] + merged[:, 3] > allowed
         varies = merged[:, 4] > 0
         is_parallel = self._is_data_parallel()
-        replicas = np.isfinite(merged[:, 0]) & ~differed  # unknown for a parameter that was added later
+        replicas = np.isfinite(merged[:, 0]) & ~differed  # unknown for a parameter added later
         if differed[varies].any():
             replicas &= varies
         replicas |= is_parallel
@@ -145,7 +145,7 @@ class Replicas:
         return any(cls.__name__ in _WRAPPERS for each in gc.get_objects() for cls in type(each).__mro__[:-1])
 
     def _sums(self) -> Sums:
-        """Compute the checksums of parameters that are not marked as sharded."""
+        """Compute checksums of parameters not marked as sharded."""
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
         kept = [(name, each) for name, each, _ in self._model.named_parameters() if id(each) not in sharded]
         codes = [(name, raw(weight)) for name, weight in kept]
@@ -159,7 +159,7 @@ class Replicas:
             rows = torch.stack([weighted.sum(1), weighted.abs().sum(1), varies.double()], 1)
             on_devices.setdefault(values.device, []).append((places, rows))
         sums: Sums = {}
-        for parts in on_devices.values():  # one wait for each device
+        for parts in on_devices.values():  # one wait per device
             numbers = torch.cat([rows for _, rows in parts]).tolist()
             names = [samples[place][0] for places, _ in parts for place in places]
             sums.update({name: tuple(row) for name, row in zip(names, numbers, strict=True)})
@@ -167,8 +167,9 @@ class Replicas:
 
 
 def _sharded(module: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of a module that are marked as sharded: by FSDP, a DTensor's placements, Transformer
-    Engine's and Megatron's attributes of tensor and expert parallelism, or DeepSpeed's attributes."""
+    """Yield a module's parameters that are marked as sharded: by FSDP, a DTensor's placements, TE's and Megatron's
+    attributes of tensor and expert parallelism, or DeepSpeed's.
+    """
     strategy = getattr(getattr(module, "sharding_strategy", None), "name", "NO_SHARD")
     if type(module).__name__ == "FullyShardedDataParallel" and strategy != "NO_SHARD":
         yield from module.parameters()

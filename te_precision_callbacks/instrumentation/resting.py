@@ -1,7 +1,7 @@
 """Tracks the precision of resting layers.
 
-It is read from the state that the last forward of a step has left in a module: whether it ran FP8, its quantizers, and
-the dtype of its activations.
+Read from the state that a step's last forward left in a module: FP8 or not, its quantizers, and the dtype of its
+activations.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ from te_precision_callbacks.layers.round_robin import RoundRobin
 
 
 class RestingLayers:
-    """Checks resting modules at the end of a step, and arms modules with unknown precision.
-
-    Args:
-        classify: has whether the integration announces evaluations.
-        audit: receives the precision of modules.
-        query_again: arms a module for its next forward.
-    """
+    """Checks resting modules at the end of a step; arms those with unknown precision."""
 
     def __init__(
         self, classify: ForwardClassifier, audit: PrecisionAudit, query_again: Callable[[torch.nn.Module], None]
@@ -46,13 +40,7 @@ class RestingLayers:
         layers: Mapping[int, tuple[str, ...]],
         refused: Collection[int],
     ) -> None:
-        """Reset, and set the modules.
-
-        Args:
-            modules: id -> module.
-            layers: id -> the names of its layers.
-            refused: the ids of modules that must not take the debug path; may grow.
-        """
+        """Reset, and set the modules and their layers' names by id; ``refused`` may grow."""
         self._modules = modules
         self._layers = layers
         self._refused = refused
@@ -67,12 +55,7 @@ class RestingLayers:
         self._dropped: dict[int, list[Mapping[LayerOperand, Format]]] = {}
 
     def note_training(self, module: torch.nn.Module, *, idle: bool) -> None:
-        """Note a training forward of an armed module.
-
-        Args:
-            module: the module.
-            idle: whether no feature acts in it, so it runs as a resting module.
-        """
+        """Note a training forward of an armed module; ``idle`` if no feature acts in it, so it runs as if resting."""
         self._trained_in_fp8[id(module)] = bool(module.fp8)
         state = _state_of(module) if idle else None
         if state is None:
@@ -85,11 +68,7 @@ class RestingLayers:
         self._new.append(module)
 
     def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:
-        """Return the modules that rested for the first time in the last step.
-
-        Args:
-            armed: the ids of the modules that did not rest in the step.
-        """
+        """Return the modules that rested for the first time in the last step, in which ``armed`` did not rest."""
         new, self._new = self._new, []
         return [module for module in new if id(module) not in armed]
 
@@ -103,17 +82,14 @@ class RestingLayers:
         all_at_once: bool,
         excluded: bool,
     ) -> None:
-        """Check for changes of precision in the last step.
+        """Check for precision changes in the last step.
 
-        A few modules are checked round robin, and all of them once one has changed. An idle step therefore costs the
-        same for every model.
+        A few modules are checked round robin, and all once one has changed, so an idle step costs the same for every
+        model.
 
         Args:
-            armed: the ids of the modules that did not rest in the step.
-            new: the modules that rested for the first time in it.
-            ran: id of a module -> whether its training forwards ran in low precision, if known.
-            all_at_once: check all modules.
-            excluded: whether modules in high precision since the step are in ``te.autocast(enabled=False)``.
+            ran: module id -> whether its training forwards ran in low precision, if known.
+            excluded: whether modules now in high precision are in ``te.autocast(enabled=False)``.
         """
         self._audit.leave(iteration)
         checked: Iterable[torch.nn.Module] = self._turns.take(len(armed))
@@ -156,10 +132,10 @@ class RestingLayers:
             self._audit.plan(self._audit.of_gemms_that_run(formats))
 
     def _check_state(self, module: torch.nn.Module, iteration: int, *, excluded: bool) -> None:
-        """Record the precision of a resting module that the audit does not have.
+        """Record a resting module's precision that the audit lacks.
 
-        The module's last forward may have been an evaluation that was not announced, so the precision is recorded only
-        if the module is known to have trained. Otherwise the module is armed in the next steps.
+        The last forward may have been an unannounced evaluation, so a module not known to have trained is armed in the
+        next steps instead.
         """
         key = id(module)
         last, state = self._last_state.get(key), _state_of(module)
@@ -171,8 +147,8 @@ class RestingLayers:
         if self._audit.holds(formats):
             if module.fp8 or last is None or last.quantizers is state.quantizers:
                 return
-            # A forward before the last one has made FP8 quantizers, such as the first forward of a reentrant checkpoint
-            # that is recomputed outside autocast.
+            # An earlier forward created FP8 quantizers, such as the first forward of a reentrant checkpoint that is
+            # recomputed outside autocast.
             formats, trained = of_fprop(formats_of_fused_path(module, self._layers[key], fp8=True)), False
             if self._audit.has_met(formats):
                 return
@@ -218,7 +194,7 @@ class RestingLayers:
         if not self._classify.eval_mode_counts and not self._classify.was_paused:
             return True  # the integration announces evaluations
         quantizers: Any = module.quantizers
-        # Transformer Engine requests columnwise data, which wgrad reads, in forwards with gradients.
+        # TE requests columnwise data, which wgrad reads, in forwards with gradients.
         return bool(module.training and module.fp8 and quantizers["scaling_fwd"][0].columnwise_usage)
 
 
@@ -234,7 +210,7 @@ class _Suspicion:
 
 
 class _State(NamedTuple):
-    """The state after a module's last forward that determines the formats of its GEMMs."""
+    """State after a module's last forward that determines its GEMMs' formats."""
 
     fp8: bool
     quantizers: Any

@@ -21,20 +21,16 @@ class Forward:
     """A forward of a module, with its backward.
 
     Attributes:
-        layers: the names of the module's layers; empty for an unobserved module.
-        kind: the kind of the forward.
-        recipe: its recipe.
-        has_events: whether its GEMMs are reported. GEMMs of an operation that fuses several layers are not, since their
-            layer is unknown.
-        events: the number of events so far.
-        half: the layer of a LayerNormMLP with the last GEMM; -1 at the start of a forward, 2 at the start of a
-            backward.
-        wanted: (layer number, tensor) of the tensors that listeners need before quantization.
-        high: (layer number, tensor) -> the tensor before quantization, in the current forward or backward; None if
-            ``wanted`` is empty.
-        recomputed: the keys of tensors that were recomputed, since a fused kernel has quantized them.
+        layers: names of the module's layers; empty for an unobserved module.
+        has_events: whether its GEMMs are reported; not if an operation fuses several layers, since the layer is
+            unknown.
+        events: number of events so far.
+        half: LayerNormMLP's layer with the last GEMM; -1 at the start of a forward, 2 of a backward.
+        wanted: (layer number, tensor) that listeners need before quantization.
+        high: (layer number, tensor) -> tensor before quantization; None if ``wanted`` is empty.
+        recomputed: keys of tensors recomputed because a fused kernel quantized them.
         kept: storage of listeners until the backward has run.
-        handled: the id of the exception that was being handled when the forward began.
+        handled: id of the exception being handled when the forward began.
     """
 
     __slots__ = (
@@ -75,7 +71,6 @@ class Forward:
         return (number, tensor) in self.wanted and (number, tensor) not in self._read
 
     def operand(self, number: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
-        """Return an operand of a GEMM of one of the layers."""
         key = number, tensor
         first = key not in self._read
         self._read.add(key)
@@ -93,8 +88,8 @@ class Forward:
     def number_of(self, gemm: str, expert: int | None) -> int:
         """Return the number of the layer with the next GEMM.
 
-        LayerNormMLP has two layers: its forward, also a recomputed one, runs fc1 before fc2, and its backward fc2
-        before fc1, each dgrad before the wgrad of the same half.
+        LayerNormMLP's forward, also when recomputed, runs fc1 before fc2, its backward fc2 before fc1, and dgrad before
+        wgrad of each.
         """
         if expert is not None or not self._halves:
             return expert or 0
@@ -111,13 +106,11 @@ def unobserved() -> Forward:
 
 
 class _Here(threading.local):
-    """The state of a thread.
+    """State of a thread.
 
     Attributes:
-        entered: the current forward of a module.
-        running: the current forward or backward of an autograd Function.
-        inside: whether a GEMM runs, which may call another one.
-        kind: the kind of the current forward of operations. They run in an autograd Function, where training and
+        inside: whether a GEMM runs, which may call another.
+        kind: kind of the current forward of operations, which run in an autograd Function, where training and
             evaluation look the same.
     """
 
@@ -131,9 +124,8 @@ class Running:
     """The state of all threads.
 
     Attributes:
-        here: the state of the current thread.
-        numbers: counts the products of the iteration.
-        has_ranges: whether forwards, backwards and GEMMs are in torch.profiler ranges.
+        numbers: counts the iteration's products.
+        has_ranges: whether to put torch.profiler ranges around forwards, backwards and GEMMs.
     """
 
     def __init__(self) -> None:
@@ -148,17 +140,17 @@ class Running:
         self.here = _Here()
 
     def in_layer(self) -> bool:
-        """Return whether this thread runs a layer's GEMMs: all products inside have events."""
+        """Whether this thread runs a layer's GEMMs: all products inside have events."""
         return self.here.inside or self.here.running is not None
 
     def call(self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a function as a part of a forward. Its products have events, so dispatch modes skip it."""
+        """Call a function as part of a forward. Its products have events, so dispatch modes skip it."""
         return self._call(forward, False, function, arguments, keywords)
 
     def call_backward(
         self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> Any:
-        """Call a function as a part of the backward of a forward."""
+        """Call a function as part of a forward's backward."""
         return self._call(forward, True, function, arguments, keywords)
 
     def _call(
@@ -185,7 +177,7 @@ class Running:
         return record_function(layer_range(module_of(forward.layers), backward=backward))
 
     def range_of_gemm(self, forward: Forward | None, gemm: str, *, grouped: bool) -> AbstractContextManager[Any]:
-        """Return the range of a GEMM of a layer, or of the GEMMs of all experts that one call runs."""
+        """Return the range of a layer's GEMM, or of all experts' GEMMs that one call runs."""
         if forward is None or not forward.layers:
             return nullcontext()
         layer = module_of(forward.layers) if grouped else forward.layers[forward.next_number_of(gemm)]
@@ -196,11 +188,8 @@ class CurrentForward(threading.local):
     """The last forward of an armed module in this thread.
 
     Attributes:
-        kind: its kind.
-        module: its module.
-        input_needs_gradient: whether its backward will run dgrad, according to its input.
-        has_quantized_input: whether its input is already quantized.
-        dgrad: the dgrad quantizer that was built last, until it is paired with another one.
+        input_needs_gradient: whether its backward will run dgrad.
+        dgrad: the last dgrad quantizer built, until paired.
     """
 
     kind: ForwardKind

@@ -1,4 +1,4 @@
-"""Scalars from their measurement to the end of a step, where they are copied to the host."""
+"""Scalars, copied to the host at the end of a step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from te_precision_callbacks.instrumentation.failures import ObservationFailures
 
 
 class ScalarBuffer:
-    """Scalars of users' features and of the session's checks since the last step.
-
-    Attributes:
-        entries: names and values, which may be on a device.
-    """
+    """Scalars of users' features and of the session's checks since the last step; may be on a device."""
 
     def __init__(self, failures: ObservationFailures) -> None:
         self.entries: list[tuple[str, Any]] = []
@@ -37,13 +33,13 @@ class ScalarBuffer:
             self._failures.report("taking", f"the scalar {name!r}", TypeError(f"it must be one number, not {what}"))
 
     def read(self) -> list[float]:
-        """Return the values as float64, with one copy from each device, after the work of their streams."""
+        """Return the values as float64, with one copy per device, after the work of its streams."""
         for stream, tensors in self._on_streams.items():
             follow(stream, tensors)
         return to_floats([value for _, value in self.entries])
 
     def drop_from_device(self) -> int:
-        """Drop the scalars that are not on the host, and return their number."""
+        """Drop scalars that are not on the host, and return their number."""
         kept = [(name, value) for name, value in self.entries if is_on_host(value)]
         dropped, self.entries = len(self.entries) - len(kept), kept
         return dropped
@@ -60,12 +56,12 @@ def is_scalar(value: object) -> bool:
 
 
 def is_on_host(value: object) -> bool:
-    """Return whether reading a scalar waits for no device."""
+    """Return whether a scalar is readable without waiting for a device."""
     return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
 
 
 def to_floats(values: Sequence[Any]) -> list[float]:
-    """Convert numbers and one-element tensors to float64, with one copy from each device."""
+    """Convert numbers and one-element tensors to float64, with one copy per device."""
     tensors = [(index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
     floats = [math.nan if isinstance(value, torch.Tensor) else float(value) for value in values]
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}

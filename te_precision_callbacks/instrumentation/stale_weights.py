@@ -1,8 +1,8 @@
-"""Detects forwards that multiply with low-precision weights made from earlier weights.
+"""Detects forwards that use low-precision copies of outdated weights.
 
-A forward with ``is_first_microbatch=False`` uses the weights that an earlier forward has cached. If a script never
-passes True again, these are the weights of the first step. Read from Transformer Engine 2.20.2: ``_fp8_workspaces`` of
-the modules, and ``rowwise_gemm_tensor`` of ``DebugQuantizedTensor``.
+A forward with ``is_first_microbatch=False`` uses weights cached by an earlier forward. If a script never passes True
+again, these are the first step's. Read from Transformer Engine 2.20.2: ``_fp8_workspaces`` of the modules, and
+``rowwise_gemm_tensor`` of ``DebugQuantizedTensor``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,11 @@ _ROUNDING = {"FP8": 2.0**-3, "MXFP8": 2.0**-3, "NVFP4": 2.0**-1}
 """First word of the format -> twice the largest rounding error, relative to the element."""
 
 _SMALL = {"FP8": 2.0**-16, "MXFP8": 2.0**-10, "NVFP4": 2.0**-4}
-"""The same for small elements, relative to the largest element of the tensor."""
+"""The same for small elements, relative to the tensor's largest element."""
 
 
 def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield, for each weight that the running forward reads from the cache, its name in logs and its :data:`STALE`.
-
-    Args:
-        module: the module.
-        layers: the names of its layers.
-        frame: the frame of its forward.
-    """
+    """Yield the name in logs and the :data:`STALE` of each weight that the forward in ``frame`` reads from the cache."""
     cached = module.__dict__.get("_fp8_workspaces")
     if not cached or frame is None or frame.f_locals.get("is_first_microbatch") is not False:
         return

@@ -1,9 +1,9 @@
-"""Ignores, with a warning, a script's own calls of nvidia-dlfw-inspect's API while a session runs.
+"""Ignores, with a warning, a script's calls of nvidia-dlfw-inspect's API during a session.
 
-A script written for nvidia-dlfw-inspect initializes it, names the layers, sets a group and calls ``step``. A session
-does all of that, and a second ``step()`` would silently skip every other iteration. ``end_debug`` is obeyed: it ends
-the observation, after the collected statistics were delivered. The script may assign names until the session assigns
-its own. Read from nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
+A script written for nvidia-dlfw-inspect initializes it, names layers, sets a group and calls ``step``. The session does
+that; a second ``step()`` would silently skip every other iteration. ``end_debug`` ends the observation, after
+delivering the collected statistics. A script's layer names count until the session assigns its own. Read from
+nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INSTEAD = {
     " names of this function, and names that it assigns before attach() select layers, too.",
     "set_tensor_reduction_group": "process_group= is the group over which statistics are reduced.",
 }
-"""Function of ``nvdlfw_inspect.api`` -> what the session offers instead."""
+"""Function of ``nvdlfw_inspect.api`` -> the session's replacement."""
 
 _OF_THE_MANAGER = ("initialize_training_step", "step")
 """Functions that only call the debug manager. They are replaced there, which covers references that a script holds."""
@@ -36,7 +36,6 @@ class StrayCalls:
     """Replaces the functions while a session runs.
 
     Args:
-        manager: the session's debug manager.
         before_end: called before the script ends the debug manager.
     """
 
@@ -65,7 +64,7 @@ class StrayCalls:
         setattr(debug_api, _NAMING, self._ignored(_NAMING))
 
     def remove(self) -> None:
-        """Restore the functions of the API; the manager's replacements end with the manager."""
+        """Restore the API's functions; the manager's replacements end with the manager."""
         import nvdlfw_inspect.api as debug_api
 
         vars(self._manager).pop("close", None)

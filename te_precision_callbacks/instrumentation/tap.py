@@ -3,28 +3,26 @@
 Read from Transformer Engine 2.20.2. While installed, the tap replaces:
 
 - ``general_gemm``, ``general_grouped_gemm`` and ``general_grouped_gemm_for_grouped_tensor``
-  (``pytorch/cpp_extensions/gemm.py``) in every Python module that has imported them: Transformer Engine's modules,
-  ``te.ops``, and users' modules.
-- ``prepare_forward`` and ``end_forward`` of the modules, which each forward calls, and ``forward`` and ``backward`` of
-  their autograd Functions. The layer of a forward is stored in the autograd context, since its backward runs in another
-  thread.
-- ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) in the same way, and ``forward``
-  and ``backward`` of ``FusedAttnFunc``.
+  (``pytorch/cpp_extensions/gemm.py``) in every Python module that imports them: TE's modules, ``te.ops``, and users'
+  modules.
+- The modules' ``prepare_forward`` and ``end_forward``, and ``forward`` and ``backward`` of their autograd Functions.
+  The layer is stored in the autograd context, since a backward runs in another thread.
+- ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) likewise, and ``forward`` and
+  ``backward`` of ``FusedAttnFunc``.
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``unfused.py``).
-- ``materialize_weight_for_forward`` of the modules, which gathers distributed weights.
+- The modules' ``materialize_weight_for_forward``, which gathers distributed weights.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
-- ``te.Linear.forward``, which ``torch.compile`` puts into the graph as one operator (torch 2.15), with GEMMs that
-  Python never calls. It runs outside of the graph, as the forwards of all other modules do.
+- ``te.Linear.forward``, which ``torch.compile`` (torch 2.15) makes one operator of the graph, so that Python never
+  calls its GEMMs. It now runs outside the graph, as all other modules' forwards do.
 - ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` with GEMMs.
 
-Without listeners and torch.profiler ranges nothing is installed.
+Nothing is installed without listeners or torch.profiler ranges.
 
-With ``fuse_wgrad_accumulation=True`` the wgrad GEMM adds to the weight's ``main_grad``, so the product of a micro-batch
-exists nowhere, and a difference of two sums is not exact. If a feature needs the product, the same GEMM runs before,
-into a separate tensor of the type of ``main_grad``, without effect on training.
+With ``fuse_wgrad_accumulation=True`` the wgrad GEMM adds to ``main_grad``, so a micro-batch's product never exists, and
+a difference of two sums is not exact. If a feature needs it, the same GEMM first runs into a separate tensor of
+``main_grad``'s type, without effect on training.
 
-If a GEMM has grouped tensors, the number of rows of each expert is on the device. The host reads it only in steps with
-listeners.
+The experts' numbers of rows in grouped tensors are on the device; the host reads them only in steps with listeners.
 """
 
 from __future__ import annotations
@@ -80,17 +78,10 @@ class GemmTap:
     """Calls listeners after each GEMM.
 
     Args:
-        classify: decides the kind of a forward.
-        report: receives failures of listeners.
-        running: the state of threads.
-        enter: called in each forward of a module with events, after its preparation, with the module and the kind of
-            the forward; returns the tensors that listeners need before quantization, as layer number and tensor name.
+        enter: called in each forward with events, after its preparation, with the module and the kind; returns the
+            tensors that listeners need before quantization, as layer number and tensor name.
         silent: called with the layers, the operation, and whether it was the backward, after a training forward or
-            backward without events, for example because a separate kernel runs its GEMMs.
-        attention: receives the events of attention.
-
-    Attributes:
-        operations: the operations of ``te.ops``.
+            backward without events, for example with its own GEMM kernel.
     """
 
     def __init__(
@@ -121,16 +112,11 @@ class GemmTap:
 
     @property
     def installed(self) -> bool:
-        """Return whether anything of Transformer Engine is replaced."""
+        """Whether anything is replaced."""
         return bool(self._seams)
 
     def observe(self, modules: Mapping[int, Any], attentions: Mapping[int, str] | None = None) -> None:
-        """Set the modules with events; the mapping may change from step to step.
-
-        Args:
-            modules: the ids of modules with GEMMs.
-            attentions: id of an attention module -> its name.
-        """
+        """Set the ids of modules with events, which may change between steps, and attention modules' names by id."""
         self._observed = modules
         self._attention.names = attentions or {}
 
@@ -139,26 +125,17 @@ class GemmTap:
         layers: Mapping[int, Sequence[str]],
         operations: Iterable[NamedOperation],
     ) -> None:
-        """Set the layers of modules; the modules of :meth:`observe` have events.
-
-        Args:
-            layers: id of a module -> the names of its layers.
-            operations: operations of ``te.ops`` with GEMMs, which all have events.
-        """
+        """Set the modules' layers by id, and the ``te.ops`` operations with GEMMs, which all have events."""
         self._layers = layers
         self.operations.watch(operations)
 
     def begin_iteration(self, *, all_operations: bool = True) -> None:
-        """Reset the count of GEMMs, and check whether operations have run in another recipe.
-
-        Args:
-            all_operations: check all operations instead of the next few.
-        """
+        """Reset the count of GEMMs, and check whether the next few (or all) operations ran in another recipe."""
         self._running.begin_iteration()
         self.operations.check_recipes(of_all=all_operations)
 
     def listen(self, *listeners: Listener, before: BeforeSum | None = None, ranges: bool = False) -> None:
-        """Set the listeners; without listeners and ranges, the tap is removed.
+        """Set the listeners; without listeners and ranges, remove the tap.
 
         Args:
             *listeners: called after each GEMM.
@@ -268,7 +245,7 @@ class GemmTap:
         return entered
 
     def _sources(self, forward: Forward, find: Callable[[], dict[tuple[int, str], Any]]) -> dict[tuple[int, str], Any]:
-        """Return the tensors of a forward or backward before quantization."""
+        """Return a forward's or backward's tensors before quantization."""
         try:
             return find()
         except Exception as error:
@@ -295,7 +272,7 @@ class GemmTap:
             return None
 
     def _around_forward(self, upstream: Callable[..., Any], sources: Sources) -> Callable[..., Any]:
-        """Wrap the forward of an autograd Function, which has tensors before quantization."""
+        """Wrap an autograd Function's forward, which has tensors before quantization."""
         named = self._named(upstream, sources.parameters)
 
         @functools.wraps(upstream)
@@ -371,7 +348,7 @@ class GemmTap:
         return put
 
     def _report_silent(self, forward: Forward, what: str, backward: bool) -> None:
-        """Report layers that have run without an event."""
+        """Report layers that ran without an event."""
         if self._silent is None or not forward.layers or forward.kind is not ForwardKind.OBSERVED:
             return
         try:
@@ -384,11 +361,10 @@ class GemmTap:
     def _around(
         self, upstream: Callable[..., Any], known: Sequence[str], gemms: Gemms, *, grouped: bool = False
     ) -> Callable[..., Any]:
-        """Wrap a function of GEMMs to report them to the listeners.
+        """Wrap a GEMM function to report to the listeners.
 
         Args:
-            upstream: the function.
-            known: its first parameters in Transformer Engine 2.20.
+            known: its first parameters in TE 2.20.
             gemms: its arguments and its result -> A, B and result of each GEMM.
             grouped: whether each GEMM belongs to an expert.
         """
@@ -421,7 +397,7 @@ class GemmTap:
         return tapped
 
     def _before_sums(self, forward: Forward | None, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
-        """Call ``before`` for the tensors that the GEMMs of a call add to; an empty result if there are none."""
+        """Call ``before`` for the tensors that a call's GEMMs add to; an empty result without any."""
         if self._before is None or forward is None or not forward.layers or not arguments.get("accumulate"):
             return ()
         try:
@@ -430,7 +406,7 @@ class GemmTap:
                 return [self._before(forward.layers[forward.next_number_of(gemm)], gemm, sums, forward.kept)]
             layers = forward.layers
             return [self._before(layers[place], gemm, each, forward.kept) for place, each in enumerate(sums)]
-        except ObservationError:  # reported already, and to be raised
+        except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:
             self._report("reading the sums of", forward.layers[0], error)
@@ -439,7 +415,7 @@ class GemmTap:
     def _in_range(
         self, forward: Forward | None, upstream: Callable[..., Any], named: Named, *, grouped: bool
     ) -> Callable[..., Any]:
-        """Wrap a function of GEMMs in a torch.profiler range."""
+        """Wrap a GEMM function in a torch.profiler range."""
 
         def call(*operands: Any, **keywords: Any) -> Any:
             layout = {"layout": "TN", **named(operands), **keywords}["layout"]
@@ -452,7 +428,7 @@ class GemmTap:
         return call
 
     def _warn_captured(self, forward: Forward | None) -> None:
-        """Warn that the rows of experts, which are on the device, were not read: that would end the capture."""
+        """Warn that experts' numbers of rows, which are on the device, were not read: that would end the capture."""
         if not self._warned_captured:
             self._warned_captured = True
             logger.warning(
@@ -471,14 +447,13 @@ class GemmTap:
         *,
         grouped: bool,
     ) -> None:
-        """Report the GEMMs of a call to the listeners."""
         try:
             layout = arguments["layout"]
             gemm = GEMM_OF_LAYOUT[layout]
             tensor_b, tensor_a = OPERANDS[gemm]
             of_forward = forward or Forward((OUTSIDE,), ForwardKind.UNTOUCHED, "", halves=False)
             of_forward.events += 1
-            # A LayerNormMLP with checkpoint=True computes fc1 again in its own backward.
+            # LayerNormMLP(checkpoint=True) computes fc1 again in its own backward.
             is_again = gemm == "fprop" and of_forward.half == 2
             for place, (a, b, out) in enumerate(gemms(arguments, result)):
                 expert = place if grouped and forward is not None else None
@@ -500,7 +475,7 @@ class GemmTap:
                 )
                 for listener in self._listeners:
                     listener(event)
-        except ObservationError:  # reported already, and to be raised
+        except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:
             of_layer = OUTSIDE if forward is None else forward.layers[0]
@@ -508,7 +483,7 @@ class GemmTap:
 
 
 def _with_own_wgrad(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``general_gemm`` to compute the wgrad of a micro-batch alone for a quantizer that needs it."""
+    """Wrap ``general_gemm`` to compute a micro-batch's wgrad alone for a quantizer that needs it."""
 
     @functools.wraps(upstream)
     def general_gemm(*operands: Any, **keywords: Any) -> Any:

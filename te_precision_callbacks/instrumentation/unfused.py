@@ -1,8 +1,7 @@
 """Recomputes in high precision the tensors that a fused kernel writes only in low precision.
 
-A kernel that fuses a norm, an activation function or its derivative with quantization never writes the values before
-quantization. If a feature needs such a tensor, the same function of Transformer Engine runs a second time without a
-quantizer. Training uses the result of the first call.
+If a kernel fuses a norm, an activation function or its derivative with quantization, and a feature needs the
+unquantized values, the same TE function runs again without a quantizer. Training uses the first result.
 
 Read from Transformer Engine 2.20.2 (``pytorch/module``): the modules call ``apply_normalization``, and the functions
 returned by ``_act_func``: the activation function, its derivative, and the derivative fused with the bias gradient.
@@ -17,7 +16,7 @@ from typing import Any
 from te_precision_callbacks.instrumentation.running import Running
 
 _QUANTIZER_OF_NORM = 5
-"""The position of ``output_quantizer`` in the arguments of ``apply_normalization``."""
+"""Position of ``output_quantizer`` in ``apply_normalization``'s arguments."""
 
 
 class UnfusedTensors:
@@ -44,7 +43,7 @@ class UnfusedTensors:
         return apply_normalization
 
     def around_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``_act_func`` of LayerNormMLP: its functions return the activation of fc2 and the gradient of fc1."""
+        """Wrap ``_act_func`` of LayerNormMLP: its functions return fc2's activation and fc1's gradient."""
 
         @functools.wraps(upstream)
         def act_func(*arguments: Any, **keywords: Any) -> Any:
@@ -58,12 +57,8 @@ class UnfusedTensors:
         return act_func
 
     def _around(self, function: Any, unfused: Any, number: int, tensor: str) -> Callable[..., Any]:
-        """Wrap a function with the quantizer of its result as last argument.
-
-        Args:
-            function: the function.
-            unfused: the function that returns its result in high precision without a quantizer.
-            number, tensor: the layer number and the name of the result.
+        """Wrap a function whose last argument is its result's quantizer; ``unfused`` returns the result in high
+        precision.
         """
 
         def around(*arguments: Any, **keywords: Any) -> Any:

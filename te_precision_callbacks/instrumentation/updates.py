@@ -1,10 +1,10 @@
-"""Measures the effect of optimizer steps on weights, in collection steps. Nothing waits for the device.
+"""Measures the effect of optimizer steps on weights, in collection steps, without waiting for the device.
 
-- :data:`UNCHANGED`: the percentage of sampled elements of bfloat16 or float16 matrices, with a gradient, that the step
-  leaves unchanged. An update below half a unit in the last place is lost, unless the optimizer keeps a master weight or
-  the rounding error.
-- :data:`BELOW_EPS`: the percentage of weights with a gradient smaller than the ``eps`` that Adam adds to its root mean
-  square, so that the update is almost 0.
+- :data:`UNCHANGED`: percentage of sampled elements of bfloat16 or float16 matrices, with a gradient, that a step leaves
+  unchanged. An update below half a unit in the last place is lost, unless the optimizer keeps a master weight or the
+  rounding error.
+- :data:`BELOW_EPS`: percentage of weights with a gradient below the ``eps`` that Adam adds to its root mean square, so
+  the update is almost 0.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from te_precision_callbacks.instrumentation.weight_samples import local
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 
 LEAST_RATE = 0.01
-"""Steps with a learning rate below this share of the largest one are skipped: at the end of a decay all updates
-vanish."""
+"""Steps with a learning rate below this share of the largest one are skipped: at the end of a decay all updates vanish.
+"""
 
 _SAMPLE = 1024
-"""The approximate number of sampled elements of a weight."""
+"""Approximate number of sampled elements of a weight."""
 
 _ROUNDED = (torch.bfloat16, torch.float16)
 
 _KEEPERS = ("master", "kahan", "compensation")
-"""Parts of the names of optimizer state that compensates for rounding."""
+"""Parts of names of optimizer state that compensates for rounding."""
 
 
 class TrainedModel(Protocol):
-    """The part of a model that checks of its training use."""
+    """Parts of a model that checks of its training use."""
 
     @property
     def roots(self) -> list[torch.nn.Module]:
@@ -49,7 +49,7 @@ class TrainedModel(Protocol):
 
 
 class UpdateWatch:
-    """Compares a sample of each weight before and after an optimizer's step.
+    """Compares samples of weights before and after an optimizer's step.
 
     Attributes:
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
@@ -69,7 +69,7 @@ class UpdateWatch:
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, *, is_due: bool) -> None:
-        """Check the gradients and sample the weights, if ``is_due``."""
+        """Check gradients and sample weights, if ``is_due``."""
         self._before.clear()
         try:
             rate = max((float(group.get("lr") or 0.0) for group in optimizer.param_groups), default=0.0)
@@ -104,7 +104,7 @@ class UpdateWatch:
             self._failures.report("checking a step of", type(optimizer).__name__, error)
 
     def _check_gradients(self, samples: Iterable[tuple[Mapping[str, Any], Sequence[_Sampled]]]) -> None:
-        """Compare the samples of gradients with ``eps``, for Adam and its variants."""
+        """Compare sampled gradients with ``eps``, for Adam and its variants."""
         are_below: list[torch.Tensor] = []
         for group, sampled in samples:
             if sampled and _adds_eps(group):
@@ -118,12 +118,11 @@ class UpdateWatch:
 
 
 def _adds_eps(group: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer of a parameter group adds ``eps`` as Adam does."""
+    """Return whether a group's optimizer adds ``eps`` as Adam does."""
     return "betas" in group and bool(group.get("eps"))
 
 
 _Sampled = tuple[torch.Tensor, torch.Tensor]
-"""A weight, and the sampled elements of its gradient."""
 
 
 def _sampled(weights: Iterable[torch.Tensor]) -> Iterator[_Sampled]:

@@ -1,8 +1,8 @@
-"""Starts nvidia-dlfw-inspect and Transformer Engine's debug state for a session, and restores them afterwards.
+"""Starts nvidia-dlfw-inspect and TE's debug state for a session, and restores them.
 
-Read from nvidia-dlfw-inspect 0.2.2 and Transformer Engine 2.20.2. Upstream's own ``end_debug`` leaves behind log
-handlers, the set of one-time messages, the schedule of each module and, if a module was built meanwhile, a state in
-which nothing is ever observed. A session therefore runs upstream on copies of its global state.
+Read from nvidia-dlfw-inspect 0.2.2 and Transformer Engine 2.20.2. Upstream's ``end_debug`` leaves behind log handlers,
+the set of one-time messages, modules' schedules and, if a module was built meanwhile, a state that never observes
+anything. A session therefore runs upstream on copies of its global state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL
 logger = logging.getLogger(__name__)
 
 SUPPORTED_TE = ("2.20", "2.21")
-"""The supported Transformer Engine versions: at least the first, and below the second."""
+"""Supported TE versions: at least the first, below the second."""
 
 _PYTHON_LOGGERS = ("nvdlfw_inspect", "Default Statistics")
 _EVENTS = "nvidia-dlfw-inspect's log"
@@ -70,7 +70,7 @@ def import_transformer_engine() -> None:
         importlib.import_module("transformer_engine.pytorch")
         importlib.import_module("transformer_engine.debug.pytorch.debug_quantization")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        # A package without its compiled part raises RuntimeError or FileNotFoundError, not ImportError.
+        # Without its compiled part, the package raises RuntimeError or FileNotFoundError, not ImportError.
         raise TransformerEngineUnavailableError(error) from error
 
 
@@ -80,7 +80,7 @@ def _imported_version() -> str:
 
 
 def warn_unless_supported() -> None:
-    """Warn if the installed Transformer Engine is not a supported version."""
+    """Warn about an unsupported version of Transformer Engine."""
     from packaging.version import Version
 
     installed = _imported_version()
@@ -95,7 +95,7 @@ def warn_unless_supported() -> None:
 
 
 class Snapshot:
-    """The global state that a session changes, replaced by copies until :meth:`restore`."""
+    """Global state that a session changes, replaced by copies until :meth:`restore`."""
 
     def __init__(self) -> None:
         import nvdlfw_inspect.logging as inspect_logging
@@ -123,7 +123,7 @@ class Snapshot:
         self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
 
     def detach_handlers(self) -> None:
-        """Detach the log handlers of an earlier upstream run, which write into its files, until :meth:`restore`."""
+        """Detach log handlers of an earlier upstream run, which write into its files, until :meth:`restore`."""
         for python_logger, *_ in self._loggers:
             python_logger.handlers.clear()
 
@@ -146,7 +146,7 @@ class Snapshot:
         for python_logger, handlers, level, propagate in self._loggers:
             for handler in [handler for handler in python_logger.handlers if handler not in handlers]:
                 python_logger.removeHandler(handler)
-                with contextlib.suppress(OSError):  # of a full disk, reported when it was written to
+                with contextlib.suppress(OSError):  # a full disk, reported when written to
                     handler.close()
             python_logger.handlers[:] = handlers
             if python_logger.level != level:  # setting it visits all loggers of the process
@@ -204,13 +204,12 @@ class Inspector:
         """Start upstream with all features and without a config.
 
         Args:
-            observation: the engine and recorder of the run.
-            scalars: receives each scalar that a user's feature logs.
+            scalars: receives scalars that users' features log.
             before_end: called before the script ends upstream.
 
         Raises:
-            SessionError: upstream is already running; or, with ``strict``, the log folder is not writable.
-            FeatureLoadError: a feature could not be loaded.
+            SessionError: upstream already runs; or, with ``strict``, the log folder is not writable.
+            FeatureLoadError: a feature cannot be loaded.
         """
         import nvdlfw_inspect.api as debug_api
         from nvdlfw_inspect.utils import SingleMessageLogger
@@ -227,7 +226,7 @@ class Inspector:
         self._snapshot.detach_handlers()
         SingleMessageLogger.logged_messages.clear()
         with warnings.catch_warnings():
-            # TE's deprecated aliases warn when they are registered, used or not; as an error it would end the process.
+            # Registering TE's deprecated aliases warns, used or not; a warning as an error would end the process.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._initialize(debug_api, scalars)
         manager: Any = debug_api.DEBUG_MANAGER
@@ -235,13 +234,14 @@ class Inspector:
         self._stray_calls = StrayCalls(manager, before_end)
         manager._tensor_reduction_group = self._options.process_group
         self._api.begin(observation, reduce=self._options.reduce)
-        # Otherwise a module built from now on would raise that debugging was started too late. Modules built before
-        # take part as well, since this is an attribute of the class.
+        # Otherwise modules built from now on would raise that debugging started too late. Modules built before take
+        # part too, since this is a class attribute.
         TEDebugState.debug_enabled = True
 
     def _make_folder(self) -> None:
-        """Create the log folder. If that fails, a strict run does not start. A disk that does not respond is reported
-        when a file is written."""
+        """Create the log folder. A strict run raises if that fails. An unresponsive disk is reported when a file is
+        written.
+        """
         folder = self._log_dir / EVENTS_FOLDER if self._options.strict else self._log_dir
 
         def make() -> None:
@@ -301,7 +301,7 @@ class Inspector:
                 ) from error
         self._begin_events()
         try:
-            # Like debug_api.initialize(), except for the config: there is none yet, and upstream refuses an empty one.
+            # Like debug_api.initialize(), but without a config: there is none yet, and upstream refuses an empty one.
             debug_api.DEBUG_MANAGER = DebugManager(
                 None,
                 feature_dirs=[*map(str, self._options.feature_dirs), *own, *upstream],
@@ -334,7 +334,7 @@ class Inspector:
         return manager._namespace_apis[registration.NAMESPACE]
 
     def only_looks(self, name: str) -> bool:
-        """Return whether a registered feature is an observing feature of this project, with its ``inspect_tensor``."""
+        """Return whether a registered feature is one of this project's observing features, with its ``inspect_tensor``."""
         from te_precision_callbacks.features.base import ScheduledFeature
 
         feature: Any = self._api.namespace_features.get(name)
@@ -342,7 +342,7 @@ class Inspector:
         return own and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
 
     def that_change_precision(self, features: NamespacedFeatures) -> tuple[str, ...]:
-        """Return the names of a layer's features that can change a GEMM's operands, with their steps if restricted."""
+        """Return a layer's features that can change a GEMM's operands, with their steps if restricted."""
         from nvdlfw_inspect.registry import Registry
 
         return tuple(
@@ -359,10 +359,9 @@ class Inspector:
         """Replace the config.
 
         Args:
-            config: a plan with exact layer names, for this rank's layers.
-            source: the source of the config.
-            sections: the features of all sections, including sections without a layer on this rank: all ranks need the
-                schedule of each statistic.
+            config: a plan with exact names of this rank's layers.
+            sections: features of all sections, including those without a layer on this rank: all ranks need each
+                statistic's schedule.
         """
         from nvdlfw_inspect.config_manager import ConfigManager
         from nvdlfw_inspect.registry import Registry
@@ -376,7 +375,6 @@ class Inspector:
         self.log(f"Reading config from {source}.")
 
     def log(self, message: str) -> None:
-        """Write a line to the event log."""
         from nvdlfw_inspect.logging import get_logger
 
         get_logger().log_message(message)
@@ -397,7 +395,7 @@ class Inspector:
 
     @property
     def ended(self) -> bool:
-        """Return whether the script has called ``debug_api.end_debug()``."""
+        """Whether the script has called ``debug_api.end_debug()``."""
         import nvdlfw_inspect.api as debug_api
 
         return self._manager is not None and debug_api.DEBUG_MANAGER is not self._manager
@@ -413,21 +411,21 @@ class Inspector:
         type(self._manager).initialize_training_step(self._manager, value)  # see stray_calls.py
 
     def step(self) -> None:
-        """Advance the iteration, and let users' features log their statistics; with collectives, unless
-        ``reduce=False``."""
+        """Advance the iteration, and let users' features log their statistics; with collectives unless
+        ``reduce=False``.
+        """
         type(self._manager).step(self._manager)  # see stray_calls.py
 
     @property
     def runs(self) -> bool:
-        """Return whether upstream is running."""
         return self._manager is not None and not self.ended
 
     def log_local_buffers(self) -> None:
-        """Let users' features log the statistics of this rank, without a collective."""
+        """Let users' features log this rank's statistics, without a collective."""
         self._api.log_local_buffers()
 
     def stop(self) -> None:
-        """End upstream and restore its state. Does nothing if it was not started."""
+        """End upstream and restore its state; no-op if not started."""
         if self._snapshot is None:
             return
         import nvdlfw_inspect.api as debug_api
@@ -450,7 +448,7 @@ class Inspector:
 
 
 def _steps_of(options: Mapping[str, Any]) -> str:
-    """Return the steps of a feature that changes precision, in parentheses; empty for all steps."""
+    """Return the steps of a precision feature in parentheses; empty for all steps."""
     effect = options.schema.effect() if isinstance(options, ReadOptions) else Effect()
     return f" ({effect.steps_in_words()})" if effect.schedules else ""
 

@@ -1,7 +1,7 @@
 """The modules that the session acts on: armed, resting, or refused.
 
-A module is *armed* in iterations with a feature that may act on it. In all other iterations, and without a feature,
-it *rests*: it runs Transformer Engine's own methods, without a call of the session.
+A module is *armed* in iterations with a feature that may act on it. Otherwise it *rests*: it runs Transformer Engine's
+own methods, without calling the session.
 """
 
 from __future__ import annotations
@@ -26,20 +26,8 @@ from te_precision_callbacks.statistics.schedule import Schedule
 class WatchedModules:
     """Arms modules, and lets them rest.
 
-    Args:
-        answer: the ``is_debug_iter`` of armed modules.
-        classify: decides the kind of a forward.
-        audit: has the precision of earlier steps.
-        failures: receives failures.
-
     Attributes:
-        modules: id -> module.
-        layers: id of a module -> the names of its layers.
-        names: id of a module -> its name.
-        fused: the ids of modules observed on their fused path -> the steps that change their precision,
-            which take the debug path.
-        armed: id -> module.
-        resting: tracks the resting modules.
+        fused: ids of modules observed on their fused path -> steps that change their precision, on the debug path.
     """
 
     def __init__(
@@ -74,7 +62,6 @@ class WatchedModules:
             self.leave_alone(self.modules[key])
 
     def is_on_fused_path(self, module: torch.nn.Module, iteration: int) -> bool:
-        """Return whether a module is observed on its fused path in an iteration."""
         changed = self.fused.get(id(module))
         return changed is not None and not any(schedule.at(iteration)[0] for schedule in changed)
 
@@ -106,9 +93,7 @@ class WatchedModules:
         """Arm the modules with a feature that may act in an iteration; the others rest.
 
         Args:
-            iteration: the iteration.
             ran: see :meth:`RestingLayers.follow`.
-            all_at_once: check all resting modules instead of the next few.
             excluded: see :attr:`AutocastRegions.excludes_more`.
         """
         ended, was_armed = iteration - 1, frozenset(self.armed)
@@ -139,8 +124,7 @@ class WatchedModules:
         """Watch a module again after :meth:`leave_alone`.
 
         Args:
-            module: the module.
-            changed_steps: its value in ``fused``; None if it is observed on the debug path.
+            changed_steps: its value in ``fused``; None on the debug path.
         """
         self._refused.discard(id(module))
         if changed_steps is not None:
@@ -165,14 +149,14 @@ class WatchedModules:
 
 
 class _OfOneModule(functools.partial):  # type: ignore[type-arg]
-    """The ``is_debug_iter`` of a watched module, as fast as a method. A copy of the module is not watched."""
+    """A watched module's ``is_debug_iter``, as fast as a method. A copy of the module is not watched."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[bool]:
         return functools.partial(_as_its_class, copy.deepcopy(self.args[0], memo))
 
 
 def _never(module: torch.nn.Module) -> _OfOneModule:
-    """The ``is_debug_iter`` of a resting module: always False, without a Python call."""
+    """``is_debug_iter`` of a resting module: always False, without a Python call."""
     return _OfOneModule(operator.is_, module, None)
 
 

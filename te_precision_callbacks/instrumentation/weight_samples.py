@@ -1,4 +1,4 @@
-"""Samples of weights: a few fixed elements of each. Nothing waits for the device."""
+"""Samples of weights: a few fixed elements of each, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from te_precision_callbacks.base.numerics.layouts import NVFP4, is_quantized, scaling_mode, stored
 
 ROWS, ELEMENTS = 32, 1024
-"""The minimum rows and elements sampled of a larger weight; the maximum is twice as many."""
+"""Minimum rows and elements sampled of a larger weight; the maximum is twice as many."""
 
 PLAIN_ROUNDING = 2.0**-7
-"""The relative error of a weight in bfloat16 or float16 truncated from its master weight."""
+"""Relative error of a bfloat16 or float16 weight truncated from its master weight."""
 
 
 Compare = Callable[..., torch.Tensor]
@@ -25,8 +25,8 @@ class WeightSample(NamedTuple):
 
     Attributes:
         values: float32 or the weight's own type, [rows, columns].
-        relative: the largest relative rounding error of the weight's format.
-        absolute: the rounding error near 0 of a quantized weight; float32, [rows, columns]. None for other weights.
+        relative: largest relative rounding error of the weight's format.
+        absolute: rounding error near 0 of a quantized weight; float32, [rows, columns]. Else None.
     """
 
     values: torch.Tensor
@@ -45,7 +45,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw(weight: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a weight, or the codes of a quantized weight."""
+    """Return a weight's elements, or a quantized weight's codes."""
     own: Any = local(weight)
     if is_quantized(own):
         names = ("_data", "_rowwise_data", "_transpose", "_columnwise_data")
@@ -54,7 +54,7 @@ def raw(weight: torch.Tensor) -> torch.Tensor:
 
 
 def view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sampled elements of a plain tensor, without a copy where its strides allow it: [rows, columns]."""
+    """Return a plain tensor's sampled elements, as a view if strides allow: [rows, columns]."""
     matrix = tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
     return matrix[_grid(*matrix.shape)]
 
@@ -69,8 +69,7 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     """Return the sampled elements of a weight, dequantized; None if its layout does not allow that.
 
     Args:
-        weight: the weight.
-        span: the positions in the flattened weight to which the sample is limited.
+        span: limits the sample to these positions in the flattened weight.
     """
     own: Any = local(weight)
     if not is_quantized(own):
@@ -108,7 +107,7 @@ def _form(tensor: torch.Tensor) -> Hashable:
 
 
 class Batches:
-    """Comparisons of samples, those of equal shapes and dtypes in one call: a model has hundreds of weights."""
+    """Comparisons of samples, one call for equal shapes and dtypes: a model has hundreds of weights."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, tuple[Compare, list[tuple[tuple[torch.Tensor, ...], Note]]]] = {}
@@ -119,14 +118,13 @@ class Batches:
 
         Args:
             key: equal for the same comparison.
-            compare: receives stacks of such tensors, and returns bool of their shape, [tensors, rows, columns].
-            tensors: the samples, [rows, columns].
-            note: receives the share of true elements.
+            compare: takes stacks of such tensors, and returns bool of their shape, [tensors, rows, columns].
+            tensors: samples, [rows, columns].
+            note: gets the share of true elements.
         """
         self._waiting.setdefault((key, *map(_form, tensors)), (compare, []))[1].append((tensors, note))
 
     def launch(self) -> None:
-        """Run the comparisons that were added."""
         waiting, self._waiting = self._waiting, {}
         for compare, members in waiting.values():
             columns = zip(*(tensors for tensors, _ in members), strict=True)
@@ -134,11 +132,10 @@ class Batches:
             self._shares.append((are_true.flatten(1).float().mean(1), [note for _, note in members]))
 
     def copied(self) -> Callable[[], None] | None:
-        """Start copying the shares to the host, with one copy from each device; None if there are none.
+        """Start copying the shares to the host, one copy per device; None if there are none.
 
-        Returns:
-            A function that passes each share to its note. It waits for the copies, which have ended if it is called a
-            step later.
+        The returned function passes each share to its note. It waits for the copies, which have ended if called a step
+        later.
         """
         if not self._shares:
             return None
@@ -160,7 +157,7 @@ class Batches:
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Yield the places of tensors of equal device, dtype and shape, with a stack of them: [tensors, ...]."""
+    """Yield the places of tensors of equal device, dtype and shape, with their stack: [tensors, ...]."""
     places: dict[Hashable, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(_form(tensor), []).append(place)
@@ -178,7 +175,7 @@ def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Start copying float32 numbers to the host; the returned function waits for the copy and returns them."""
+    """Start copying float32 numbers to the host; the returned function waits and returns them."""
     event = None
     if values.device.type == "cuda":
         device = values.device
