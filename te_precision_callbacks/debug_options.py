@@ -51,12 +51,11 @@ __all__ = [
 ]
 
 
-DebugRun = Union["InspectSession", "WithoutSession"]  # made at run time
-"""The result of :func:`debugging`: a context manager around a training loop.
+DebugRun = Union["InspectSession", "WithoutSession"]  # created at run time
+"""Result of :func:`debugging`: a context manager around a training loop.
 
-Its ``step()`` ends a step: call it after each step of the optimizer. Its ``overflow`` is the detector of inf and nan,
-inside the block and with ``activation_overflow``. A loop that scales its loss without torch's GradScaler sets
-``overflow.loss_scaled``.
+Call its ``step()`` after each optimizer step. With ``activation_overflow``, its ``overflow`` inside the block is the
+detector of inf and nan. A loop that scales its loss without torch's GradScaler sets ``overflow.loss_scaled``.
 """
 
 
@@ -64,9 +63,8 @@ def add_debug_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config``, ``_require``, ``_records``, ``_statistics_log``,
     ``_on_finding`` and ``_report`` to a parser.
 
-    ``--debug`` may be given several times, and takes ``"a b"`` as ``a b``; an unknown name ends the program with a
-    message that lists all names. ``arguments.debug`` is a tuple, ``arguments.te_precision_report`` True or False, and
-    each of the others a text or None.
+    ``--debug`` may be repeated, and ``"a b"`` is read as ``a b``; an unknown name ends the program with a list of all
+    names. ``arguments.debug`` is a tuple, ``arguments.te_precision_report`` a bool, the others are str or None.
     """
     parser.add_argument(
         "--debug",
@@ -102,22 +100,21 @@ class _AddNames(argparse.Action):
 
 
 def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[SessionKeywords]) -> DebugRun:
-    """Turn the parsed options of :func:`add_debug_options` into a context manager around a training loop.
+    """Return a context manager around a training loop for the options of :func:`add_debug_options`.
 
-    With ``te_precision`` the result is an :class:`te_precision_callbacks.InspectSession`. With ``activation_overflow``
-    an inf or nan raises :class:`te_precision_callbacks.debug_utils.ActivationOverflowError` in the optimizer's step, or
-    at the latest in ``step``; on its own this option needs no Transformer Engine. Without either option the result is a
-    no-op.
+    With ``te_precision`` it is an :class:`te_precision_callbacks.InspectSession`. With ``activation_overflow`` an inf
+    or nan raises :class:`te_precision_callbacks.debug_utils.ActivationOverflowError` in the optimizer's step, or at the
+    latest in ``step``; alone, this needs no Transformer Engine. Without either, it is a no-op.
 
     Args:
         arguments: the parsed arguments.
         model: the complete model.
         **keywords: see :class:`te_precision_callbacks.options.SessionOptions`; ``debug`` comes from the arguments.
-            ``activation_overflow`` on its own uses only ``reduce`` and ``process_group``, and ignores the others.
+            ``activation_overflow`` alone uses only ``reduce`` and ``process_group``.
 
     Raises:
-        OptionError: the parser does not have the options; an option of ``te_precision`` was given without it; a keyword
-            is unknown, or its value is invalid.
+        OptionError: the parser lacks the options; an option of ``te_precision`` was given without it; an unknown
+            keyword, or an invalid value.
         UnknownDebugOptionError: an unknown name.
         ConfigError: the config cannot be used.
     """
@@ -142,7 +139,7 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
 
 
 class WithoutSession:
-    """The watch for inf and nan alone, or nothing."""
+    """Detects inf and nan alone, or does nothing."""
 
     def __init__(self, model: Model, options: SessionOptions) -> None:
         self._model = model

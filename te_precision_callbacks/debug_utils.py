@@ -1,4 +1,4 @@
-"""Activation overflow detection, under the name that a user of ``transformers.debug_utils`` looks for.
+"""Activation overflow detection, under the name in ``transformers.debug_utils``.
 
 Everything is in :mod:`te_precision_callbacks.overflow`.
 """

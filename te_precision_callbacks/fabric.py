@@ -48,15 +48,13 @@ class PrecisionDebugFabricCallback:
     """Runs Transformer Engine's precision debugging in a training loop with Fabric.
 
     The session starts in ``fabric.setup(model, optimizer)``, on every process, and ends with the block of ``with
-    callback:``, with :meth:`stop`, or with the process. A step of the optimizer that ``fabric.setup`` has returned ends
-    a debug iteration.
+    callback:``, :meth:`stop`, or the process. A step of the optimizer from ``fabric.setup`` ends a debug iteration.
 
-    Statistics go to every logger of Fabric, on rank 0, at the debug iteration, with the names of
+    Rank 0 logs statistics to all Fabric loggers at the debug iteration, with the names of
     :class:`te_precision_callbacks.lightning.PrecisionDebugCallback`. ``log_dir`` defaults to the folder of Fabric's
     first logger.
 
-    ``fabric.save`` and ``fabric.load`` take the callback as an entry of their state: ``{"model": model, "precision":
-    callback}``.
+    Save and load the callback as an entry of ``fabric.save``'s state: ``{"model": model, "precision": callback}``.
 
     Modules in eval mode and forwards without gradients are not observed. Features that change precision act there as in
     training.
@@ -64,13 +62,13 @@ class PrecisionDebugFabricCallback:
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
         step_on: the length of a debug iteration: ``"optimizer_step"``, or ``"batch"``, which
-            ``fabric.call("on_train_batch_end")`` ends. Of several optimizers the first to step counts.
+            ``fabric.call("on_train_batch_end")`` ends. Of several optimizers, the first to step counts.
         **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
         ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
             raised by ``fabric.setup``.
-        OptionError: an option is unknown, or its value is invalid.
+        OptionError: an unknown option, or an invalid value.
         TransformerEngineUnavailableError: in ``fabric.setup``, Transformer Engine cannot be imported.
     """
 
@@ -93,7 +91,7 @@ class PrecisionDebugFabricCallback:
 
     @property
     def session(self) -> InspectSession:
-        """The session of the current or last loop.
+        """Session of the current or last loop.
 
         Raises:
             SessionError: ``fabric.setup`` was not called with a model yet.
@@ -113,8 +111,10 @@ class PrecisionDebugFabricCallback:
     # ------------------------------------------------------------------ what Fabric calls
 
     def on_after_setup(self, fabric: Fabric, module: torch.nn.Module) -> None:
-        """Start the session with the model, or with all models that were set up since the start. Fabric calls this at
-        the end of ``setup``; after ``setup_module`` the script does, on every process."""
+        """Start the session with the model, or with all models set up since the start.
+
+        Fabric calls this at the end of ``setup``; after ``setup_module`` the script does, on every process.
+        """
         if not any(module is other for other in self._models):
             self._models.append(module)
         if self._live is None:
@@ -162,22 +162,22 @@ class PrecisionDebugFabricCallback:
             session.step()
 
     def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
-        """End the debug iteration with ``step_on="batch"``, whatever ``fabric.call`` hands over."""
+        """End the debug iteration with ``step_on="batch"``; any arguments are ignored."""
         if self._step_on == "batch" and self._live is not None:
             self._live.step()
 
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The debug iteration, and the fingerprints of the state of low precision on all ranks; on every process."""
+        """Debug iteration and fingerprints of the low-precision state of all ranks; on every process."""
         if self._session is None:
             return {}
         return {**self._session.state_dict(), "step_on": self._step_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the debug iteration of a checkpoint, and audit the resume; before or after ``fabric.setup``.
+        """Continue at a checkpoint's debug iteration, and audit the resume; before or after ``fabric.setup``.
 
-        An iteration that was counted in another way is ignored.
+        An iteration counted in another way is ignored.
         """
         same = state.get("step_on") == self._step_on
         state = {key: value for key, value in state.items() if same or key != "iteration"}
@@ -189,11 +189,11 @@ class PrecisionDebugFabricCallback:
     # ------------------------------------------------------------------ end
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the session and undo everything that it changed. Does nothing if the session is not running.
+        """End the session and undo its changes; no-op if it is not running.
 
         Args:
-            error: the exception that ended the loop. In any case the statistics gathered since the last step are
-                written, from this process's own data, without a collective.
+            error: the exception that ended the loop. In any case, this process's statistics since the last step are
+                written, without a collective.
         """
         self._models, self._optimizer = [], None
         if self._session is not None:
@@ -216,12 +216,11 @@ class PrecisionDebugFabricCallback:
 
 
 def _log_dir_of(fabric: Fabric) -> Path:
-    """The folder of the first logger that has one, as rank 0 has it; else the working directory, as with a plain
-    session."""
+    """Return rank 0's folder of the first logger with one; else the working directory, as in a plain session."""
     folder = ""
     if fabric.is_global_zero:
         for receiver in fabric.loggers:
-            getattr(receiver, "experiment", None)  # a CSVLogger warns if it finds files of others in its folder
+            getattr(receiver, "experiment", None)  # a CSVLogger warns about others' files in its folder
             folder = folder or str(getattr(receiver, "log_dir", None) or getattr(receiver, "root_dir", None) or "")
     return Path(fabric.broadcast(folder) or ".")
 

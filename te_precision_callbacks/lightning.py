@@ -53,23 +53,22 @@ logger = logging.getLogger(__name__)
 class PrecisionDebugCallback(Callback):
     """Runs Transformer Engine's precision debugging during ``trainer.fit``.
 
-    Logged to every logger of the trainer, on rank 0, at the step of the batch's own metrics, with ``step_on="batch"``
-    at the number of the batch (docs/lightning.md#each-batch-as-an-iteration):
+    Rank 0 logs to every logger of the trainer, at the step of the batch's own metrics, or with ``step_on="batch"`` at
+    the batch number (docs/lightning.md#each-batch-as-an-iteration):
 
     - ``te.<layer>/<tensor>/<statistic>`` for each statistic of the config, such as
-      ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are the tensor's; a statistic with a name that ends
-      in ``%`` is in percent (in MLflow with ``_pct`` for ``%``).
-    - metrics of the whole model, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
+      ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are the tensor's; names that end in ``%`` are in
+      percent (``_pct`` in MLflow).
+    - model-wide metrics, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
 
-    Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file per rank) and
+    Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, per rank) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
     Sanity checks, validation, test and predict are not observed. Features that change precision act in validation as in
-    training. After an
-    exception or Ctrl-C the session is closed, and the statistics since the last step are written.
+    training. After an exception or Ctrl-C the session closes and writes the statistics since the last step.
 
-    With ``debug="activation_overflow"`` the fit ends with an ``ActivationOverflowError`` where an activation or a
-    gradient becomes inf or nan; see docs/activation-overflow.md.
+    ``debug="activation_overflow"`` raises an ``ActivationOverflowError`` where an activation or a gradient becomes inf
+    or nan; see docs/activation-overflow.md.
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
@@ -79,7 +78,7 @@ class PrecisionDebugCallback(Callback):
     Raises:
         ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
             raised at the start of the fit.
-        OptionError: an option is unknown, or its value is invalid.
+        OptionError: an unknown option, or an invalid value.
         TransformerEngineUnavailableError: at the start of the fit, Transformer Engine cannot be imported.
 
     Example::
@@ -109,11 +108,11 @@ class PrecisionDebugCallback(Callback):
 
     @property
     def session(self) -> InspectSession:
-        """The session of the current or last fit.
+        """Session of the current or last fit.
 
         Raises:
-            SessionError: this process has not fitted yet. With a strategy such as ``ddp_spawn`` the sessions run in
-                other processes, and their results are in ``log_dir``.
+            SessionError: this process has not fitted yet. With ``ddp_spawn`` and the like, sessions run in other
+                processes, with results in ``log_dir``.
         """
         if self._session is None:
             raise SessionError(
@@ -123,8 +122,9 @@ class PrecisionDebugCallback(Callback):
         return self._session
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the session, and without the methods of the model that a trainer attaches to a callback: both belong
-        to this process, and a trainer that spawns others pickles the callback."""
+        """Drop the session, and the model's methods that a trainer attaches to a callback: both belong to this process,
+        and a trainer that spawns others pickles the callback.
+        """
         kept = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
         return {**kept, "_session": None, "_saving": None}
 
@@ -134,7 +134,7 @@ class PrecisionDebugCallback(Callback):
         """Start the session, before configure_model or a precision plugin builds modules."""
         if stage != "fit":
             return
-        self._stop(trainer, SessionError("Another fit began."))  # one whose on_exception a callback has cut short
+        self._stop(trainer, SessionError("Another fit began."))  # a callback cut its on_exception short
         self._restored_iteration = None
         self._step_of_batch = None
         self._numbers = TrainerNumbers()
@@ -145,16 +145,16 @@ class PrecisionDebugCallback(Callback):
         self._session.start(
             log_dir=Path(trainer.log_dir or trainer.default_root_dir),
             sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
-            stop_at_sigterm=False,  # the trainer takes it, and calls on_exception
+            stop_at_sigterm=False,  # the trainer catches it and calls on_exception
             front_door="lightning",
             trainer_steps=True,
-            eval_mode_counts=False,  # the trainer says when it evaluates
+            eval_mode_counts=False,  # the trainer announces evaluations
         )
         self._session.expect_low_precision(expected)
         self._saving = BeforeCalls(trainer, "save_checkpoint", self._before_saving)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Name the layers: the model is complete here, including layers that a precision plugin has replaced."""
+        """Name the layers: only now are those of a precision plugin in place."""
         session = self.session
         if self._restored_iteration is not None:
             session.iteration = self._restored_iteration
@@ -163,7 +163,7 @@ class PrecisionDebugCallback(Callback):
             session.overflow.loss_scaled = _scales_loss(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take the step of a resumed fit: the trainer has restored its own counts only when the first batch begins."""
+        """Take the step of a resumed fit: the trainer restores its counts only at the first batch."""
         if self.session.overflow is not None:
             self.session.overflow.begin_batch()
         first = self._step_of_batch is None
@@ -173,7 +173,7 @@ class PrecisionDebugCallback(Callback):
         if self._restored_iteration is None and self._options.start_step is None:
             self.session.iteration = self._step_of_batch
         elif self._restored_iteration is not None and trainer.global_step > self._last_global_step:
-            # The checkpoint was written after the optimizer's step, and before this callback had counted it.
+            # The checkpoint was written after the optimizer's step, before this callback counted it.
             self.session.iteration = self._restored_iteration + 1
         self._last_global_step = trainer.global_step
 
@@ -187,7 +187,7 @@ class PrecisionDebugCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the debug iteration if the batch completed it."""
-        # Counted once however many optimizers stepped: global_step counts each of them.
+        # One step however many optimizers stepped: global_step counts each of them.
         stepped = trainer.global_step != self._last_global_step
         self._last_global_step = trainer.global_step
         self._numbers.note(trainer, outputs)
@@ -200,9 +200,7 @@ class PrecisionDebugCallback(Callback):
             pl_module.log(name, float(self.session._results.diagnosis.problems.total()), logger=False)
 
     def _logging_step(self, trainer: Trainer) -> int:
-        """Return the step at which the trainer logs the metrics of the batch; with ``step_on="batch"`` the number of
-        the batch.
-        """
+        """Return the step of the batch's metrics; with ``step_on="batch"`` the batch number."""
         if self._step_on == "batch":
             return trainer.fit_loop.total_batch_idx
         return trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -233,7 +231,7 @@ class PrecisionDebugCallback(Callback):
     # ------------------------------------------------------------------ resume
 
     def state_dict(self) -> dict[str, Any]:
-        """The debug iteration, and the fingerprints of the state of low precision on all ranks, for the checkpoint."""
+        """Debug iteration and fingerprints of the low-precision state of all ranks, for the checkpoint."""
         if self._session is None:
             return {}
         return {
@@ -248,7 +246,7 @@ class PrecisionDebugCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the debug iteration from a checkpoint, and audit the resume.
 
-        An iteration that was counted in another way is ignored.
+        An iteration counted in another way is ignored.
         """
         saved = {key: value for key, value in state_dict.items() if key != "iteration"}
         if self._session is not None and self._session.running:
@@ -260,7 +258,6 @@ class PrecisionDebugCallback(Callback):
     # ------------------------------------------------------------------ end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End the session."""
         self._stop(trainer, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -272,13 +269,13 @@ class PrecisionDebugCallback(Callback):
             self._saving.remove()
             self._saving = None
         if self._session is not None:
-            self._session.stop(error, self._step_of_batch)  # the trainer counts batches in between two steps
+            self._session.stop(error, self._step_of_batch)  # the trainer counts batches between two steps
 
 
 class HealthyCheckpoint(ModelCheckpoint):
-    """A ``ModelCheckpoint`` that saves and deletes nothing once the run has an error or a warning.
+    """A ``ModelCheckpoint`` that stops saving and deleting once the run has an error or a warning.
 
-    The checkpoints from before the finding stay, also with ``save_top_k`` and ``save_last``. A finding comes some steps
+    Checkpoints from before the finding stay, also with ``save_top_k`` and ``save_last``. A finding appears some steps
     after its cause, so keep the last few: ``save_top_k=5, monitor="step", mode="max"``. It needs a
     :class:`PrecisionDebugCallback` in the same trainer, and takes the arguments of ``ModelCheckpoint``.
 
@@ -294,7 +291,6 @@ class HealthyCheckpoint(ModelCheckpoint):
     _precision: PrecisionDebugCallback | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the trainer's PrecisionDebugCallback."""
         given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks = (callback for callback in given if isinstance(callback, PrecisionDebugCallback))
         self._precision = next(callbacks, None)
@@ -305,7 +301,7 @@ class HealthyCheckpoint(ModelCheckpoint):
             )
         super().setup(trainer, pl_module, stage)
 
-    # The three methods through which ModelCheckpoint of Lightning 2.4 to 2.6 saves a checkpoint, and then deletes one.
+    # The methods through which ModelCheckpoint of Lightning 2.4 to 2.6 saves a checkpoint, and then deletes one.
 
     def _save_topk_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
         if self._all_healthy(trainer):
@@ -316,7 +312,7 @@ class HealthyCheckpoint(ModelCheckpoint):
             super()._save_last_checkpoint(trainer, *arguments, **keywords)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save on an exception, with ``save_on_exception=True``, if nothing is wrong on this rank."""
+        """With ``save_on_exception=True``, save on an exception if this rank has no errors or warnings."""
         if not self._has_findings:
             super().on_exception(trainer, pl_module, exception)
 
@@ -325,14 +321,13 @@ class HealthyCheckpoint(ModelCheckpoint):
         return self._precision is not None and bool(self._precision.session.findings.wrong)
 
     def _all_healthy(self, trainer: Trainer) -> bool:
-        """Return whether all ranks are without errors and warnings: a checkpoint is saved by all ranks or by none."""
+        """Return whether all ranks are without errors and warnings: all ranks save a checkpoint, or none."""
         healthy: bool = trainer.strategy.reduce_boolean_decision(not self._has_findings)
         return healthy
 
 
 class TrainerNumbers:
-    """The numbers of a step that Lightning has: the loss, the learning rate, the scale of the loss, and all that the
-    module logs."""
+    """A step's loss, learning rate and loss scale, and all that the module logs."""
 
     def __init__(self) -> None:
         self._losses: list[torch.Tensor] = []
@@ -341,7 +336,7 @@ class TrainerNumbers:
         self._seen: dict[str, torch.Tensor] = {}
 
     def note(self, trainer: Trainer, outputs: Any) -> None:
-        """Note the loss of a batch. Lightning has divided it by the number of accumulated batches."""
+        """Note a batch's loss, which Lightning has divided by the number of accumulated batches."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().float().reshape(()) * trainer.accumulate_grad_batches)
@@ -350,11 +345,11 @@ class TrainerNumbers:
         self._own.add(name)
 
     def note_step(self, trainer: Trainer) -> None:
-        """Note the settings of an optimizer step; the first of several steps in a batch counts."""
+        """Note the settings of an optimizer step; the first of several in a batch counts."""
         self._of_step = self._of_step or _step_settings(trainer)
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the scalars of the step that ends. Metrics of the module do not replace them."""
+        """Return the scalars of the step that ends; the module's metrics do not replace them."""
         loss = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
         own = {**loss, **(self._of_step or _step_settings(trainer))}
         self._losses, self._of_step = [], {}
@@ -362,7 +357,7 @@ class TrainerNumbers:
         return {**own, **self.logged(trainer)}
 
     def logged(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the metrics logged since the last call: Lightning keeps older metrics, in the same memory."""
+        """Return the metrics logged since the last call: Lightning keeps older ones, in the same memory."""
         metrics = {name: value for name, value in trainer.callback_metrics.items() if name not in self._own}
         seen = {name: value.data_ptr() for name, value in self._seen.items()}
         new = {name: value for name, value in metrics.items() if value.data_ptr() != seen.get(name)}
@@ -371,7 +366,7 @@ class TrainerNumbers:
 
 
 def _step_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return the present learning rate of the first optimizer, and the loss scale."""
+    """Return the first optimizer's learning rate, and the loss scale."""
     settings: dict[str, Any] = {}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
     if rates:
@@ -390,14 +385,13 @@ def _scales_loss(trainer: Trainer) -> bool:
 
 
 class LightningLoggerSink(LoggerSink):
-    """The sink that hands a step's metrics to one of the loggers of a trainer or of Fabric, in one call."""
+    """Sends a step's metrics to a logger of a trainer or of Fabric, in one call."""
 
     def __init__(self, receiver: Logger, select: MetricSelection) -> None:
         super().__init__(select)
         self._receiver = receiver
 
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
-        """Log all of a step's numbers."""
         if metrics:
             named = names_for_mlflow(metrics) if isinstance(self._receiver, MLFlowLogger) else metrics
             self._receiver.log_metrics(named, step=step)
@@ -405,12 +399,12 @@ class LightningLoggerSink(LoggerSink):
             _log_histogram(self._receiver, name, counts, step)
 
     def report(self, path: Path) -> None:
-        """Attach the page of the run, or log its path."""
+        """Attach the run's page, or log its path."""
         if isinstance(self._receiver, WandbLogger):
             add_report_to_wandb(self._receiver.experiment, path)
         elif isinstance(self._receiver, TensorBoardLogger):
             self._receiver.experiment.add_text(REPORT_NAME, str(path))
-        elif type(self._receiver) is not CSVLogger:  # Fabric's takes numbers alone
+        elif type(self._receiver) is not CSVLogger:  # Fabric's accepts numbers only
             self._receiver.log_hyperparams({REPORT_NAME: str(path)})
 
 

@@ -1,7 +1,7 @@
-"""The engine and the recorder of a run, which measure and dump tensors for the features.
+"""The engine and recorder of a run, which measure and dump tensors for features.
 
-nvidia-dlfw-inspect constructs its features at each start, without a reference to the run. The namespace API
-(``features/api.py``) gives each feature the observation of the run: a session's, or one of plain nvidia-dlfw-inspect.
+nvidia-dlfw-inspect constructs features without a reference to the run. The namespace API (``features/api.py``) gives
+them its observation: a session's, or one of plain nvidia-dlfw-inspect.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from te_precision_callbacks.statistics.series import Measured
 
 
 class Observation:
-    """The statistics and the dumps of a run.
-
-    Args:
-        engine: measures the tensors that statistics features note.
-        recorder: writes the tensors that DumpTensors notes.
-    """
+    """Statistics (``engine``) and dumps (``recorder``) of a run."""
 
     def __init__(self, engine: StatisticsEngine, recorder: Recorder) -> None:
         self.engine = engine
@@ -33,7 +28,7 @@ class Observation:
         self._schedules = schedules
 
     def is_due(self, iteration: int) -> bool:
-        """Return whether an iteration is a collection step on any rank. The result is the same on all ranks."""
+        """Return whether an iteration is a collection step on any rank; equal on all ranks."""
         return any(schedule.at(iteration)[0] for schedule in self._schedules)
 
     def take(
@@ -44,14 +39,14 @@ class Observation:
         reduce: bool,
         optimizer_steps: int = NO_STAMP.optimizer_steps,
     ) -> None:
-        """Hand over the statistics since the last call, if there are any.
+        """Pass the statistics since the last call, if any, to ``receive``.
 
         Args:
             iteration: the debug iteration that ends.
-            receive: gets the statistics and their iteration. The engine keeps them until it has returned, since Ctrl-C
-                may come at any line.
-            reduce: whether to reduce them over ranks. All ranks must then call this alike.
-            optimizer_steps: how many optimizer steps this rank has done; negative if nobody counts them.
+            receive: gets the statistics and their iteration. The engine keeps them until it returns, since Ctrl-C may
+                come at any line.
+            reduce: whether to reduce them over ranks, all of which must then call this alike.
+            optimizer_steps: optimizer steps of this rank; negative if not counted.
         """
         engine = self.engine
         reduce = reduce and self.is_due(iteration)

@@ -1,4 +1,4 @@
-"""The keywords of all integrations, in one frozen object."""
+"""Options of all integrations, in one frozen object."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ __all__ = ["SessionKeywords", "SessionOptions", "StatisticsLogRanks", "StepOn"]
 StrPath = str | os.PathLike[str]
 
 StepOn = Literal["optimizer_step", "batch"]
-"""The length of a debug iteration, for integrations of loops in which a step may have several batches."""
+"""Length of a debug iteration, for loops in which a step may have several batches."""
 
 
 StatisticsLogRanks = Literal["rank0", "all", "off"]
-"""The ranks that write statistics that are reduced over ranks into their statistics log."""
+"""Ranks that log statistics reduced over ranks."""
 
 StatisticsLogValue = StatisticsLogRanks | bool | int | str
-"""What ``statistics_log=`` takes: of bool False alone, as which YAML reads ``off``."""
+"""Values of ``statistics_log=``: the only bool is False, as which YAML reads ``off``."""
 
 
 class LogChoice(NamedTuple):
     """The value of ``statistics_log=``.
 
     Attributes:
-        ranks: which ranks write the log.
-        limit: the maximum number of bytes of a rank's log; 0 for no limit.
+        ranks: the ranks that write the log.
+        limit: maximum bytes of a rank's log; 0 for no limit.
     """
 
     ranks: StatisticsLogRanks
@@ -63,7 +63,7 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
     """Parse ``statistics_log=``: ranks, a size, or both, such as ``"rank0, 4GiB"``; False for ``"off"``.
 
     Raises:
-        OptionError: the value is invalid.
+        OptionError: invalid value.
     """
     ranks: list[StatisticsLogRanks] = []
     limits: list[int] = []
@@ -90,8 +90,8 @@ class ProfileChoice(NamedTuple):
     """The value of ``profile=``.
 
     Attributes:
-        first, last: the iterations to profile, both included.
-        on_all_ranks: whether each rank writes a trace; else rank 0 alone.
+        first, last: iterations to profile, both included.
+        on_all_ranks: whether each rank writes a trace, or rank 0 alone.
     """
 
     first: int
@@ -100,10 +100,10 @@ class ProfileChoice(NamedTuple):
 
 
 def read_profile(profile: object) -> ProfileChoice | None:
-    """Parse ``profile=``: an iteration, or several and perhaps the ranks, such as ``"11-13, all"``.
+    """Parse ``profile=``, such as ``11``, ``"11-13"`` or ``"11-13, all"``.
 
     Raises:
-        OptionError: the value is invalid.
+        OptionError: invalid value.
     """
     if profile is None:
         return None
@@ -120,14 +120,13 @@ def read_profile(profile: object) -> ProfileChoice | None:
 
 
 def step_number(what: str, step: object) -> int:
-    """Return the number of a step as an int; it may be a whole number of numpy.
+    """Return a step number as an int; whole numpy numbers are accepted.
 
     Args:
-        what: the keyword, for the message, such as ``start_step=``.
-        step: the number.
+        what: the keyword in the message, such as ``start_step=``.
 
     Raises:
-        OptionError: it is not a whole number, or negative.
+        OptionError: not a whole number, or negative.
     """
     number = whole_number(step)
     if number is None or number < 0:
@@ -171,10 +170,10 @@ def _hints() -> Mapping[str, Any]:
 
 
 def check_value(key: str, value: object) -> None:
-    """Check a keyword against its type: True or False, fixed texts, any text, or a process group.
+    """Check a keyword against its type: a bool, fixed texts, any text, or a process group.
 
     Raises:
-        OptionError: the value is invalid.
+        OptionError: invalid value.
     """
     hint = _hints()[key]
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -197,57 +196,54 @@ class SessionOptions:
     """The options of a session.
 
     Attributes:
-        config: a path, a mapping, or a loaded config. None: statistics of every layer in ``early_steps`` and every
+        config: a path, a mapping, or a loaded config. None: statistics of every layer at ``early_steps`` and every
             100th step (docs/statistics.md#the-default-config).
         log_dir: the folder for logs. None: the trainer's folder, or the current one.
-        feature_dirs: folders of a user's own features; every ``.py`` file below them is executed.
-        features: a user's own features, as classes.
-        sinks: receivers of each step's records, in addition to the statistics log and the trainer's loggers.
-        process_group: the group over which statistics are reduced. None: all ranks.
-        reduce: False keeps the statistics of each rank, without a collective.
-        statistics_log: the ranks that write the statistics log, and its limit. ``"rank0"``: the first of the ranks
-            that reduce together writes all values, the others their local values. ``"all"``: every rank writes all.
-            ``"off"`` or False: no log. A size, such as ``"4GiB"`` or ``"rank0, 4GiB"``, or ``"rank0, unlimited"``
-            replaces the limit of 1 GiB; at the limit, the older half is dropped.
-        records: whether the run is recorded in ``<log_dir>/precision_records``: ``"on"``, ``"off"``, or a size such as
-            ``"64GiB"``, the limit of a rank; old steps are then downsampled. ``"on"`` means 16 GiB. See
-            docs/records.md.
-        report: whether to write the page of the run to ``<log_dir>/report.html`` when it has ended without an error
+        feature_dirs: folders of your own features; every ``.py`` file below them is executed.
+        features: your own features, as classes.
+        sinks: additional receivers of each step's records.
+        process_group: the group that reduces statistics. None: all ranks.
+        reduce: False keeps each rank's statistics, without a collective.
+        statistics_log: ranks and size limit of the statistics log. ``"rank0"``: the first of the ranks that reduce
+            together writes all values, the others their local ones. ``"all"``: every rank writes all. ``"off"`` or
+            False: no log. ``"4GiB"``, ``"rank0, 4GiB"`` or ``"rank0, unlimited"`` replaces the limit of 1 GiB, at which
+            the older half is dropped.
+        records: record the run in ``<log_dir>/precision_records``: ``"on"`` (16 GiB), ``"off"``, or a rank's size limit
+            such as ``"64GiB"``, at which old steps are downsampled (docs/records.md).
+        report: write the run's page to ``<log_dir>/report.html`` when it has ended without an error
             (docs/report.md#as-a-page).
         start_step: the debug iteration at start. None: 0, or the resumed step.
-        early_steps: additional collection steps at the start of the training. True: steps 1, 2, 5, 10, 20 and 50. A
-            list: those steps. False: no steps. None: True with the default config, otherwise False. They do not apply
-            to DumpTensors.
-        layer_names: the names of layers, in selectors and in all output. ``"path"``: paths in the module tree.
-            ``"upstream"``: the names and numbers of nvidia-dlfw-inspect. None: the config's key ``layer_names``,
-            otherwise paths (docs/features.md#names).
-        scope: the prefix of this rank's layer names, if ranks have different layers at the same path: a text such as
+        early_steps: additional collection steps at the start. True: steps 1, 2, 5, 10, 20 and 50. A list: those steps.
+            False: none. None: True with the default config, otherwise False. Not for DumpTensors.
+        layer_names: layer names in selectors and all output. ``"path"``: paths in the module tree. ``"upstream"``:
+            nvidia-dlfw-inspect's names and numbers. None: the config's key ``layer_names``, otherwise paths
+            (docs/features.md#names).
+        scope: prefix of this rank's layer names, if ranks have different layers at the same path: a text such as
             ``"pp1"``, or a function of a module's path. Empty: from Megatron's parallel state or from device meshes
             (docs/statistics.md#aggregation).
         prefix: first part of every metric name.
-        log_filter: the metrics that go to the trainer's loggers: patterns with ``*`` and ``?``, or a function of the
-            name. None: all, up to a limit (docs/statistics.md#in-the-loggers).
+        log_filter: metrics for the trainer's loggers: patterns with ``*`` and ``?``, or a function of the name. None:
+            all, up to a limit (docs/statistics.md#in-the-loggers).
         debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan
             (docs/activation-overflow.md). ``"te_precision"`` is accepted without effect.
-        observe: the path of observed layers. ``"fused"``: the layers' own path, on which training is bit-identical; a
-            feature that needs an unavailable tensor is refused. ``"debug"``: Transformer Engine's unfused debug path,
-            which rounds some tensors differently. ``"auto"``: the fused path for all layers whose features allow it
-            (docs/observing.md).
+        observe: path of observed layers. ``"fused"``: their own path, on which training is bit-identical; a feature
+            that needs an unavailable tensor is refused. ``"debug"``: TE's unfused debug path, which rounds some tensors
+            differently. ``"auto"``: the fused path where a layer's features allow it (docs/observing.md).
         precision_features_in_eval: whether features that change precision also act in evaluation.
         allow_unmatched: a section that matches no layer warns instead of raising.
-        strict: raise instead of reporting once: for a failure in observation, a layer that Transformer Engine's debug
-            path refuses, and a difference that the audit of a resume finds (docs/resuming.md#the-audit).
+        strict: raise instead of reporting once: on a failure in observation, a layer that TE's debug path refuses, or a
+            difference found by the audit of a resume (docs/resuming.md#the-audit).
         require: a requirement on the run, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract). Checked
             after the third step, when precision changes, and at the end of a shorter run.
         on_broken: ``"raise"`` a PrecisionContractError for a broken contract, or ``"warn"``.
         on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-or-act-on-a-finding). ``"warn"``: once
-            for each finding. ``"stop"``: raise a PrecisionFindingError on all ranks, for errors and warnings, or for
+            per finding. ``"stop"``: raise a PrecisionFindingError on all ranks, for errors and warnings, or for
             severities or rules, such as ``"stop: nonfinite, dead-gradient"``. A function of the finding returns
             ``"stop"`` to stop.
-        profile: the iterations that torch's profiler records, such as ``11`` or ``"11-13"``, on rank 0; ``"11-13,
-            all"`` on all ranks (docs/fp8-not-faster.md#profile-a-few-steps).
-        quiet: omit the lines that are printed to stderr when the run ends. The environment variable
-            TE_PRECISION_QUIET=1 does the same.
+        profile: iterations that torch's profiler records, such as ``11`` or ``"11-13"``, on rank 0; ``"11-13, all"`` on
+            all ranks (docs/fp8-not-faster.md#profile-a-few-steps).
+        quiet: omit the lines printed to stderr when the run ends, as does the environment variable
+            TE_PRECISION_QUIET=1.
     """
 
     config: Config
@@ -282,7 +278,7 @@ class SessionOptions:
         """Check the keywords of an integration, and load the config.
 
         Raises:
-            OptionError: a keyword is unknown, or its value is invalid.
+            OptionError: an unknown keyword, or an invalid value.
             ConfigError: the config cannot be used.
             MissingExtraError: ``report=True`` without plotly.
         """
@@ -339,12 +335,11 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def spelled_out(constructor: FunctionT) -> FunctionT:
-    """Give the ``__init__`` of an integration a signature that names every option instead of ``**keywords``.
+    """Give an integration's ``__init__`` a signature that names every option instead of ``**keywords``.
 
-    A program that makes objects from text, such as LightningCLI with jsonargparse, reads the signature. Each annotation
-    there holds the types that a YAML file can spell: text for a path, a list for a sequence. If an annotation also
-    holds ``os.PathLike``, jsonargparse 4.52 and later turns every mapping and list into text, and a file's path into
-    the file's content.
+    LightningCLI with jsonargparse reads it. Annotations hold only types that a YAML file can spell: text for a path, a
+    list for a sequence. If one also holds ``os.PathLike``, jsonargparse 4.52 and later turns every mapping and list
+    into text, and a file's path into the file's content.
     """
     own = inspect.signature(constructor)
     hints = get_type_hints(constructor)
@@ -381,7 +376,7 @@ def read_step_on(step_on: object) -> StepOn:
     """Check the keyword ``step_on`` of an integration.
 
     Raises:
-        OptionError: ``step_on`` is not a :data:`StepOn`.
+        OptionError: not a :data:`StepOn`.
     """
     if step_on not in get_args(StepOn):
         raise OptionError(f"step_on= must be one of {', '.join(map(repr, get_args(StepOn)))}, not {step_on!r}.")

@@ -1,4 +1,4 @@
-"""Watch a training script that must not be changed: its model, its optimizer steps and its loss are found by hooks.
+"""Watch an unchanged training script: hooks find its model, optimizer steps and loss.
 
 Usage::
 
@@ -6,9 +6,9 @@ Usage::
     torchrun --nproc-per-node 8 -m te_precision_callbacks.watch --log-dir run train.py --epochs 3
     TE_PRECISION_WATCH=1 ./launch.sh
 
-The model is each outermost module that is called in training mode, with gradients, whose parameters an optimizer holds.
-A debug iteration ends when every optimizer of the model has stepped. The loss is the scalar on which ``backward()``
-starts. If the script starts a session of its own, with any integration, that session replaces this one.
+The model is every outermost module called in training mode, with gradients, whose parameters an optimizer holds. A
+debug iteration ends when every optimizer of the model has stepped. The loss is the scalar on which ``backward()``
+starts. A session that the script starts, with any integration, replaces this one.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKWARDS = 20
-"""Backward passes without a model, or without a step, after which a warning comes."""
+"""Backward passes without a model, or without a step, before a warning."""
 
 SEARCHED_ITERATIONS = 2
-"""Iterations in which further models are searched for, such as the second network of a GAN."""
+"""Iterations that search for further models, such as the second network of a GAN."""
 
 BEHIND = 3
-"""Steps of one optimizer after which an optimizer that has not stepped is no longer waited for."""
+"""Steps of one optimizer after which another without steps is no longer waited for."""
 
 _ADVICE = (
     "Add three lines to the script instead: `from te_precision_callbacks import InspectSession`, `session ="
@@ -61,15 +61,15 @@ _ADVICE = (
 
 
 class ScriptWatch:
-    """Starts a session when the script's model is first called in training, and steps it after its optimizers.
+    """Starts a session when the script's model is first called in training; steps it after its optimizers.
 
-    A failure of the watch is logged once, and ends the watch: the training continues.
+    A failure is logged once and ends the watch; the training continues.
 
     Args:
-        options: of the session, as keywords of :class:`te_precision_callbacks.options.SessionOptions` with ``config``.
+        options: keywords of :class:`te_precision_callbacks.options.SessionOptions`, with ``config``.
 
     Attributes:
-        session: the session; None until the model is found.
+        session: None until the model is found.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class ScriptWatch:
         self._end(error)
 
     def _end(self, error: BaseException | None = None) -> None:
-        """Stop the session, if it runs. Hooks of optimizers stay, without effect: a running hook cannot be removed."""
+        """Stop the session, if it runs. Optimizers' hooks stay, without effect: a running hook cannot be removed."""
         self._has_ended = True
         self._search.put_back()
         self._replaced.put_back()
@@ -130,7 +130,7 @@ class ScriptWatch:
             session.stop(error)
 
     def _end_training(self) -> None:
-        """Stop the session; the next training is a run of its own."""
+        """Stop the session; the next training is a new run."""
         session, self.session = self.session, None
         self._models, self._iterations = [], 0
         self._waiting.clear()
@@ -138,12 +138,12 @@ class ScriptWatch:
             session.stop()
 
     def _before_group_ends(self, group: Any = None, *_: Any) -> None:
-        """Stop while the ranks are known: later each would take itself for the first, print and write the summary."""
+        """Stop while ranks are known: later, each would act as the only one and write the summary."""
         if group is None or group is torch.distributed.group.WORLD:
             self._end_training()
 
     def _guard(self, function: Any) -> Any:
-        """Report failures of the watch without raising; errors of the session, such as ConfigError, still raise."""
+        """Report failures of the watch without raising; the session's errors, such as ConfigError, still raise."""
 
         @functools.wraps(function)
         def guarded(*args: Any, **keywords: Any) -> None:
@@ -179,7 +179,7 @@ class ScriptWatch:
     # ------------------------------------------------------------------ the model
 
     def _begin_search(self) -> None:
-        """Check the calls of modules. Inside a call of a trained module the search pauses: others are not outermost."""
+        """Check calls of modules, except inside a trained module's call: those are not outermost."""
         if self._search:
             return
         original = torch.nn.Module.__call__
@@ -202,7 +202,7 @@ class ScriptWatch:
 
     def _consider(self, module: torch.nn.Module) -> None:
         """Attach an outermost module in training."""
-        if torch._C._current_graph_task_id() != -1:  # a recomputation inside of a backward
+        if torch._C._current_graph_task_id() != -1:  # a recomputation inside a backward
             return
         if not any(module in model.modules() for model in self._models):
             trained = _trained(module)
@@ -215,7 +215,7 @@ class ScriptWatch:
         self._search.put_back()
 
     def _is_replaced(self) -> bool:
-        """Return whether the script has started its own session; this ends the watch."""
+        """Return whether the script started its own session, which ends the watch."""
         from te_precision_callbacks.session.session import running_session
 
         is_replaced = running_session() is not self.session or (self.session is not None and not self.session.running)
@@ -224,7 +224,6 @@ class ScriptWatch:
         return is_replaced
 
     def _attach(self, model: torch.nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Observe another model from now on."""
         from te_precision_callbacks.session import InspectSession
 
         gc.collect()
@@ -245,7 +244,7 @@ class ScriptWatch:
     # ------------------------------------------------------------------ the step
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Wait for the optimizer in each iteration if it steps the model; else search for its model once more."""
+        """Wait for the optimizer in each iteration if it steps the model; else search its model once more."""
         if optimizer in self._waiting or optimizer in self._others:
             return
         if any(not _trained(model).isdisjoint(held_ids(optimizer)) for model in self._models):
@@ -255,14 +254,15 @@ class ScriptWatch:
         self._search_again()
 
     def _search_again(self) -> None:
-        """Search for the model of an optimizer that is new, in the next iterations."""
+        """Search for a new optimizer's model in the next iterations."""
         self._search_until = self._iterations + SEARCHED_ITERATIONS
         self._begin_search()
         self._watch_schedules()
 
     def _watch_schedules(self) -> None:
-        """Attach the stages of a pipeline before its schedule: within it, a stage waits for the forward of the one
-        before, so ranks that attach in their first forward would wait for each other."""
+        """Attach a pipeline's stages before its schedule: within it, a stage waits for the forward of the one before,
+        so ranks that attach in their first forward would wait for each other.
+        """
         megatron: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if megatron is not None and megatron not in self._schedules:
             self._schedules.add(megatron)
@@ -299,7 +299,7 @@ class ScriptWatch:
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         for other, is_waited_for in list(self._waiting.items()):
             if is_waited_for and not self._steps.get(other):
-                # Lightning and Accelerate wrap optimizers in others, which hold the same parameters.
+                # Lightning and Accelerate wrap optimizers in others with the same parameters.
                 self._waiting[other] = count < BEHIND and not set(held_ids(other)).issubset(held_ids(optimizer))
         if all(self._steps.get(other) for other, is_waited_for in self._waiting.items() if is_waited_for):
             self._steps.clear()
@@ -313,17 +313,17 @@ class ScriptWatch:
         self._has_stepped = False
 
     def _after_scaler_step(self, _result: Any, _scaler: Any, optimizer: Optimizer, *_: Any) -> None:
-        """Count a step that a GradScaler has skipped because of inf or nan in the gradients."""
+        """Count a step that a GradScaler skipped because of inf or nan in the gradients."""
         if not self._has_stepped:
             self._after_step(optimizer)
 
     # ------------------------------------------------------------------ the loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Called with the loss of each backward; the session listens to it."""
+        """Called with the loss of each backward, to which the session listens."""
 
     def _before_backward(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a recomputation inside of a backward
+        if torch._C._current_graph_task_id() != -1:  # a recomputation inside a backward
             return
         loss, gradient = tensors[0], gradients[0]
         if len(tensors) == 1 and loss.numel() == 1 and (gradient is None or gradient.numel() == 1):
@@ -340,7 +340,7 @@ class ScriptWatch:
             self._values[scaled] = outputs.detach()
 
     def _before_freeing(self, output: Any, *_: Any) -> None:
-        """Keep the loss of a pipeline, whose schedule frees the memory of each output before its backward."""
+        """Keep a pipeline's loss: its schedule frees each output's memory before its backward."""
         if isinstance(output, torch.Tensor) and output.numel() == 1:
             self._values[output] = self._values.get(output, output.detach())
 
@@ -360,7 +360,7 @@ class ScriptWatch:
 
 
 def _engine(before_backward: Any) -> Any:
-    """The autograd engine that reports each backward; Megatron's pipeline schedules call the engine themselves."""
+    """The autograd engine, with each backward reported; Megatron's pipeline schedules call it themselves."""
 
     class Engine(type(Variable._execution_engine)):  # type: ignore[misc]
         def run_backward(
@@ -374,7 +374,7 @@ def _engine(before_backward: Any) -> Any:
 
 
 def _is_freed(loss: torch.Tensor) -> bool:
-    """Return whether a pipeline schedule has freed the memory of an output; its graph still has the old shape."""
+    """Return whether a pipeline schedule freed an output's memory; its graph still has the old shape."""
     if loss.grad_fn is None:
         return False
     metadata = getattr(loss.grad_fn, "_input_metadata", ())
@@ -382,10 +382,10 @@ def _is_freed(loss: torch.Tensor) -> bool:
 
 
 def _checked(options: Mapping[str, Any]) -> SessionOptions:
-    """The options of the session.
+    """Check the session's options.
 
     Raises:
-        OptionError: a keyword is unknown, or its value is invalid.
+        OptionError: an unknown keyword, or an invalid value.
         ConfigError: the config cannot be used.
     """
     from te_precision_callbacks.options import SessionOptions
@@ -395,7 +395,7 @@ def _checked(options: Mapping[str, Any]) -> SessionOptions:
 
 
 def _trained(module: torch.nn.Module) -> set[int]:
-    """The ids of the trainable parameters of a module, and of their masters."""
+    """Ids of a module's trainable parameters, and of their masters."""
     trained = [each for each in module.parameters() if each.requires_grad]
     masters = [getattr(each, "main_param", None) for each in trained]
     return {id(each) for each in (*trained, *masters) if each is not None}
@@ -405,15 +405,15 @@ def _trained(module: torch.nn.Module) -> set[int]:
 
 
 def read_options(config: str | None, log_dir: str | None, settings: Iterable[str]) -> dict[str, Any]:
-    """The options of the session from a command line, checked.
+    """Read and check the session's options from a command line.
 
     Args:
         config: the path of a config; None for the default config.
         log_dir: the folder for the run; None for the session's default.
-        settings: further keywords of the session, as ``name=value`` with a value in YAML.
+        settings: further keywords as ``name=value``, the value in YAML.
 
     Raises:
-        OptionError: a keyword is unknown, or its value is invalid.
+        OptionError: an unknown keyword, or an invalid value.
         ConfigError: the config cannot be used.
     """
     options: dict[str, Any] = {}
@@ -432,12 +432,12 @@ def read_options(config: str | None, log_dir: str | None, settings: Iterable[str
 
 
 def environment(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables that make a Python process watch its script."""
+    """Return environment variables that make a Python process watch its script."""
     return {WATCH_VARIABLE: json.dumps(options) if options else "1", "PYTHONPATH": startup_path()}
 
 
 def begin_from_environment() -> None:
-    """Watch the script of this process if TE_PRECISION_WATCH is set."""
+    """Watch this process's script if TE_PRECISION_WATCH is set."""
     text = watch_setting()
     if not text:
         return

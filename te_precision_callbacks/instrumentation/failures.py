@@ -118,7 +118,7 @@ class ObservationFailures:
             )
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
-        """Report once that a log folder is not writable: on rank 0 now, on another rank when it has something to write."""
+        """Report once that a log folder is not writable: on rank 0 now, on others when they have something to write."""
         self._lost_folder, self._lost_by = folder.absolute(), error
         if self._rank == 0:
             self._report_lost_folder()

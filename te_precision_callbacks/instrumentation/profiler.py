@@ -44,7 +44,7 @@ class StepProfiler:
         self._seams = Replaced(yields=True)
 
     def warm_up(self) -> bool:
-        """Collect events to drop, since a profiler's first events are slow; return False if the user's profiler runs."""
+        """Start collecting events to drop, since the first are slow; return False if the user's profiler runs."""
         if profiler_runs():
             return False
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -58,7 +58,7 @@ class StepProfiler:
         return True
 
     def start(self) -> bool:
-        """Start recording, with or without :meth:`warm_up`; return False if another profiler runs or has started since."""
+        """Start recording, even without :meth:`warm_up`; return False if another profiler runs or has started since."""
         if self._profile is None and (self.given_up or not self.warm_up()):
             return False
         self._profile.start_trace()

@@ -24,7 +24,7 @@ _SMALL = {"FP8": 2.0**-16, "MXFP8": 2.0**-10, "NVFP4": 2.0**-4}
 
 
 def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name in logs and the :data:`STALE` of each weight that the forward in ``frame`` reads from the cache."""
+    """Yield log name and :data:`STALE` of each weight that the forward in ``frame`` reads from the cache."""
     cached = module.__dict__.get("_fp8_workspaces")
     if not cached or frame is None or frame.f_locals.get("is_first_microbatch") is not False:
         return

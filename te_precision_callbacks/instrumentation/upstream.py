@@ -334,7 +334,7 @@ class Inspector:
         return manager._namespace_apis[registration.NAMESPACE]
 
     def only_looks(self, name: str) -> bool:
-        """Return whether a registered feature is one of this project's observing features, with its ``inspect_tensor``."""
+        """Return whether a registered feature is an observing one of this project, with its ``inspect_tensor``."""
         from te_precision_callbacks.features.base import ScheduledFeature
 
         feature: Any = self._api.namespace_features.get(name)

@@ -245,7 +245,7 @@ def _any_columns(
 def _finite_columns(
     piece: torch.Tensor, quantized: torch.Tensor | None, limit: torch.Tensor | None
 ) -> dict[str, torch.Tensor] | None:
-    """As :func:`_any_columns`, in a fifth of the time, without masks for inf and nan. None if the piece has inf or nan."""
+    """As :func:`_any_columns` in a fifth of the time, without masks. None if the piece has inf or nan."""
     x = widened(piece)
     low, high = float(x.amin()), float(x.amax())
     if not (-math.inf < low and high < math.inf):
