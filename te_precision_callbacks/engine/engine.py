@@ -162,13 +162,11 @@ class StatisticsEngine:
         self.on_failure(doing, of, error)
 
     def reduce_over(self, messages: Messages | None) -> None:
-        """Reduce over these ranks from now on."""
         if self._reduction.messages is not messages:
             self._reduction = Reduction(messages, self._report)
 
     @property
     def optimizers_differ(self) -> bool:
-        """True if the ranks' numbers of optimizer steps differ."""
         return self._reduction.optimizers_differ
 
     @property
@@ -819,7 +817,6 @@ def _pass(form: _QuantizedForm | None, segments: Mapping[Of, SlotRange], *, in_b
 
 
 def _plain(values: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor without gradients; an empty tensor for None."""
     if values is None:
         return torch.empty(0)
     # Avoid a torch operation between GEMMs: for a small tensor it costs as much as everything else.

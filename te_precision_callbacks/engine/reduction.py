@@ -361,7 +361,6 @@ class _Layout:
         self._are_there = False
 
     def has_changed(self) -> bool:
-        """Return whether any rank has segments outside the layout."""
         return bool(self.merged[_CHANGED] > 0)
 
     def is_noted(self) -> bool:
@@ -375,12 +374,10 @@ class _Layout:
         return int(self.merged[_FAILED]) if self.merged[_FAILED] >= 0 else None
 
     def has_one_stamp(self) -> bool:
-        """Return whether all ranks have the same iteration and schedule."""
         largest, smallest = self._stamps()[:, :_PARTS_COMPARED]
         return bool((largest == -smallest).all())
 
     def optimizer_steps_apart(self) -> int:
-        """Return the largest difference in optimizer steps."""
         largest, smallest = self._stamps()[:, -1]
         return 0 if largest == NOTHING else int(largest + smallest)
 
@@ -496,7 +493,6 @@ class _Block:
         return Table(picked.rows, dict(zip((*sums, *maxima), matrix.T, strict=True)))
 
     def _pick(self, due: Sequence[bool]) -> _Picked:
-        """Return the segments with a due flag."""
         outputs: dict[int, dict[str, None]] = {}
         chosen: list[int] = []
         rows: list[int] = []
@@ -520,8 +516,6 @@ _MOST_PATTERNS = 16
 
 
 class _Picked(NamedTuple):
-    """The due part of a block: its table's rows, and the positions and row of each segment."""
-
     rows: Rows
     cells: npt.NDArray[np.intp]
     row_of: npt.NDArray[np.intp]

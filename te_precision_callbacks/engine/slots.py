@@ -193,7 +193,6 @@ class Segments:
             torch.maximum(kept_maxima, maxima, out=kept_maxima)
 
     def _parts(self, segment: SlotRange) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the segment's range of the current stream's vectors."""
         vectors = self._devices[segment.device].current()
         parts = segment.parts
         if parts is None or parts[0] is not vectors:
@@ -216,7 +215,6 @@ class Segments:
             yield device, *on.read()
 
     def reset(self) -> None:
-        """Reset to neutral values for the next step."""
         kept = {vectors for on in self._devices.values() for vectors in on.reset()}
         for segment in self.segments.values():
             segment.due.clear()

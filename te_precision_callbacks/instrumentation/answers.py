@@ -80,7 +80,7 @@ class Answers:
 
     @property
     def ran(self) -> Collection[int]:
-        """Ids of the modules with training forwards in this iteration."""
+        """Ids of modules with training forwards in this iteration."""
         return self._forwards.keys()
 
     def forget_forwards(self) -> None:
@@ -163,7 +163,6 @@ class Answers:
             )
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        """Return the ``is_debug_iter`` of unwatched modules."""
         self._own_is_debug_iter = upstream
         unwatched, classify = self.unwatched, self._classify
 
@@ -208,7 +207,6 @@ class Answers:
         return no_debug_features_active
 
     def _is_left_alone(self, forward: DebugForward, *, idle: bool) -> bool:
-        """Return whether no feature acts in a forward, or it is refused."""
         module, refusal = forward.module, refusal_of(forward)
         if refusal is None or (idle and not refusal.lasts):
             return idle

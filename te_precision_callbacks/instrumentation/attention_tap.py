@@ -52,7 +52,6 @@ class AttentionTap:
             self._report("observing the forward of", entered.layers[0], error)
 
     def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of fused attention to report its products."""
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)

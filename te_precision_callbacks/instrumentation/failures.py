@@ -156,13 +156,12 @@ class ObservationFailures:
             logger.info("%s: %s.", where, text)
 
     def summarize(self) -> None:
-        """Log the number of failures at the end."""
         if self._count > 1:
             logger.error("Precision debugging failed %d times on rank %d.", self._count, self._rank)
 
 
 def _is_of(folder: Path, error: BaseException | None) -> bool:
-    """Return whether an error is about a path in the folder, or a parent of it."""
+    """A parent of the folder counts too."""
     while error is not None:
         if isinstance(error, OSError) and isinstance(error.filename, (str, Path)):
             cause = Path(error.filename).absolute()
@@ -172,7 +171,7 @@ def _is_of(folder: Path, error: BaseException | None) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """Return an error's type and text. Transformer Engine's asserts have no text."""
+    """Transformer Engine's asserts have no text."""
     try:
         text = str(error)
     except Exception:  # of a feature or sink: it must not end training

@@ -50,8 +50,6 @@ from te_precision_callbacks.statistics.schedule import Schedule
 
 
 class ForwardHooks:
-    """Installs the replacements, and removes them."""
-
     def __init__(
         self,
         classify: ForwardClassifier,
@@ -89,7 +87,7 @@ class ForwardHooks:
         self._has_ranges = self._is_capturing = self._paused_before = False
 
     def put_ranges(self, *, wanted: bool) -> None:
-        """Add or remove torch.profiler ranges around TE layers and their GEMMs."""
+        """See :meth:`Running.range_of_gemm`."""
         if wanted != self._has_ranges:
             self._has_ranges = wanted
             self._listen()
@@ -122,17 +120,16 @@ class ForwardHooks:
         self.arm()
 
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
-        """Count the matrix products of a model's next step; see :meth:`ModelProducts.watch_model`."""
+        """See :meth:`ModelProducts.watch_model`."""
         self.products.watch_model(model, names, self._tap.operations.layers)
         self._listen()
 
     def arm(self) -> None:
-        """Arm every module: features are queried in its next forward."""
+        """Make every module query its features in its next forward."""
         self._watched.arm_all()
         self._listen()
 
     def begin(self, iteration: int) -> None:
-        """Arm the modules with a feature that may act in an iteration; the others rest."""
         if self._is_capturing:  # the capture has raised
             self._end_capture()
         self._graphs.restore(self._watched.armed, self.answers.ran)
@@ -146,7 +143,7 @@ class ForwardHooks:
         self._listen()
 
     def _listen(self) -> None:
-        """Install the tap in iterations with armed modules; remove it in others."""
+        """Install the tap while modules are armed."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         self._audit.enter(TEDebugState.get_iteration())
@@ -170,7 +167,6 @@ class ForwardHooks:
             self.products.has_graphs = bool(self._graphs)
 
     def end_step(self) -> None:
-        """Refuse the modules in CUDA graphs that cannot be bypassed."""
         self._graphs.find()
         self.answers.resolve_captured(self._graphs.bypassable, self._graphs.refused())
 
@@ -312,7 +308,6 @@ class ForwardHooks:
         return capture_begin
 
     def remove(self) -> None:
-        """Restore Transformer Engine's own methods."""
         self._release()
         self._seams.put_back()
         self.answers.forget()
@@ -325,7 +320,6 @@ class ForwardHooks:
 
 
 def require(owner: Any, *names: str) -> None:
-    """Raise a SessionError if an object lacks a needed attribute."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise SessionError(

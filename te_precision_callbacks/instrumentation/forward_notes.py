@@ -21,8 +21,6 @@ from te_precision_callbacks.instrumentation.watched import WatchedModules
 
 
 class ForwardNotes:
-    """Records the plan of a forward, and reports features that cannot act in it."""
-
     def __init__(self, watched: WatchedModules, audit: PrecisionAudit, failures: ObservationFailures) -> None:
         self.delayed_scaling = DelayedScalingLayers()
         self._watched = watched
@@ -32,7 +30,6 @@ class ForwardNotes:
     def note_plan(
         self, module: Any, quantizers: Iterable[Any], idle: bool, *, fprop_only: bool, input_needs_gradient: bool
     ) -> None:
-        """Record the GEMMs that a forward and its backward will run."""
         try:
             self._watched.resting.note_training(module, idle=idle)
             layers, left_out = self._watched.layers[id(module)], dict[LayerGemm, str]()
@@ -65,7 +62,6 @@ class ForwardNotes:
             self._failures.report("reading the scales of", str(module.name), error)
 
     def report_quantized_input(self, module: Any) -> None:
-        """Report that a module's input reaches no feature."""
         self._failures.report(
             "What features do with activation",
             f"of {module.name}",

@@ -176,7 +176,6 @@ def choose(
 
 
 def format_paths(fused: int, not_fused: Mapping[str, NotFused]) -> str:
-    """Format the number of modules on the fused path, and the others by reason."""
     text = f"{fused} of {fused + len(not_fused)} modules with features are observed on their own fused path."
     if not not_fused:
         return text
@@ -240,7 +239,7 @@ class FusedObservation:
         return min((due.upcoming for layer in layers if (due := self._due[layer]).upcoming is not None), default=None)
 
     def leave(self, layers: Sequence[str]) -> None:
-        """Stop observing a module until the next query: it takes the debug path."""
+        """Until the next query: the module takes the debug path."""
         for layer in layers:
             self._due.pop(layer, None)
 

@@ -92,7 +92,6 @@ class SelectedGemms(Generic[_OptionsT]):
         self._options.clear()
 
     def due(self, layer: str, gemm: str, kept: dict[Any, Any]) -> tuple[_OptionsT, int] | None:
-        """Return a due GEMM's options and the iteration of its forward."""
         of_layer = self._options.get(layer)
         if of_layer is None:
             of_layer = self._options[layer] = self._read(layer) if layer in self._layers else {}
@@ -143,7 +142,6 @@ class GemmErrors:
         self.operands.modules = {layer.name: id(named.module) for named in modules for layer in named.layers}
 
     def begin_iteration(self) -> None:
-        """Drop the last iteration's state."""
         self._weights.clear()
         self.operands.forget()
 
@@ -307,7 +305,6 @@ class GemmErrors:
 
 
 def high_of(kept: GemmOperands, layer: str, operand: GemmOperand) -> torch.Tensor | None:
-    """Return an operand in high precision, if available."""
     high = operand.high if operand.high is not None else kept.get(layer, operand.tensor)
     return None if high is None or is_quantized(high) else high.detach()
 

@@ -33,7 +33,7 @@ _BEFORE = "recorded before"
 
 
 class GemmRecords:
-    """Records selected GEMMs; see the module docstring."""
+    """See the module docstring."""
 
     def __init__(self, operands: GemmOperands, report: Callable[[str, str, Exception], None]) -> None:
         self._operands = operands
@@ -43,7 +43,6 @@ class GemmRecords:
         self.watch = self._selected.watch
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> None:
-        """Copy the tensor that a GEMM is about to add to."""
         if isinstance(out, torch.Tensor) and not is_capturing() and self._selected.due(layer, gemm, kept) is not None:
             kept[_BEFORE, layer, gemm] = out.detach().clone()
 

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 _MAKERS = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
-"""Python modules with a ``make_graphed_callables`` that replaces a module's ``forward``."""
 
 _OF_STREAMS = ("cuda_graph_stream", "cuda_graph_event")
-"""Arguments that a graphed forward takes, and the original does not."""
 
 
 def why_not_bypassed(module: Any) -> str | None:
@@ -57,7 +55,7 @@ def _closure(function: Any) -> Mapping[str, Any]:
 
 
 def _original(forward: Any) -> Any:
-    """Return a module's forward before its first graph. It may have another graph for evaluation."""
+    """A module may have another graph for evaluation."""
     while isinstance(forward, _Bypass) or (_is_graphed(forward) and "orig_fwd" in _closure(forward)):
         forward = forward.original if isinstance(forward, _Bypass) else _closure(forward)["orig_fwd"]
     return forward
@@ -149,7 +147,6 @@ class _Graph:
         return self._instead is not None
 
     def is_of(self, attributes: Mapping[str, Any]) -> bool:
-        """Return whether a module still has this graph."""
         return attributes.get(self._name) is self._own or self.is_bypassed
 
     def bypass(self) -> None:
@@ -180,8 +177,6 @@ class _Graph:
 
 
 class CudaGraphs:
-    """The graphs of a model."""
-
     def __init__(self) -> None:
         self._places: list[tuple[Any, Mapping[int, torch.nn.Module]]] = []
         self._graphs: dict[int, _Graph] = {}
@@ -191,7 +186,6 @@ class CudaGraphs:
         return bool(self._graphs)
 
     def watch(self, roots: Iterable[torch.nn.Module], watched: Collection[int]) -> None:
-        """Set the models, and the ids of modules to observe, after :meth:`restore`."""
         self._places = []
         self._graphs, self._unused = {}, set()
         for root in roots:
@@ -201,7 +195,6 @@ class CudaGraphs:
                     self._places.append((module, layers))
 
     def find(self) -> None:
-        """Find graphs created or deleted since the last call."""
         before, self._graphs = self._graphs, {}
         for module, layers in self._places:
             if "forward" not in module.__dict__ and "cuda_graphs" not in module.__dict__:
@@ -234,11 +227,9 @@ class CudaGraphs:
 
     @property
     def bypassable(self) -> set[int]:
-        """Return the ids of modules in graphs that can be bypassed."""
         return {key for graph in self._graphs.values() if not graph.why_not for key in graph.layers}
 
     def refused(self) -> Iterator[tuple[torch.nn.Module, str]]:
-        """Yield the modules in graphs that cannot be bypassed, with the reason."""
         for graph in self._graphs.values():
             if graph.why_not:
                 for layer in graph.layers.values():

@@ -17,7 +17,6 @@ from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.layers.forwards import running_forward
 
 Named = Callable[[Sequence[Any]], dict[str, Any]]
-"""A function's positional arguments, by parameter name."""
 
 Gemms = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
 """Arguments and result of a GEMM function -> A, B and result of each GEMM."""
@@ -68,12 +67,10 @@ def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
 
 
 def of_one(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """Return a GEMM's A, B and result."""
     return [(taken["A"], taken["B"], result[0])]
 
 
 def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """Return each expert's A, B and result."""
     outs = taken["out"]
     if taken.get("single_output"):
         whole, rows = outs[0], taken["m_splits"]
@@ -83,7 +80,6 @@ def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any
 
 
 def of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """Return each expert's A, B and result, from grouped tensors or lists."""
     return zip(*(_matrices(taken[name]) for name in GROUPED_TENSOR_GEMM), strict=True)
 
 
@@ -115,7 +111,6 @@ def functions_of_modules() -> tuple[tuple[Any, Sources], ...]:
 
 
 def arguments_of_forward(module: Any) -> dict[str, Any]:
-    """Return the named arguments of a module's current forward."""
     frame = running_forward(module)
     return {} if frame is None else dict(frame.f_locals)
 

@@ -15,8 +15,6 @@ from te_precision_callbacks.speed.trace.range_names import layer_range
 
 
 class ModuleRanges:
-    """Hooks that put a range with the module's name around each forward."""
-
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
 
@@ -60,7 +58,6 @@ class _Hook:
 
     @outside_of_dynamo
     def leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """End the range, also after a failed forward."""
         ranges = self._open.ranges
         if any(hook is self for hook, _ in ranges):  # an exception in another hook left inner ranges open
             while ranges:

@@ -43,7 +43,6 @@ class OperationsTap:
         return [layer for operation in self._operations.values() for layer in operation.layers]
 
     def watch(self, operations: Iterable[NamedOperation]) -> None:
-        """Set the operations with GEMMs, which all have events."""
         self._operations = {id(operation.module): operation for operation in operations}
         self._turns = RoundRobin(list(self._operations.values()))
         self._recipes = self._recipes_now()

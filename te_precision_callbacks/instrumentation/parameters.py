@@ -173,7 +173,6 @@ class _Held(NamedTuple):
 
     @property
     def span(self) -> range | None:
-        """Return the positions in the flattened parameter that its master weight covers."""
         return None if self.start is None else range(self.start, self.start + self.tensor.numel())
 
 
@@ -203,7 +202,7 @@ class ParameterWatch:
         self._has_sampled = self._has_begun = False
 
     def begin(self, iteration: int) -> None:
-        """Start checking in an iteration; no-op if already started."""
+        """No-op if already started."""
         if not self._has_begun:
             self._has_begun = True
             self._first = self._iteration = iteration
@@ -241,7 +240,6 @@ class ParameterWatch:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
 
     def _refresh(self) -> None:
-        """Read the model's current parameters."""
         known, self._parameters = self._parameters, {}
         for name, weight, module in self._model.named_parameters():
             if id(weight) not in known:
@@ -277,7 +275,6 @@ class ParameterWatch:
         return held
 
     def _by_values(self, pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]) -> list[_Held]:
-        """Match master weights to parameters of the same number, order, shapes and values."""
         trained = [each for each in self._parameters.values() if each.weight.requires_grad]
         shapes = [each.weight.shape for each in trained]
         if not pairs or [tensor.shape for tensor, _ in pairs] != shapes:
@@ -294,7 +291,6 @@ class ParameterWatch:
         return held if shares and max(shares) < APART else []
 
     def _check_gradients(self, held: list[tuple[_Parameter, torch.Tensor]]) -> None:
-        """Check gradients, without a call for the many parameters that have one again."""
         for parameter, tensor in held:
             has_gradient = tensor.grad is not None or parameter.weight.grad is not None
             if not (has_gradient and parameter.at_step) or parameter.gap is not None:
@@ -377,7 +373,6 @@ class ParameterWatch:
 
     @torch.no_grad()
     def end_step(self, iteration: int) -> list[Problem]:
-        """Return the new problems after a debug iteration."""
         problems: list[Problem] = []
         self._ended = iteration
         try:
@@ -406,14 +401,13 @@ class ParameterWatch:
         return is_due(self._ended - self._first)
 
     def _check_without_optimizer(self) -> None:
-        """Count steps without a known torch optimizer of the model."""
+        """For models without a known torch optimizer."""
         if not self._parameters:
             self._refresh()
         trained = [each for each in self._parameters.values() if each.weight.requires_grad]
         self._check_gradients([(each, each.weight) for each in trained])
 
     def _read(self) -> None:
-        """Note the results copied to the host."""
         if self._reading is None:
             return
         self._reading()
@@ -494,7 +488,7 @@ class ParameterWatch:
                 yield Problem("still", each.name, each.still_since, each.still_until - each.still_since)
 
     def _not_held(self) -> Iterator[Problem]:
-        """Find trainable parameters with gradients in no optimizer of the process."""
+        """In any optimizer of the process."""
         held = self._held_parameters()
         unheld = [
             each
@@ -511,7 +505,7 @@ class ParameterWatch:
 
     @torch.no_grad()
     def end(self, iteration: int) -> list[Problem]:
-        """Return the remaining problems at the end of a run, and weights with inf or nan."""
+        """Return the remaining problems, and weights with inf or nan."""
         self._read()
         self._reading = self._batches.copied()
         self._read()
@@ -540,7 +534,7 @@ def _note_forward(gap: _Gap) -> Callable[..., None]:
 
 
 def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
-    """Find a weight that does not change, or differs from its master weight."""
+    """Weights that do not change, or differ from their master weight."""
     shown = [what for what, _, _ in parameter.checks]
     # At first, a weight that is never copied is as far from its master as one copied late.
     is_late = set(shown) == {"late"}
@@ -629,7 +623,7 @@ def _is_apart(
 
 
 def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return names of weights with inf or nan, with one copy per dtype and device."""
+    """Uses one copy per dtype and device."""
     plain: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, weight in weights:
         codes = weight

@@ -26,7 +26,6 @@ _INCOMPLETE = ".incomplete.json.gz"
 
 
 def profiler_runs() -> bool:
-    """Return whether a torch profiler collects events."""
     return bool(torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled)
 
 

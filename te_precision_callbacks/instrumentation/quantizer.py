@@ -33,14 +33,11 @@ OVERRIDDEN = (
     "quantize",
     "update_quantized",
 )
-"""Required methods of TE's class."""
 
 _FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 
 
 class QueryingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
-    """Queries a tensor's features according to the kind of the forward."""
-
     _current: ClassVar[CurrentForward]
     _failures: ClassVar[ObservationFailures]
 
@@ -235,6 +232,5 @@ class SessionQuantizer(QueryingQuantizer):
 
 
 def quantizer_of(current: CurrentForward, failures: ObservationFailures) -> type[SessionQuantizer]:
-    """Create the quantizer class of a run."""
     members = {"_current": current, "_failures": failures, "__module__": __name__}
     return cast("type[SessionQuantizer]", type("DebugQuantizer", (SessionQuantizer,), members))

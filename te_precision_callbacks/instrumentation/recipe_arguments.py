@@ -53,7 +53,7 @@ class Ignored:
 
 
 def _is_set(recipe: Any, argument: str) -> bool:
-    """Return whether an argument differs from its default, which follows from the environment."""
+    """The default follows from the environment."""
     return bool(getattr(recipe, argument) != getattr(type(recipe), argument))
 
 
@@ -178,13 +178,12 @@ def computing(modules: Iterable[NamedModule], operations: Iterable[NamedOperatio
 
 
 def recipes_of(modules: Iterable[_Computing]) -> list[Any]:
-    """Return the recipes that modules and operations have quantized with, deduplicated."""
     recipes = (meta.get("recipe") for module, _ in modules for meta in _in_use(module))
     return list({id(recipe): recipe for recipe in recipes if recipe is not None}.values())
 
 
 def computes_in_float16(modules: Iterable[_Computing]) -> bool:
-    """Return whether a module has activations or parameters in float16."""
+    """In activations or parameters."""
     return any(
         getattr(module, "activation_dtype", None) is torch.float16
         or any(parameter.dtype is torch.float16 for parameter in module.parameters(recurse=False))

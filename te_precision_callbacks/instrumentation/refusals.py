@@ -69,7 +69,6 @@ class DebugRefusal:
 
     @property
     def known(self) -> str:
-        """Time of detection."""
         return "before the first step" if self.of_module or self.of_effects else "in the forward that has it"
 
     def __str__(self) -> str:
@@ -299,7 +298,7 @@ class RefusedLayers:
         return "; ".join(map(str, self._refused.get(layer, ())))
 
     def warn(self, log: Callable[[str], None]) -> bool:
-        """Log one warning about newly refused layers; return whether there are any."""
+        """Log newly refused layers; return whether there are any."""
         items = ((layer, refusal) for layer, refusals in self._refused.items() for refusal in refusals)
         news = [item for item in items if self._notices.first(item)]
         for name, refusal in news:
@@ -336,7 +335,6 @@ def refusal_of(forward: DebugForward) -> DebugRefusal | None:
 
 
 def _format(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
-    """Format refused layers, grouped by reason."""
     by_reason: dict[DebugRefusal, list[str]] = {}
     for name, refusal in refused:
         by_reason.setdefault(refusal, []).append(name)
@@ -348,7 +346,6 @@ def _format(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
 
 
 def in_graph(why_not: str) -> DebugRefusal:
-    """Return the refusal of a layer in a graph that cannot be bypassed."""
     return replace(CUDA_GRAPH, why=f"{CUDA_GRAPH.why}; {why_not}")
 
 

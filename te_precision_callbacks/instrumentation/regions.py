@@ -56,7 +56,7 @@ class AutocastRegions:
         return self._before != before
 
     def _number(self, recipe: Any) -> int:
-        """Number a recipe; equal recipes share a number, since scripts may create one per step."""
+        """Equal recipes share a number, since scripts may create one per step."""
         for number, known in enumerate(self._recipes):
             if known is recipe or known == recipe:
                 return number

@@ -25,7 +25,6 @@ TOLERANCE = 1e-6
 _WRAPPERS = frozenset(
     {"DistributedDataParallel", "FullyShardedDataParallel", "FullyShardedDataParallelV2", "DeepSpeedEngine"}
 )
-"""Classes that reduce gradients."""
 
 _COLUMNS = 6
 """Numbers of a parameter in a message: checksums of the start and of now, each with its negative; whether the parameter
@@ -54,11 +53,10 @@ class Replicas:
 
     @property
     def needs_start(self) -> bool:
-        """Return whether :meth:`begin` must be called before the first optimizer step."""
+        """:meth:`begin` must precede the first optimizer step."""
         return self._start is None and self._ranks.several
 
     def begin(self) -> None:
-        """Compute checksums before the first optimizer step."""
         self._start = self._sums()
 
     def exchange(self, news: list[Problem], iteration: int, *, is_due: bool) -> list[Problem]:
@@ -91,7 +89,6 @@ class Replicas:
         return pooled + list(self._compare(merged[3:].reshape(-1, _COLUMNS), iteration))
 
     def take_news(self) -> list[Problem]:
-        """Return this rank's problems that were not exchanged."""
         news, self._news = self._news, []
         return news
 
@@ -107,7 +104,6 @@ class Replicas:
         return message
 
     def _compare(self, merged: npt.NDArray[np.float64], iteration: int) -> Iterator[Problem]:
-        """Find parameters that differ between ranks."""
         with np.errstate(invalid="ignore"):
             allowed = TOLERANCE * merged[:, 5]
             differed = merged[:, 0] + merged[:, 1] > allowed
@@ -145,7 +141,7 @@ class Replicas:
         return any(cls.__name__ in _WRAPPERS for each in gc.get_objects() for cls in type(each).__mro__[:-1])
 
     def _sums(self) -> Sums:
-        """Compute checksums of parameters not marked as sharded."""
+        """Checksums of parameters not marked as sharded."""
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
         kept = [(name, each) for name, each, _ in self._model.named_parameters() if id(each) not in sharded]
         codes = [(name, raw(weight)) for name, weight in kept]

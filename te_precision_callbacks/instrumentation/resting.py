@@ -64,7 +64,7 @@ class RestingLayers:
             self._seen_in[id(module)] = state
 
     def add(self, module: torch.nn.Module) -> None:
-        """Note that a module rests from the next step on."""
+        """It rests from the next step on."""
         self._new.append(module)
 
     def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:
@@ -210,8 +210,6 @@ class _Suspicion:
 
 
 class _State(NamedTuple):
-    """State after a module's last forward that determines its GEMMs' formats."""
-
     fp8: bool
     quantizers: Any
     recipe: Any

@@ -78,7 +78,6 @@ class Forward:
         return GemmOperand(tensor, given, columnwise, high, first, key in self.recomputed)
 
     def next_number_of(self, gemm: str) -> int:
-        """Return the next result of :meth:`number_of` without advancing."""
         half = self.half
         try:
             return self.number_of(gemm, None)
@@ -101,7 +100,6 @@ class Forward:
 
 
 def unobserved() -> Forward:
-    """Return the state of a forward without events."""
     return Forward((), ForwardKind.UNTOUCHED, "", halves=False, has_events=False)
 
 
@@ -150,7 +148,6 @@ class Running:
     def call_backward(
         self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> Any:
-        """Call a function as part of a forward's backward."""
         return self._call(forward, True, function, arguments, keywords)
 
     def _call(

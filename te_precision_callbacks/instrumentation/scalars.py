@@ -21,7 +21,6 @@ class ScalarBuffer:
         self._failures = failures
 
     def add(self, name: str, value: Any) -> None:
-        """Add a number, or a tensor with one element."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             self.entries.append((name, value))
             self._on_streams.setdefault(current_stream(value.device), []).append(value)
@@ -49,7 +48,6 @@ class ScalarBuffer:
 
 
 def is_scalar(value: object) -> bool:
-    """Return whether a value is a number, or a tensor with one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()

@@ -58,7 +58,6 @@ class StrayCalls:
         manager.close = close
 
     def keep_names(self) -> None:
-        """Ignore names that the script assigns from now on."""
         import nvdlfw_inspect.api as debug_api
 
         setattr(debug_api, _NAMING, self._ignored(_NAMING))

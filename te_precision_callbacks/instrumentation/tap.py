@@ -112,7 +112,6 @@ class GemmTap:
 
     @property
     def installed(self) -> bool:
-        """Whether anything is replaced."""
         return bool(self._seams)
 
     def observe(self, modules: Mapping[int, Any], attentions: Mapping[int, str] | None = None) -> None:
@@ -222,7 +221,6 @@ class GemmTap:
         return prepare_forward
 
     def _only_named(self, module: Any) -> Forward:
-        """Return the state of a forward with ranges and without events."""
         layers = self._layers.get(id(module)) if self._running.has_ranges else None
         if layers is None:
             return unobserved()
@@ -245,7 +243,6 @@ class GemmTap:
         return entered
 
     def _sources(self, forward: Forward, find: Callable[[], dict[tuple[int, str], Any]]) -> dict[tuple[int, str], Any]:
-        """Return a forward's or backward's tensors before quantization."""
         try:
             return find()
         except Exception as error:
@@ -348,7 +345,6 @@ class GemmTap:
         return put
 
     def _report_silent(self, forward: Forward, what: str, backward: bool) -> None:
-        """Report layers that ran without an event."""
         if self._silent is None or not forward.layers or forward.kind is not ForwardKind.OBSERVED:
             return
         try:
@@ -415,8 +411,6 @@ class GemmTap:
     def _in_range(
         self, forward: Forward | None, upstream: Callable[..., Any], named: Named, *, grouped: bool
     ) -> Callable[..., Any]:
-        """Wrap a GEMM function in a torch.profiler range."""
-
         def call(*operands: Any, **keywords: Any) -> Any:
             layout = {"layout": "TN", **named(operands), **keywords}["layout"]
             gemm = GEMM_OF_LAYOUT.get(layout, "")

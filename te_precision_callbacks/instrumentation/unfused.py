@@ -16,7 +16,6 @@ from typing import Any
 from te_precision_callbacks.instrumentation.running import Running
 
 _QUANTIZER_OF_NORM = 5
-"""Position of ``output_quantizer`` in ``apply_normalization``'s arguments."""
 
 
 class UnfusedTensors:

@@ -26,7 +26,6 @@ LEAST_RATE = 0.01
 """
 
 _SAMPLE = 1024
-"""Approximate number of sampled elements of a weight."""
 
 _ROUNDED = (torch.bfloat16, torch.float16)
 
@@ -35,8 +34,6 @@ _KEEPERS = ("master", "kahan", "compensation")
 
 
 class TrainedModel(Protocol):
-    """Parts of a model that checks of its training use."""
-
     @property
     def roots(self) -> list[torch.nn.Module]:
         """The attached modules."""
@@ -88,7 +85,6 @@ class UpdateWatch:
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare the samples with the weights after the step."""
         before, self._before = self._before, []
         try:
             if optimizer not in self._known:

@@ -80,7 +80,6 @@ def _imported_version() -> str:
 
 
 def warn_unless_supported() -> None:
-    """Warn about an unsupported version of Transformer Engine."""
     from packaging.version import Version
 
     installed = _imported_version()
@@ -128,7 +127,7 @@ class Snapshot:
             python_logger.handlers.clear()
 
     def remember_module(self, module: torch.nn.Module) -> None:
-        """Save a module's debug attributes the first time."""
+        """Only the first call for a module counts."""
         attributes = {name: module.__dict__.get(name, _MISSING) for name in _MODULE_ATTRIBUTES}
         self._modules.setdefault(id(module), (module, attributes))
 
@@ -279,7 +278,7 @@ class Inspector:
             self._failures.report("writing", _EVENTS, error)
 
     def report_events(self) -> None:
-        """Report once that the event log could not be written."""
+        """Warns once."""
         failure = self.events.take_failure()
         if failure is not None:
             self._failures.report("writing", _EVENTS, failure)

@@ -79,7 +79,6 @@ class WatchedModules:
         self.modules = {}
 
     def arm_all(self) -> None:
-        """Arm every module that is not refused."""
         self._waiting.clear()
         for module in self.modules.values():
             self.query_again(module)

@@ -34,12 +34,10 @@ class WeightSample(NamedTuple):
     absolute: torch.Tensor | None = None
 
     def beside(self, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a comparison with other elements."""
         return (self.values, other) if self.absolute is None else (self.values, other, self.absolute)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part.detach()
 
@@ -107,8 +105,6 @@ def _form(tensor: torch.Tensor) -> Hashable:
 
 
 class Batches:
-    """Comparisons of samples, one call for equal shapes and dtypes: a model has hundreds of weights."""
-
     def __init__(self) -> None:
         self._waiting: dict[Hashable, tuple[Compare, list[tuple[tuple[torch.Tensor, ...], Note]]]] = {}
         self._shares: list[tuple[torch.Tensor, list[Note]]] = []

@@ -98,7 +98,6 @@ def _pass_of(one: Pending) -> Pass:
 
 
 def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure blocks in plain torch, and the whole tensors without blocks."""
     for one in pending:
         whole = ColumnPlaces(one.places.moments, one.places.maxima, exponents=one.places.exponents)
         if max(whole) >= 0:

@@ -109,7 +109,6 @@ class InBlocks:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Limits of the stored scales."""
         return FLOAT32_SCALES if self.part.largest_scale is None else (0.0, self.part.largest_scale)
 
     def fits(self, values: torch.Tensor) -> bool:
@@ -185,7 +184,6 @@ def measured_by(
     e5m2: bool = False,
     histogram: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of one tensor: the vectors of :func:`layout`."""
     places, width, extremes = layout(codes=codes is not None, histogram=histogram)
     sums = torch.zeros(width, dtype=torch.float64, device=values.device)
     maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)

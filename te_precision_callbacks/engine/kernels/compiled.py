@@ -53,7 +53,6 @@ def takes(values: torch.Tensor) -> bool:
 
 
 def leaves(values: torch.Tensor) -> None:
-    """Count a tensor measured in plain torch."""
     global _in_plain_torch
     if _could_take(values):
         _in_plain_torch += values.numel()

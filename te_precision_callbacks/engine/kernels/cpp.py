@@ -35,6 +35,5 @@ class CppPass(CppFile):
         return self.could_take(values) and self.is_taken()
 
     def leaves(self, values: torch.Tensor) -> None:
-        """Count a tensor measured in plain torch."""
         if self.could_take(values):
             self.leaves_to_torch(values.numel() + _A_CALL)

@@ -30,7 +30,6 @@ PIECE_ELSEWHERE = 2**22
 
 
 def piece_size(values: torch.Tensor) -> int:
-    """Elements of a tensor processed together."""
     return PIECE if values.device.type == "cpu" else PIECE_ELSEWHERE
 
 
@@ -85,7 +84,6 @@ def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _finite_or(otherwise: float, x: torch.Tensor) -> torch.Tensor:
-    """Replace inf and nan by ``otherwise``."""
     if torch.compiler.is_compiling():
         return torch.where(x.abs() < math.inf, x, otherwise)
     return torch.nan_to_num(x, nan=otherwise, posinf=otherwise, neginf=otherwise)
@@ -194,7 +192,7 @@ def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """As :func:`te_precision_callbacks.engine.kernels.add`."""
+    """See :func:`te_precision_callbacks.engine.kernels.add`."""
     for one in pending:
         for name, part in _columns(one).items():
             place = getattr(one.places, name)
@@ -207,7 +205,6 @@ _KEPT = ("maxima", "scale_maxima")
 
 
 def _columns(pending: Pending) -> dict[str, torch.Tensor]:
-    """Return a tensor's columns by their names in :class:`Places`."""
     values, codes, scale_inv, e5m2, places, *_ = pending
     flat = flattened(values) if codes is None else values.reshape(-1)
     number_format = E5M2 if e5m2 else E4M3
@@ -234,7 +231,6 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
 def _any_columns(
     piece: torch.Tensor, quantized: torch.Tensor | None, limit: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Columns of a piece, of one row."""
     sums, maxima = moments(piece)
     columns = {"moments": sums[:, 0], "maxima": maxima[:, 0]}
     if quantized is not None and limit is not None:

@@ -36,7 +36,7 @@ _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
 
 
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """As :func:`te_precision_callbacks.engine.kernels.add`, for the block columns of one tensor."""
+    """See :func:`te_precision_callbacks.engine.kernels.add`; for the block columns of one tensor."""
     if pending.in_blocks is None:
         raise ValueError("in_blocks: must be given.")
     places = destinations(pending)
@@ -110,7 +110,6 @@ def columns(found: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]
 
 
 def _bands(found: InBlocks) -> Iterator[tuple[slice, slice]]:
-    """Yield rows of the codes, and the rows of their blocks."""
     (rows, row), height = found.part.matrix_shape, found.block[0]
     step = max(1, _BAND // max(1, height * row))
     for first in range(0, -(-rows // height), step):
@@ -177,7 +176,6 @@ def _comparison(number_format: FloatFormat, by_block: bool) -> Callable[..., tor
 
 
 def joined(compared: Sequence[torch.Tensor], by_block: bool) -> torch.Tensor:
-    """Join the COMPARISON_SUMS of all pieces: [5, blocks], or [5, 1] over all blocks."""
     return torch.cat(list(compared), 1) if by_block else torch.cat(list(compared), 1).sum(1, keepdim=True)
 
 

@@ -700,7 +700,6 @@ def _in_block(
 def _is_first_of_block(
     PARTS: tl.constexpr, HEIGHT: tl.constexpr, LANE_ROWS: tl.constexpr, GROUP: tl.constexpr
 ) -> tl.tensor:
-    """Return whether a part is the first of its block: [PARTS]."""
     part = tl.arange(0, PARTS)
     return part % GROUP == 0 if HEIGHT == 1 else (part < PARTS // LANE_ROWS) & (part % GROUP == 0)
 

@@ -128,7 +128,6 @@ def _shared_launch(one: Pending) -> tuple[object, ...] | None:
 
 
 def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """:func:`add` for a group of :func:`grouped`, in two launches."""
     values, codes, _, e5m2, places, *_ = first = together[0]
     if values.numel() == 0:
         return eager.add(together, sums, maxima)

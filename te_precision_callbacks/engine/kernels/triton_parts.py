@@ -71,7 +71,6 @@ jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 
 def program_count(device: torch.device) -> int:
-    """Maximum number of programs in a launch."""
     if device.type != "cuda":
         return PROGRAMS_OF_INTERPRETER
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -160,7 +159,6 @@ def store_comparison(
     error_square_sum: tl.tensor,
     square_total: tl.tensor,
 ) -> None:
-    """Store COMPARISON_SUMS, as :func:`store_moments`."""
     tl.store(at + 0, finite)
     tl.store(at + 1, total_of(underflow_count))
     tl.store(at + 2, total_of(overflow_count))
