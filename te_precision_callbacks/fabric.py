@@ -216,7 +216,7 @@ class PrecisionDebugFabricCallback:
 
 
 def _log_dir_of(fabric: Fabric) -> Path:
-    """Return rank 0's folder of the first logger with one; else the working directory, as in a plain session."""
+    """Rank 0's folder of the first logger with one; else the working directory, as in a plain session."""
     folder = ""
     if fabric.is_global_zero:
         for receiver in fabric.loggers:

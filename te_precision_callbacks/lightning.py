@@ -1,12 +1,4 @@
-"""Precision debugging for Lightning: one callback.
-
-Usage::
-
-    import lightning as L
-    from te_precision_callbacks.lightning import PrecisionDebugCallback
-
-    trainer = L.Trainer(callbacks=[PrecisionDebugCallback("config.yaml")])
-"""
+"""Precision debugging for Lightning: :class:`PrecisionDebugCallback`, one callback."""
 
 from __future__ import annotations
 
@@ -154,7 +146,7 @@ class PrecisionDebugCallback(Callback):
         self._saving = BeforeCalls(trainer, "save_checkpoint", self._before_saving)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Name the layers: only now are those of a precision plugin in place."""
+        """Name the layers, now including those of a precision plugin."""
         session = self.session
         if self._restored_iteration is not None:
             session.iteration = self._restored_iteration
@@ -180,7 +172,7 @@ class PrecisionDebugCallback(Callback):
     # ------------------------------------------------------------------ step
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Note the learning rate of the step, before a scheduler sets the next one."""
+        """Note the learning rate before a scheduler changes it."""
         self._numbers.note_step(trainer)
 
     def on_train_batch_end(
@@ -200,13 +192,13 @@ class PrecisionDebugCallback(Callback):
             pl_module.log(name, float(self.session._results.diagnosis.problems.total()), logger=False)
 
     def _logging_step(self, trainer: Trainer) -> int:
-        """Return the step of the batch's metrics; with ``step_on="batch"`` the batch number."""
+        """With ``step_on="batch"``, the batch number."""
         if self._step_on == "batch":
             return trainer.fit_loop.total_batch_idx
         return trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observe nothing during validation and sanity checks, whatever the module does there."""
+        """Observe nothing in validation and sanity checks, whatever the module does there."""
         self._warn_of_evaluation(trainer)
         if self._session is not None:
             self._session.observing = False
@@ -321,7 +313,7 @@ class HealthyCheckpoint(ModelCheckpoint):
         return self._precision is not None and bool(self._precision.session.findings.wrong)
 
     def _all_healthy(self, trainer: Trainer) -> bool:
-        """Return whether all ranks are without errors and warnings: all ranks save a checkpoint, or none."""
+        """All ranks save a checkpoint, or none."""
         healthy: bool = trainer.strategy.reduce_boolean_decision(not self._has_findings)
         return healthy
 
@@ -336,7 +328,7 @@ class TrainerNumbers:
         self._seen: dict[str, torch.Tensor] = {}
 
     def note(self, trainer: Trainer, outputs: Any) -> None:
-        """Note a batch's loss, which Lightning has divided by the number of accumulated batches."""
+        """Note a batch's loss, already divided by the number of accumulated batches."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().float().reshape(()) * trainer.accumulate_grad_batches)
@@ -345,7 +337,7 @@ class TrainerNumbers:
         self._own.add(name)
 
     def note_step(self, trainer: Trainer) -> None:
-        """Note the settings of an optimizer step; the first of several in a batch counts."""
+        """Of several optimizer steps in a batch, the first counts."""
         self._of_step = self._of_step or _step_settings(trainer)
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
@@ -357,7 +349,7 @@ class TrainerNumbers:
         return {**own, **self.logged(trainer)}
 
     def logged(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the metrics logged since the last call: Lightning keeps older ones, in the same memory."""
+        """Return metrics logged since the last call: Lightning keeps older ones, in the same memory."""
         metrics = {name: value for name, value in trainer.callback_metrics.items() if name not in self._own}
         seen = {name: value.data_ptr() for name, value in self._seen.items()}
         new = {name: value for name, value in metrics.items() if value.data_ptr() != seen.get(name)}
@@ -366,7 +358,7 @@ class TrainerNumbers:
 
 
 def _step_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return the first optimizer's learning rate, and the loss scale."""
+    """Learning rate of the first optimizer, and loss scale."""
     settings: dict[str, Any] = {}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
     if rates:
@@ -399,7 +391,6 @@ class LightningLoggerSink(LoggerSink):
             _log_histogram(self._receiver, name, counts, step)
 
     def report(self, path: Path) -> None:
-        """Attach the run's page, or log its path."""
         if isinstance(self._receiver, WandbLogger):
             add_report_to_wandb(self._receiver.experiment, path)
         elif isinstance(self._receiver, TensorBoardLogger):

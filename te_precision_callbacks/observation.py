@@ -24,7 +24,6 @@ class Observation:
         self._schedules: frozenset[Schedule] = frozenset()
 
     def plan(self, schedules: frozenset[Schedule]) -> None:
-        """Set when statistics are due on any rank."""
         self._schedules = schedules
 
     def is_due(self, iteration: int) -> bool:
@@ -45,7 +44,7 @@ class Observation:
             iteration: the debug iteration that ends.
             receive: gets the statistics and their iteration. The engine keeps them until it returns, since Ctrl-C may
                 come at any line.
-            reduce: whether to reduce them over ranks, all of which must then call this alike.
+            reduce: whether to reduce them over ranks; all must then call this.
             optimizer_steps: optimizer steps of this rank; negative if not counted.
         """
         engine = self.engine

@@ -135,7 +135,7 @@ def step_number(what: str, step: object) -> int:
 
 
 class SessionKeywords(TypedDict, total=False):
-    """The keywords of :class:`SessionOptions`, for the signatures of the integrations."""
+    """Keywords of :class:`SessionOptions`, for the integrations' signatures."""
 
     log_dir: StrPath | None
     feature_dirs: StrPath | Sequence[StrPath]
@@ -170,7 +170,7 @@ def _hints() -> Mapping[str, Any]:
 
 
 def check_value(key: str, value: object) -> None:
-    """Check a keyword against its type: a bool, fixed texts, any text, or a process group.
+    """Check a keyword's value against its type.
 
     Raises:
         OptionError: invalid value.
@@ -201,15 +201,15 @@ class SessionOptions:
         log_dir: the folder for logs. None: the trainer's folder, or the current one.
         feature_dirs: folders of your own features; every ``.py`` file below them is executed.
         features: your own features, as classes.
-        sinks: additional receivers of each step's records.
+        sinks: receivers of each step's records, besides the statistics log and the trainer's loggers.
         process_group: the group that reduces statistics. None: all ranks.
         reduce: False keeps each rank's statistics, without a collective.
         statistics_log: ranks and size limit of the statistics log. ``"rank0"``: the first of the ranks that reduce
             together writes all values, the others their local ones. ``"all"``: every rank writes all. ``"off"`` or
-            False: no log. ``"4GiB"``, ``"rank0, 4GiB"`` or ``"rank0, unlimited"`` replaces the limit of 1 GiB, at which
-            the older half is dropped.
+            False: no log. A size such as ``"4GiB"`` or ``"rank0, 4GiB"``, or ``"rank0, unlimited"``, replaces the limit
+            of 1 GiB; at the limit, the older half is dropped.
         records: record the run in ``<log_dir>/precision_records``: ``"on"`` (16 GiB), ``"off"``, or a rank's size limit
-            such as ``"64GiB"``, at which old steps are downsampled (docs/records.md).
+            such as ``"64GiB"``; at the limit, old steps are downsampled (docs/records.md).
         report: write the run's page to ``<log_dir>/report.html`` when it has ended without an error
             (docs/report.md#as-a-page).
         start_step: the debug iteration at start. None: 0, or the resumed step.
@@ -226,8 +226,8 @@ class SessionOptions:
             all, up to a limit (docs/statistics.md#in-the-loggers).
         debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan
             (docs/activation-overflow.md). ``"te_precision"`` is accepted without effect.
-        observe: path of observed layers. ``"fused"``: their own path, on which training is bit-identical; a feature
-            that needs an unavailable tensor is refused. ``"debug"``: TE's unfused debug path, which rounds some tensors
+        observe: path of observed layers. ``"fused"``: their own path, with bit-identical training; a feature that needs
+            an unavailable tensor is refused. ``"debug"``: TE's unfused debug path, which rounds some tensors
             differently. ``"auto"``: the fused path where a layer's features allow it (docs/observing.md).
         precision_features_in_eval: whether features that change precision also act in evaluation.
         allow_unmatched: a section that matches no layer warns instead of raising.
@@ -361,7 +361,6 @@ _ONLY_IN_PYTHON = (os.PathLike, Config, Contract, Callable)
 
 
 def _in_yaml(hint: Any) -> Any:
-    """The part of a type that a YAML file can spell."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         kept = [_in_yaml(entry) for entry in arguments if (get_origin(entry) or entry) not in _ONLY_IN_PYTHON]

@@ -138,7 +138,7 @@ class ScriptWatch:
             session.stop()
 
     def _before_group_ends(self, group: Any = None, *_: Any) -> None:
-        """Stop while ranks are known: later, each would act as the only one and write the summary."""
+        """Stop while ranks are known: later, each would act as the first, and print and write the summary."""
         if group is None or group is torch.distributed.group.WORLD:
             self._end_training()
 
@@ -161,7 +161,7 @@ class ScriptWatch:
         return guarded
 
     def _replace(self, owner: Any, name: str, before: Any = None, *, after: Any = None) -> None:
-        """Call ``before(*args)`` before a function, or ``after(result, *args)`` after it."""
+        """Calls ``before(*args)`` before, or ``after(result, *args)`` after."""
         original = getattr(owner, name)
         before, after = (None if hook is None else self._guard(hook) for hook in (before, after))
 
@@ -201,7 +201,7 @@ class ScriptWatch:
         self._search.replace(torch.nn.Module, "__call__", call)
 
     def _consider(self, module: torch.nn.Module) -> None:
-        """Attach an outermost module in training."""
+        """Only outermost modules in training are attached."""
         if torch._C._current_graph_task_id() != -1:  # a recomputation inside a backward
             return
         if not any(module in model.modules() for model in self._models):
@@ -215,7 +215,6 @@ class ScriptWatch:
         self._search.put_back()
 
     def _is_replaced(self) -> bool:
-        """Return whether the script started its own session, which ends the watch."""
         from te_precision_callbacks.session.session import running_session
 
         is_replaced = running_session() is not self.session or (self.session is not None and not self.session.running)
@@ -244,7 +243,7 @@ class ScriptWatch:
     # ------------------------------------------------------------------ the step
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Wait for the optimizer in each iteration if it steps the model; else search its model once more."""
+        """Wait for the optimizer in each iteration if it steps the model; else search for its model once more."""
         if optimizer in self._waiting or optimizer in self._others:
             return
         if any(not _trained(model).isdisjoint(held_ids(optimizer)) for model in self._models):
@@ -254,7 +253,7 @@ class ScriptWatch:
         self._search_again()
 
     def _search_again(self) -> None:
-        """Search for a new optimizer's model in the next iterations."""
+        """The search covers the next iterations."""
         self._search_until = self._iterations + SEARCHED_ITERATIONS
         self._begin_search()
         self._watch_schedules()
@@ -313,14 +312,14 @@ class ScriptWatch:
         self._has_stepped = False
 
     def _after_scaler_step(self, _result: Any, _scaler: Any, optimizer: Optimizer, *_: Any) -> None:
-        """Count a step that a GradScaler skipped because of inf or nan in the gradients."""
+        """Count a step skipped by a GradScaler because of inf or nan in gradients."""
         if not self._has_stepped:
             self._after_step(optimizer)
 
     # ------------------------------------------------------------------ the loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Called with the loss of each backward, to which the session listens."""
+        """Called with the loss of each backward, for the session."""
 
     def _before_backward(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if torch._C._current_graph_task_id() != -1:  # a recomputation inside a backward
@@ -360,7 +359,7 @@ class ScriptWatch:
 
 
 def _engine(before_backward: Any) -> Any:
-    """The autograd engine, with each backward reported; Megatron's pipeline schedules call it themselves."""
+    """The autograd engine, reporting each backward; Megatron's pipeline schedules call it themselves."""
 
     class Engine(type(Variable._execution_engine)):  # type: ignore[misc]
         def run_backward(
@@ -382,12 +381,7 @@ def _is_freed(loss: torch.Tensor) -> bool:
 
 
 def _checked(options: Mapping[str, Any]) -> SessionOptions:
-    """Check the session's options.
-
-    Raises:
-        OptionError: an unknown keyword, or an invalid value.
-        ConfigError: the config cannot be used.
-    """
+    """See :func:`read_options`."""
     from te_precision_callbacks.options import SessionOptions
 
     keywords = dict(options)
@@ -395,7 +389,6 @@ def _checked(options: Mapping[str, Any]) -> SessionOptions:
 
 
 def _trained(module: torch.nn.Module) -> set[int]:
-    """Ids of a module's trainable parameters, and of their masters."""
     trained = [each for each in module.parameters() if each.requires_grad]
     masters = [getattr(each, "main_param", None) for each in trained]
     return {id(each) for each in (*trained, *masters) if each is not None}
@@ -432,7 +425,7 @@ def read_options(config: str | None, log_dir: str | None, settings: Iterable[str
 
 
 def environment(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return environment variables that make a Python process watch its script."""
+    """Variables that make a Python process watch its script."""
     return {WATCH_VARIABLE: json.dumps(options) if options else "1", "PYTHONPATH": startup_path()}
 
 

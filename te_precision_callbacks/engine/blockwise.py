@@ -29,10 +29,10 @@ def largest_range(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     matrix = as_matrix(values)
     if not matrix.numel():
         return torch.full((1,), NOTHING, dtype=torch.float64, device=matrix.device)
-    found = _largest_range(matrix, blocks)
+    largest = _largest_range(matrix, blocks)
     if blocks.both and blocks.dims != 2:  # square tiles of the transposed tensor are the same tiles
-        found = torch.maximum(found, _largest_range(matrix.t(), blocks))
-    return found.reshape(1)
+        largest = torch.maximum(largest, _largest_range(matrix.t(), blocks))
+    return largest.reshape(1)
 
 
 def _largest_range(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -40,9 +40,9 @@ def _largest_range(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     width = min(blocks.size, matrix.shape[1])
     # Padding zeros are ignored, like the tensor's own zeros.
     whole = padded(matrix, (height, width), 0.0)
-    found = [compiled.run(extremes, piece) for piece in compiled.pieces(whole.reshape(-1, width))]
+    pieces = [compiled.run(extremes, piece) for piece in compiled.pieces(whole.reshape(-1, width))]
     # Reduce rows first, without a transposed copy; then the rows of a tile.
     tiles = (whole.shape[0] // height, height, whole.shape[1] // width)
-    largest = torch.cat([largest for largest, _ in found]).view(tiles).amax(1)
-    smallest = torch.cat([smallest for _, smallest in found]).view(tiles).amin(1)
+    largest = torch.cat([largest for largest, _ in pieces]).view(tiles).amax(1)
+    smallest = torch.cat([smallest for _, smallest in pieces]).view(tiles).amin(1)
     return torch.where(largest > 0, log2_of_ratio(largest, smallest), NOTHING).amax()

@@ -232,12 +232,12 @@ class StatisticsEngine:
         for watched, asked in noted:
             try:
                 measuring = _Measuring(self, watched)
-                found = measuring.run(self._plan(asked, measuring.unquantized_as))
+                passes = measuring.run(self._plan(asked, measuring.unquantized_as))
             except Exception as error:
                 failure = failure or error
                 continue
-            if found is not None:
-                left.setdefault(found[0].device, []).append((measuring, *found))
+            if passes is not None:
+                left.setdefault(passes[0].device, []).append((measuring, *passes))
         for device, together in left.items():
             kernels.add([one for _, _, pending in together for one in pending], *self._slots.on(device))
             for measuring, ready, _ in together:
@@ -259,9 +259,9 @@ class StatisticsEngine:
 
     def flush(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
         """Return the statistics since the last flush, and reset."""
-        found = self.collect(reduce=reduce, stamp=stamp)
+        measurements = self.collect(reduce=reduce, stamp=stamp)
         self.forget()
-        return found
+        return measurements
 
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
         with _ready():
@@ -369,22 +369,22 @@ class _TableReading:
                     numbers.append(number)
         self._series = np.array(numbers, dtype=np.int32)
         self._formulas = [
-            (STATISTICS[name], *np.array(found, dtype=np.intp).T.copy()) for name, found in places.items()
+            (STATISTICS[name], *np.array(pairs, dtype=np.intp).T.copy()) for name, pairs in places.items()
         ]
-        self._histograms = [(_COLUMNS[of][0], *zip(*found, strict=True)) for of, found in histograms.items()]
+        self._histograms = [(_COLUMNS[of][0], *zip(*pairs, strict=True)) for of, pairs in histograms.items()]
 
     def numbers(self, table: Table) -> _Numbers:
-        found = np.empty(len(self._series))
+        values = np.empty(len(self._series))
         for statistic, rows, places in self._formulas:
             if statistic.value is not None:
-                found[places] = statistic.value(_PickedRows(table.columns, rows))
-        return self._series, found
+                values[places] = statistic.value(_PickedRows(table.columns, rows))
+        return self._series, values
 
     def lost(self, table: Table, broken: set[tuple[str, str]]) -> _Numbers:
         """``nonfinite_num`` of tensors without a request for it, from the first inf or nan on; extends ``broken``."""
         counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
         broken.update(self._uncounted[place][1:] for place in np.flatnonzero(counts).tolist())
-        places = [place for place, one in enumerate(self._uncounted) if one[1:] in broken] if broken else []
+        places = [place for place, key in enumerate(self._uncounted) if key[1:] in broken] if broken else []
         series = [self._table.intern(*self._uncounted[place][1:], _NONFINITE) for place in places]
         return np.array(series, dtype=np.int32), counts[places]
 
@@ -570,7 +570,9 @@ class _Measuring:
             return None
         if len(self._wanted) == len(plan.wanted):
             plan.ready[key] = ready
-        return ready, [self._pending(one, None if one.form is None else held[one.form]) for one in ready.passes]
+        return ready, [
+            self._pending(single, None if single.form is None else held[single.form]) for single in ready.passes
+        ]
 
     def end(self, ready: _Ready) -> None:
         for segment, requests in ready.asked:
@@ -607,7 +609,7 @@ class _Measuring:
         return Pending(self._values, None, None, False, one.places)
 
     def _in_several_passes(self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> None:
-        codes = next((found for found in held.values() if isinstance(found, PerTensor)), None)
+        codes = next((data for data in held.values() if isinstance(data, PerTensor)), None)
         if self._watched.values is None:
             codes = None  # nothing to compare with
         of_codes: dict[Of, SumsAndMaxima] = {}
@@ -634,8 +636,8 @@ class _Measuring:
         for kind in self._wanted:
             if kind.blocks is not None:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
-        for form, found in held.items():
-            self._compare(form, found, of_codes, amax)
+        for form, data in held.items():
+            self._compare(form, data, of_codes, amax)
 
     def _in_one_pass(self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> _Ready | None:
         """Return passes that cover all requests (one, or one per block-scaled form); None if they cannot."""
@@ -757,12 +759,12 @@ class _Measuring:
         return self._watched.quantizer if recipe_of(its) is None else its
 
     def _segment(self, kind: _SegmentKind) -> SlotRange:
-        found, device = self._segments.get(kind), self._values.device
-        if found is None or found.device != device:
+        segment, device = self._segments.get(kind), self._values.device
+        if segment is None or segment.device != device:
             key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
-            found = self._engine._slots.segment(key, *_COLUMNS[kind.of], device, contributes=self._contributes)
-            self._segments[kind] = found
-        return found
+            segment = self._engine._slots.segment(key, *_COLUMNS[kind.of], device, contributes=self._contributes)
+            self._segments[kind] = segment
+        return segment
 
     def _merge(self, kind: _SegmentKind, columns: SumsAndMaxima) -> None:
         segment = self._segment(kind)

@@ -161,9 +161,9 @@ def simulate(
     tensor_amax = amax.reshape(()).clamp(0.0, FLOAT32_MAX).to(torch.float32)
     by_block = block is not None and needs_blocks(wanted)
     simulation = _simulation(recipe, settings, by_block)
-    found = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
-    compared = joined([compared for compared, _, _ in found], by_block)
-    kept = found[:1] if block is None else found
+    columns = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
+    compared = joined([compared for compared, _, _ in columns], by_block)
+    kept = columns[:1] if block is None else columns
     factors, stored_scales = (torch.cat([piece[index].reshape(-1) for piece in kept]) for index in (1, 2))
     # One scale for the tensor always counts, as in a real quantized tensor.
     occupied = torch.ones_like(factors, dtype=torch.bool) if block is None else None

@@ -250,9 +250,9 @@ class Reduction:
         Raises:
             RanksDifferError: always.
         """
-        found = messages.by_rank(stamp, "stamps", "to find out who is out of step")
-        error = _out_of_step({rank: Stamp(*row) for rank, row in found.items()})
-        messages.part("they are out of step", for_good=len({row[1] for row in found.values()}) > 1)
+        stamps = messages.by_rank(stamp, "stamps", "to find out who is out of step")
+        error = _out_of_step({rank: Stamp(*row) for rank, row in stamps.items()})
+        messages.part("they are out of step", for_good=len({row[1] for row in stamps.values()}) > 1)
         raise error
 
 
@@ -270,12 +270,12 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
             "The ranks have different configs, whose statistics are due in different iterations:"
             f" {in_words(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local values."
         )
-    found = [in_words({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
+    parts = [in_words({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
     if len(set(of("optimizer_steps").values())) > 1:
         done = {rank: f"{number} optimizer steps" for rank, number in of("optimizer_steps").items()}
-        found.append(f"done since the start: {in_words(done)}")
+        parts.append(f"done since the start: {in_words(done)}")
     return RanksDifferError(
-        f"The ranks are out of step: {'; '.join(found)}. Every rank must call step() for the same optimizer steps, and"
+        f"The ranks are out of step: {'; '.join(parts)}. Every rank must call step() for the same optimizer steps, and"
         f" begin at the same start_step. {local}, until the ranks have met again."
     )
 

@@ -153,24 +153,24 @@ class Segments:
         contributes: bool,
     ) -> SlotRange:
         """Return a segment, created at its first use."""
-        found = self.segments.get(key)
-        if found is None or (found.device != device and not found.measured):
+        segment = self.segments.get(key)
+        if segment is None or (segment.device != device and not segment.measured):
             on = self._devices.get(device)
             if on is None:
                 on = self._devices[device] = _Device(device)
             sum_start, maximum_start = on.reserve(len(sums), len(maxima))
-            if found is None:
-                found = SlotRange(key, sums, maxima, device, sum_start, maximum_start, contributes)
-                self.segments[key] = found
+            if segment is None:
+                segment = SlotRange(key, sums, maxima, device, sum_start, maximum_start, contributes)
+                self.segments[key] = segment
             else:  # the layer moved to another device: requests stay
-                found.device, found.sum_start, found.maximum_start = device, sum_start, maximum_start
-                found.contributes, found.parts = contributes, None
+                segment.device, segment.sum_start, segment.maximum_start = device, sum_start, maximum_start
+                segment.contributes, segment.parts = contributes, None
                 self.moves += 1
             self.version += 1
-        elif found.contributes != contributes:
-            found.contributes = contributes
+        elif segment.contributes != contributes:
+            segment.contributes = contributes
             self.version += 1
-        return found
+        return segment
 
     def ask(self, segment: SlotRange, requests: Sequence[Request]) -> None:
         if segment.asked is requests:

@@ -226,9 +226,9 @@ class ParameterWatch:
                 return
             self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
             self._stepped = iteration
-            for each in held:
-                each.parameter.held_until = iteration
-            self._check_gradients([(each.parameter, each.tensor) for each in held])
+            for entry in held:
+                entry.parameter.held_until = iteration
+            self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
             self._compare_masters(optimizer)
             if self._is_due:
                 self._has_sampled = True
@@ -262,7 +262,7 @@ class ParameterWatch:
             master = getattr(parameter.weight, "main_param", None)
             if master is not None:
                 owners[id(master)] = parameter
-        starts = _starts_of_shards([each.weight for each in self._parameters.values()])
+        starts = _starts_of_shards([state.weight for state in self._parameters.values()])
         pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]
         pairs = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
         held = [
@@ -275,15 +275,15 @@ class ParameterWatch:
         return held
 
     def _by_values(self, pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]) -> list[_Held]:
-        trained = [each for each in self._parameters.values() if each.weight.requires_grad]
-        shapes = [each.weight.shape for each in trained]
+        trained = [entry for entry in self._parameters.values() if entry.weight.requires_grad]
+        shapes = [entry.weight.shape for entry in trained]
         if not pairs or [tensor.shape for tensor, _ in pairs] != shapes:
             return []
-        held = [_Held(each, *pair) for each, pair in zip(trained, pairs, strict=True)]
+        held = [_Held(entry, *pair) for entry, pair in zip(trained, pairs, strict=True)]
         shares: list[float] = []
         batches = Batches()
-        for each in held:
-            _compare_with_master(batches, each, view(local(each.tensor)), shares.append)
+        for entry in held:
+            _compare_with_master(batches, entry, view(local(entry.tensor)), shares.append)
         batches.launch()
         read = batches.copied()
         if read is not None:
@@ -385,7 +385,7 @@ class ParameterWatch:
                 self._is_due = self._has_sampled = False
             if self.is_due:
                 self._refresh()
-            if is_complete or any([each.gap is not None for each in self._parameters.values()]):  # noqa: C419  # no call each
+            if is_complete or any([state.gap is not None for state in self._parameters.values()]):  # noqa: C419  # no call each
                 problems = self._new_problems()
         except Exception as error:
             self._failures.report("checking", "the parameters", error)
@@ -404,8 +404,8 @@ class ParameterWatch:
         """For models without a known torch optimizer."""
         if not self._parameters:
             self._refresh()
-        trained = [each for each in self._parameters.values() if each.weight.requires_grad]
-        self._check_gradients([(each, each.weight) for each in trained])
+        trained = [state for state in self._parameters.values() if state.weight.requires_grad]
+        self._check_gradients([(state, state.weight) for state in trained])
 
     def _read(self) -> None:
         if self._reading is None:
@@ -418,10 +418,10 @@ class ParameterWatch:
     # ------------------------------------------------------------------ problems
 
     def _new_problems(self) -> list[Problem]:
-        problems = [each for each in self._problems() if (each.what, each.name) not in self._reported]
-        self._reported.update((each.what, each.name) for each in problems)
-        without = [each for each, _ in self._without_gradient()]
-        if self._trains and all(each.has_gradient or self._reports_missing(each) for each in without):
+        problems = [problem for problem in self._problems() if (problem.what, problem.name) not in self._reported]
+        self._reported.update((problem.what, problem.name) for problem in problems)
+        without = [parameter for parameter, _ in self._without_gradient()]
+        if self._trains and all(parameter.has_gradient or self._reports_missing(parameter) for parameter in without):
             self.checked.add("missing-gradient")
         return problems
 

@@ -31,10 +31,10 @@ def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[t
     for key, held in cached.items():
         weight, codes = getattr(module, key, None), getattr(held, "rowwise_gemm_tensor", held)
         if isinstance(weight, torch.Tensor) and codes is not None:
-            found = _share(weight.detach(), codes)
-            if found is not None:
+            share = _share(weight.detach(), codes)
+            if share is not None:
                 layer = layers[1] if key.startswith("fc2") and len(layers) > 1 else layers[0]
-                yield log_name(layer, "weight", STALE), found
+                yield log_name(layer, "weight", STALE), share
 
 
 @torch.no_grad()

@@ -401,7 +401,7 @@ class GemmTap:
             if not grouped:
                 return [self._before(forward.layers[forward.next_number_of(gemm)], gemm, sums, forward.kept)]
             layers = forward.layers
-            return [self._before(layers[place], gemm, each, forward.kept) for place, each in enumerate(sums)]
+            return [self._before(layers[place], gemm, total, forward.kept) for place, total in enumerate(sums)]
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:

@@ -98,11 +98,11 @@ def _pass_of(one: Pending) -> Pass:
 
 
 def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    for one in pending:
-        whole = ColumnPlaces(one.places.moments, one.places.maxima, exponents=one.places.exponents)
+    for tensor in pending:
+        whole = ColumnPlaces(tensor.places.moments, tensor.places.maxima, exponents=tensor.places.exponents)
         if max(whole) >= 0:
-            add([Pending(one.values, None, None, False, whole)], sums, maxima)
-        eager_blocks.add(one, sums, maxima)
+            add([Pending(tensor.values, None, None, False, whole)], sums, maxima)
+        eager_blocks.add(tensor, sums, maxima)
 
 
 def _pass_for(values: torch.Tensor) -> Pass:
@@ -130,9 +130,9 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
     try:
         from te_precision_callbacks.engine.kernels import triton_blocks, triton_kernel
 
-        for together in triton_kernel.grouped([one for one in pending if one.in_blocks is None]):
+        for together in triton_kernel.grouped([tensor for tensor in pending if tensor.in_blocks is None]):
             triton_kernel.add_together(together, sums, maxima)
-            left = [one for one in left if not any(one is done for done in together)]
+            left = [tensor for tensor in left if not any(tensor is done for done in together)]
         while left:
             triton_blocks.add(left[0], sums, maxima)
             del left[0]

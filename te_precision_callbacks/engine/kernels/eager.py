@@ -193,9 +193,9 @@ def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
     """See :func:`te_precision_callbacks.engine.kernels.add`."""
-    for one in pending:
-        for name, part in _columns(one).items():
-            place = getattr(one.places, name)
+    for tensor in pending:
+        for name, part in _columns(tensor).items():
+            place = getattr(tensor.places, name)
             if place >= 0:
                 _merge(name, (maxima if name in _KEPT else sums).narrow(0, place, len(part)), part)
 
@@ -210,7 +210,7 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
     number_format = E5M2 if e5m2 else E4M3
     flat_codes = None if codes is None else codes.reshape(-1)
     scale = None if scale_inv is None else scale_inv.reshape(())
-    found: dict[str, torch.Tensor] = {}
+    merged: dict[str, torch.Tensor] = {}
     step = piece_size(flat)
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
@@ -222,10 +222,10 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
         of_piece = of_piece or _any_columns(piece.unsqueeze(0), quantized, limit)
         if places.exponents >= 0:
             of_piece["exponents"] = exponents(piece)
-        found = {name: _merge(name, found[name], part) if found else part for name, part in of_piece.items()}
+        merged = {name: _merge(name, merged[name], part) if merged else part for name, part in of_piece.items()}
     if scale is not None:
-        found["scales"], found["scale_maxima"] = scale_columns(scale)
-    return found
+        merged["scales"], merged["scale_maxima"] = scale_columns(scale)
+    return merged
 
 
 def _any_columns(

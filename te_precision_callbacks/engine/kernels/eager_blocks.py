@@ -118,9 +118,11 @@ def _bands(found: InBlocks) -> Iterator[tuple[slice, slice]]:
 
 def _merged(found: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> dict[Of, SumsAndMaxima]:
     return {
-        of: (_both(torch.add, found[of][0], sums), _both(torch.maximum, found[of][1], maxima)) if of in found else one
-        for of, one in more.items()
-        for sums, maxima in (one,)
+        of: (_both(torch.add, found[of][0], sums), _both(torch.maximum, found[of][1], maxima))
+        if of in found
+        else columns_of_kind
+        for of, columns_of_kind in more.items()
+        for sums, maxima in (columns_of_kind,)
     }
 
 
@@ -251,8 +253,8 @@ def range_columns(blocks: torch.Tensor, wanted: Collection[Of]) -> dict[Of, Sums
     """
     if RANGE_KINDS.isdisjoint(wanted):
         return {}
-    found = [compiled.run(extremes, piece) for piece in compiled.pieces(blocks)]
-    largest, smallest = (torch.cat([piece[index] for piece in found]) for index in (0, 1))
+    pieces = [compiled.run(extremes, piece) for piece in compiled.pieces(blocks)]
+    largest, smallest = (torch.cat([piece[index] for piece in pieces]) for index in (0, 1))
     counted = largest > 0
     ranges = torch.where(counted, log2_of_ratio(largest, smallest), 0.0)
     sums = torch.stack([counted.sum(dtype=torch.float64), ranges.sum()])

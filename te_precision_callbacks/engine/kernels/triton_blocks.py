@@ -97,20 +97,22 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         TypeError: another dtype.
         ValueError: the tensor and its quantized form differ in shape or device, or there is none.
     """
-    values, found = pending.values.detach(), pending.in_blocks
-    if found is None:
+    values, quantized = pending.values.detach(), pending.in_blocks
+    if quantized is None:
         raise ValueError("in_blocks: must be given.")
     if values.dtype not in FORMATS:
         raise TypeError(f"values: the dtype is {values.dtype}, must be one of {', '.join(map(str, FORMATS))}.")
-    if found.part.codes.device != values.device:
-        raise ValueError(f"in_blocks: is on {found.part.codes.device}, must be where the values are, {values.device}.")
-    matrix = found.matrix(values)
+    if quantized.part.codes.device != values.device:
+        raise ValueError(
+            f"in_blocks: is on {quantized.part.codes.device}, must be where the values are, {values.device}."
+        )
+    matrix = quantized.matrix(values)
     if not matrix.numel():
         return
     # Follow the tensor's memory order: it is larger than its codes, which a transpose has in columns then.
     turned = matrix.stride(0) == 1 != matrix.stride(1)
     matrix = matrix.t() if turned else matrix
-    height, width = found.block[::-1] if turned else found.block
+    height, width = quantized.block[::-1] if turned else quantized.block
     tile_rows = max(_TILE_ROWS, height)
     rows, columns = matrix.shape
     across = -(-columns // _TILE_COLUMNS)
@@ -131,24 +133,24 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     vector = BYTES_PER_LOAD // matrix.element_size()
     if width == 1:  # each column of a thread has its own results
         vector = min(vector, _COLUMN_VECTOR)
-    memory = found.part.scale_memory
+    memory = quantized.part.scale_memory
     compares = places.compared >= 0 or own.losses >= 0
     with torch.cuda.device(values.get_device()):
         _measure[(programs,)](
             matrix,
-            *_quantized(found, compares=compares),
+            *_quantized(quantized, compares=compares),
             partials,
             counts,
             rows,
             columns,
             *matrix.stride(),
-            *_turned(found.part.codes.stride(), turned),
+            *_turned(quantized.part.codes.stride(), turned),
             *_turned(memory.matrix.stride(), turned),
             memory.matrix.shape[1] * SWIZZLE_ROWS,
-            0 if found.part.amax is None or found.part.amax.numel() == 1 else 1,
+            0 if quantized.part.amax is None or quantized.part.amax.numel() == 1 else 1,
             tiles,
             across,
-            **_formats(found, compares=compares, turned=turned),
+            **_formats(quantized, compares=compares, turned=turned),
             **decoding,
             **MEASURING,
             MOMENTS=max(places.moments, places.maxima) >= 0,
@@ -547,10 +549,10 @@ def _merge(
         every: tl.constexpr = EXPONENT_BINS + SCALE_BINS + RANGE_BINS
         if every > 0:
             at = (part - 1) * BINS + tl.arange(0, BINS)
-            found = tl.load(counts + at, mask=at < every, other=0.0)
-            _add_to(sums, exponents_at, found, at, 0, EXPONENT_BINS)
-            _add_to(sums, scale_bins_at, found, at, EXPONENT_BINS, SCALE_BINS)
-            _add_to(sums, range_bins_at, found, at, EXPONENT_BINS + SCALE_BINS, RANGE_BINS)
+            counted = tl.load(counts + at, mask=at < every, other=0.0)
+            _add_to(sums, exponents_at, counted, at, 0, EXPONENT_BINS)
+            _add_to(sums, scale_bins_at, counted, at, EXPONENT_BINS, SCALE_BINS)
+            _add_to(sums, range_bins_at, counted, at, EXPONENT_BINS + SCALE_BINS, RANGE_BINS)
 
 
 @jit
@@ -644,12 +646,12 @@ def _nothing(
 ) -> tl.tensor:
     """A neutral number for each block of each thread, as from :func:`_in_thread`."""
     if HEIGHT == 1:
-        found = tl.full([ROWS, THREADS], NUMBER, tl.int32)
+        neutral = tl.full([ROWS, THREADS], NUMBER, tl.int32)
     elif WIDTH == 1:
-        found = tl.full([THREADS, VECTOR], NUMBER, tl.int32)
+        neutral = tl.full([THREADS, VECTOR], NUMBER, tl.int32)
     else:
-        found = tl.full([THREADS], NUMBER, tl.int32)
-    return found
+        neutral = tl.full([THREADS], NUMBER, tl.int32)
+    return neutral
 
 
 @jit
@@ -661,12 +663,12 @@ def _reduced(tile: tl.tensor, AXIS: tl.constexpr, IS_MAX: tl.constexpr) -> tl.te
 def _in_thread(tile: tl.tensor, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
     """Sum or maximum of each thread's elements of a block."""
     if HEIGHT == 1:
-        found = _reduced(tile, 2, IS_MAX)
+        reduced = _reduced(tile, 2, IS_MAX)
     elif WIDTH == 1:
-        found = _reduced(tile, 0, IS_MAX)
+        reduced = _reduced(tile, 0, IS_MAX)
     else:
-        found = _reduced(_reduced(tile, 2, IS_MAX), 0, IS_MAX)
-    return found
+        reduced = _reduced(_reduced(tile, 2, IS_MAX), 0, IS_MAX)
+    return reduced
 
 
 @jit
@@ -715,5 +717,5 @@ def _of_block(
 ) -> tl.tensor:
     """Reduce a float32 of each element to one per block, by bits, so that nan survives: [blocks]."""
     bits = tl.where(there, scale.to(tl.int32, bitcast=True), -0x80000000)
-    found = _in_thread(bits, True, HEIGHT, WIDTH)
-    return _in_block(found, True, HEIGHT, WIDTH, LANE_ROWS, GROUP).to(tl.float32, bitcast=True)
+    reduced = _in_thread(bits, True, HEIGHT, WIDTH)
+    return _in_block(reduced, True, HEIGHT, WIDTH, LANE_ROWS, GROUP).to(tl.float32, bitcast=True)

@@ -97,16 +97,16 @@ def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
     """
     groups: list[list[Pending]] = []
     open_groups: dict[tuple[object, ...], list[Pending]] = {}
-    for one in pending:
-        _check(one.values, one.codes, one.scale_inv)
-        key = _shared_launch(one)
+    for tensor in pending:
+        _check(tensor.values, tensor.codes, tensor.scale_inv)
+        key = _shared_launch(tensor)
         group = None if key is None else open_groups.get(key)
-        if group is None or len(group) == _MOST_TOGETHER or any(_meet(one.places, other.places) for other in group):
+        if group is None or len(group) == _MOST_TOGETHER or any(_meet(tensor.places, other.places) for other in group):
             group = []
             groups.append(group)
             if key is not None:
                 open_groups[key] = group
-        group.append(one)
+        group.append(tensor)
     return groups
 
 
@@ -133,9 +133,9 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
         return eager.add(together, sums, maxima)
     histogram = places.exponents >= 0
     at, columns, extremes = layout(codes=codes is not None, histogram=histogram)
-    loaded = [loadable(one.values.detach()) for one in together]
+    loaded = [loadable(tensor.values.detach()) for tensor in together]
     elements, decoding = [element for element, _ in loaded], loaded[0][1]
-    all_codes = [one.codes for one in together]
+    all_codes = [tensor.codes for tensor in together]
     dimensions = _collapse(elements[0], codes)
     if len(dimensions) > _MAX_DIMENSIONS:
         elements = [elements[0].contiguous()]
@@ -148,7 +148,7 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
     run = THREADS * vector
     rows = _ELEMENTS_PER_THREAD[codes is not None] // vector
     most = program_count(values.device)
-    ends = list(itertools.accumulate(min(most, -(-one.values.numel() // (rows * run))) for one in together))
+    ends = list(itertools.accumulate(min(most, -(-tensor.values.numel() // (rows * run))) for tensor in together))
     partials = torch.empty((ends[-1], columns + extremes), dtype=torch.float64, device=values.device)
     code_name, largest = CODE_FORMATS[e5m2]
     alone = len(together) == 1
@@ -157,8 +157,8 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
         _measure[(ends[-1],)](
             *_filled(elements, None if alone else elements[0]),
             *_filled(all_codes, None if alone else all_codes[0]),
-            *_filled([one.scale_inv for one in together], None if alone else first.scale_inv),
-            *_filled([one.values.numel() for one in together], None if alone else values.numel()),
+            *_filled([tensor.scale_inv for tensor in together], None if alone else first.scale_inv),
+            *_filled([tensor.values.numel() for tensor in together], None if alone else values.numel()),
             *begins,
             partials,
             *[size for size, _, _ in inner],
@@ -185,7 +185,7 @@ def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.
             sums,
             maxima,
             *_filled(ends, 0),
-            *[place for one in _filled(together, first) for place in one.places],
+            *[place for tensor in _filled(together, first) for place in tensor.places],
             COMPARED=at.compared,
             SCALES=at.scales,
             EXPONENTS=at.exponents,
@@ -229,10 +229,12 @@ def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[in
     becomes one dimension of stride 1.
     """
     code_strides: Sequence[int] = [0] * values.dim() if codes is None else codes.stride()
-    found = [found for found in zip(values.shape, values.stride(), code_strides, strict=True) if found[0] != 1]
-    found.sort(key=lambda dimension: dimension[1] or math.inf, reverse=True)
+    dimensions = [
+        dimension for dimension in zip(values.shape, values.stride(), code_strides, strict=True) if dimension[0] != 1
+    ]
+    dimensions.sort(key=lambda dimension: dimension[1] or math.inf, reverse=True)
     collapsed: list[tuple[int, int, int]] = []
-    for size, stride, code_stride in found:
+    for size, stride, code_stride in dimensions:
         if collapsed and collapsed[-1][1:] == (stride * size, code_stride * size):
             size *= collapsed.pop()[0]
         collapsed.append((size, stride, code_stride))
