@@ -33,14 +33,13 @@ NOT_CALLED = (
     "all products of torch: in this step the script has not called the session's model itself with gradients (it has"
     " only called modules in it, or a checkpoint with use_reentrant=True is around it), so these products are not seen"
 )
-"""The reason in a step in which layers ran and the model was not called."""
 
 OUTSIDE = "outside"
 """The form of everything that a step runs outside of calls of the model."""
 
 
 class Kind(NamedTuple):
-    """The evidence of a call. Calls with equal evidence run equal products.
+    """The evidence of a call.
 
     Attributes:
         form: a hash of the model, its mode, its frozen parameters, and everything in the input that decides sizes.
@@ -54,8 +53,6 @@ class Kind(NamedTuple):
 
 
 class _Mark:
-    """Lives as long as the graph of a call."""
-
     def __init__(self, call: ModelCall) -> None:
         self.call = call
 
@@ -65,11 +62,8 @@ class ModelCall:
     """A call of a model, with its backward.
 
     Attributes:
-        form, path, nodes: see :class:`Kind`.
-        is_counted: whether its products are counted.
         forwards: the number of calls of the step that this counted one represents.
         has_backward: whether its backward has begun.
-        has_ended: whether its forward has ended without an exception.
         goes_by_values: whether sizes in it depend on the values of tensors.
         is_known: whether its backward can be recognized.
         graph: lives as long as its graph; None during the forward.
@@ -139,7 +133,6 @@ class _CallSearch:
         return self.is_new or (bool(self.sought) and self.in_vain < _MOST_IN_VAIN)
 
     def seek(self, kind: Kind) -> None:
-        """Count calls until one is of this kind."""
         if kind not in self.sought and len(self.sought) < MOST_COUNTED:
             self.sought.add(kind)
             self.in_vain = 0

@@ -42,20 +42,14 @@ class ModelWatch:
     """Watches the calls of a model, and the operators of torch in counted ones, until :meth:`close`.
 
     Args:
-        report: receives failures.
         is_paused: whether the integration evaluates.
         in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, which have events.
         count: called before a counted call in a step without one, to have the GEMMs of layers seen.
 
     Attributes:
-        active: whether the model is watched.
-        counting: whether products are counted in this step.
         failure: the reason why counting stopped; empty without a failure.
-        state: dtypes of the state.
-        calls: the calls of the model.
-        operators: the products of the step.
-        ran: id of a module of Transformer Engine -> whether its training forwards ran in low precision, since
-            the last :meth:`take_ran`.
+        ran: id of a module of Transformer Engine -> whether its training forwards ran in low precision, since the last
+            :meth:`take_ran`.
     """
 
     def __init__(
@@ -120,7 +114,6 @@ class ModelWatch:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Ignore torch's operators inside of this context."""
         self._is_muted = True
         try:
             yield
@@ -128,7 +121,6 @@ class ModelWatch:
             self._is_muted = False
 
     def _follow_part(self, number: int, module: Any) -> None:
-        """Replace the call of a module by one that notes the module in calls of the model."""
         own = module._compiled_call_impl
         upstream = module._call_impl if own is None else own
         here = self.calls.here_in_thread
@@ -163,7 +155,6 @@ class ModelWatch:
         self._replaced.replace(module, "_compiled_call_impl", part)
 
     def _surround_calls(self, root: Any) -> None:
-        """Surround the calls of a model; of a LightningModule also its training steps."""
         own = root._compiled_call_impl
         around = CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, is_forward=True))
         setattr(around, SURROUNDS, own)
@@ -256,10 +247,8 @@ class ModelWatch:
     def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
         """Note that an operator starts.
 
-        Args:
-            arguments: its positional arguments.
-            of_shards: whether it is an operator of a DTensor, which runs others on its shards.
-            by_values: whether the sizes of its result depend on the values of its operands.
+        ``of_shards``: an operator of a DTensor, which runs others on its shards. ``by_values``: the sizes of its result
+        depend on the values of its operands.
         """
         if by_values:
             self.operators.note_sizes_by_values()
@@ -268,7 +257,6 @@ class ModelWatch:
             self.operators.nodes.enter_outer(arguments)
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """Note that an operator has run, given its name and namespace, positional arguments and result."""
         if not self._is_muted and not self._in_gemm_layer():
             self.operators.look(operator, arguments, result)
 
@@ -318,13 +306,6 @@ def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -
 
 
 class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports each operator to the watch of a model.
-
-    Args:
-        watcher: the watch.
-        only: the operators to report; None for all.
-    """
-
     supports_higher_order_operators = True
 
     def __init__(self, watcher: ModelWatch, *, only: Iterable[str] | None = None) -> None:

@@ -31,12 +31,8 @@ def explain_failure(
 ) -> None:
     """Add a note to an exception of Transformer Engine: the layer, and the next supported size.
 
-    The exception itself does not change. Python 3.10 has no notes; there the text is logged.
-
-    Args:
-        error: the exception that ended a run.
-        modules: the modules of the model.
-        others: the names of other modules of Transformer Engine, such as attention, by id.
+    Python 3.10 has no notes; there the text is logged. ``others`` are the names of other modules of Transformer Engine,
+    such as attention, by id.
     """
     inner = transformer_engine_error(error)
     if not isinstance(inner, Exception):
@@ -75,7 +71,6 @@ def _add_note(error: BaseException, text: str) -> None:
 
 
 def _layer_of(error: Exception, place: _Failed | None, others: Mapping[int, str]) -> str:
-    """A sentence with the layer whose forward or backward raised; empty outside of layers."""
     if place is not None:
         where, name, kind = "backward" if place.in_backward else "forward", place.named.name, place.named.module
     else:
@@ -94,16 +89,6 @@ _FORWARDS = ("forward", "_call_impl")
 
 @dataclass
 class _Failed:
-    """A forward or backward that raised.
-
-    Attributes:
-        named: the module.
-        in_backward: whether its backward raised.
-        rows: rows of the input on this rank; None if unknown.
-        splits: the rows of each GEMM of a GroupedLinear.
-        gemm: the GEMM, if one raised.
-    """
-
     named: NamedModule
     in_backward: bool
     rows: int | None = None
@@ -112,7 +97,7 @@ class _Failed:
 
 
 def _explanation(place: _Failed) -> str | None:
-    """A sentence with the GEMM and the dimension if a shape is not supported; None otherwise."""
+    """A sentence with the GEMM and the dimension if a shape is not supported."""
     module: Any = place.named.module
     if not module.fp8:
         return None

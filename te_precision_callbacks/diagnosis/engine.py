@@ -1,11 +1,4 @@
-"""The incremental engine: rules check each step once, and the verdict is available after each step.
-
-diagnosis = Diagnosis()
-diagnosis.know(facts, iteration)                # on the first step, and after each change
-new = diagnosis.step(numbers)                   # findings that are new in this step
-new = diagnosis.scalars(iteration, {"loss": 2.3, "grad_norm": 0.8})
-diagnosis.verdict                               # all findings
-"""
+"""The incremental engine: rules check each step once, and the verdict is available after each step."""
 
 from __future__ import annotations
 
@@ -33,13 +26,10 @@ _Key = tuple[str, str, str]
 
 
 class Diagnosis:
-    """Judges a run by the rules.
+    """Checks a run by the rules. ``know``, ``step``, ``scalars`` and ``event`` return the findings that are new, or
+    worse than before.
 
-    Args:
-        rules: the rules.
-
-    Attributes:
-        has_run: whether anything of a training step is known; if not, that is why rules are not judged.
+    ``has_run``: whether anything of a training step is known; if not, that is why rules are not checked.
     """
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
@@ -56,21 +46,12 @@ class Diagnosis:
         self._collected = 0
 
     def know(self, facts: Facts, iteration: int) -> list[Finding]:
-        """Judge facts that are new.
-
-        Returns:
-            The findings that are new, or worse than before.
-        """
         self._facts = facts
         self.has_run = self.has_run or facts.has_run
         return self._judge(iteration, lambda judge: judge.facts(facts))
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
-        """Judge the numbers of a step; each step once, in order.
-
-        Returns:
-            The findings that are new, or worse than before.
-        """
+        """Check the numbers of a step; each step once, in order."""
         self.has_run = True
         self._collected += 1
         if numbers.rank is not None:
@@ -79,32 +60,13 @@ class Diagnosis:
         return self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts), numbers.rank)
 
     def scalars(self, iteration: int, values: Mapping[str, float], rank: int | None = None) -> list[Finding]:
-        """Check metrics of the trainer; by iteration, in order.
-
-        Args:
-            iteration: the iteration.
-            values: name -> value.
-            rank: the only rank with these metrics; None for metrics of the run.
-
-        Returns:
-            The findings that are new, or worse than before.
-        """
+        """Check metrics of the trainer; by iteration, in order. ``rank`` is the only rank with these metrics."""
         return self._judge(iteration, lambda judge: judge.scalars(iteration, values), rank)
 
     def event(self, event: Event, rank: int | None = None) -> list[Finding]:
-        """Check an event of the run.
-
-        Args:
-            event: the event.
-            rank: the rank, if only one rank reports the event.
-
-        Returns:
-            The findings that are new, or worse than before.
-        """
         return self._judge(event.iteration, lambda judge: judge.event(event), rank)
 
     def add_sighting(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
-        """Add a sighting of another rank, after the values of this iteration."""
         if rule in self._places:
             self._keep(self._judges[self._places[rule]], sighting, iteration, rank)
 
@@ -116,12 +78,7 @@ class Diagnosis:
             self._found[key] = (finding.since or 0, self._places[finding.rule])
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
-        """Note that a checkpoint has taken the state before an iteration.
-
-        Args:
-            iteration: the iteration.
-            file: its file or folder, which replaces an earlier checkpoint there; empty if it is not known.
-        """
+        """Note that a checkpoint has the state before an iteration; a file replaces an earlier checkpoint there."""
         self._checkpoints = {place: saved for place, saved in self._checkpoints.items() if not _is_deleted(place)}
         self._checkpoints[file or str(iteration)] = iteration
 
@@ -132,7 +89,6 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
-        """The findings so far."""
         judged, not_judged = [], []
         found = {finding.rule for finding in self._findings.values()}
         for rule, judge in self._judges:
@@ -182,10 +138,8 @@ class Diagnosis:
         return "only one collection step has run" if self._collected == 1 else ""
 
     def with_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
-        """The verdict on all ranks: what several of them have alike is one finding.
-
-        Args:
-            others: have judged the own numbers of one other rank each.
+        """The verdict on all ranks: what several of them have alike is one finding. ``others`` have checked one other
+        rank each.
         """
         own, judged = self.verdict, {rule for other in others for rule in other.verdict.judged}
         found: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
@@ -303,7 +257,6 @@ class Diagnosis:
 
 
 def _last_good(since: int | None, judged: Iterable[int]) -> int | None:
-    """The last of the checked steps before a finding."""
     return max((step for step in judged if step < (-1 if since is None else since)), default=None)
 
 

@@ -1,11 +1,4 @@
-"""Findings, and the verdict over all rules.
-
-verdict = session.findings
-verdict.state           # "problems found", "no problems found" or "not enough checked"
-str(verdict)            # "Problems found: 1 warning (9 of 12 rules checked). First: ..."
-for finding in verdict:
-    print(finding.severity, finding.rule, finding.layers, finding.seen, finding.remedy)
-"""
+"""Findings, and the verdict over all rules."""
 
 from __future__ import annotations
 
@@ -22,7 +15,6 @@ Severity = Literal["error", "warning", "note"]
 State = Literal["problems found", "no problems found", "not enough checked"]
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-"""From the worst to the least."""
 
 _MOST_NAMES = 2
 
@@ -86,7 +78,7 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        """The tensor and the layers, in few words: ``gradient of h.4.mlp.fc1 and 3 more layers``."""
+        """The tensor and the layers: ``gradient of h.4.mlp.fc1 and 3 more layers``."""
         if not self.layers:
             return "the model"
         first, more = self.layers[0], len(self.layers) - 1
@@ -115,7 +107,6 @@ class Finding:
 
     @property
     def when(self) -> str:
-        """Since which step, in words; empty for what holds from the start."""
         return "" if self.since is None else f"since step {self.since}"
 
     @property
@@ -132,7 +123,6 @@ class Finding:
         return f"{self.subject}: {self.seen_in_words} ({details})"
 
     def as_json(self) -> dict[str, Any]:
-        """All attributes, the GEMM, the subject, and the description with its place, as JSON values."""
         return {
             **asdict(self),
             "layers": list(self.layers),
@@ -148,7 +138,6 @@ class NotJudged(NamedTuple):
     """A rule that could not be checked.
 
     Attributes:
-        rule: its id.
         why: why not.
         collect: what to collect so that it can be; empty if that is not the reason.
         essential: whether the run gets no all-clear without it.
@@ -161,7 +150,6 @@ class NotJudged(NamedTuple):
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Sort findings by severity, then by the order in which they were found."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
@@ -169,11 +157,7 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
     """Order findings so that each follows a finding that can explain it; otherwise most severe first.
 
     The explanation is the earliest finding of a rule that can cause it, and that began no later: after the last step
-    without it. A note explains only notes.
-
-    Args:
-        findings: the findings, in the order in which they were found.
-        causes: rule -> the rules that can cause its findings.
+    without it. A note explains only notes. ``causes``: rule -> the rules that can cause its findings.
     """
     ordered = sorted(findings, key=_first_step)
     cause_of = [
@@ -200,7 +184,6 @@ def _first_step(finding: Finding) -> int:
 
 
 def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[str]]) -> bool:
-    """Return whether a finding can be the cause of another one."""
     begun = -1 if cause.since is None or cause.last_good is None else cause.last_good
     return (
         cause.rule in causes.get(finding.rule, ())
@@ -239,12 +222,10 @@ class Verdict(Sequence[Finding]):
 
     @property
     def wrong(self) -> tuple[Finding, ...]:
-        """The errors and warnings."""
         return tuple(finding for finding in self.findings if finding.severity != "note")
 
     @property
     def severity(self) -> str:
-        """The worst severity of the findings; empty without findings."""
         return min((finding.severity for finding in self.findings), key=SEVERITIES.index, default="")
 
     @property
@@ -263,7 +244,6 @@ class Verdict(Sequence[Finding]):
 
     @property
     def summary(self) -> str:
-        """The verdict in one line, without the findings."""
         total = len(self.judged) + len(self.not_judged)
         partial = "; a part of the run cannot be read" if self.is_partial else ""
         partial += f"; by the numbers of rank {self.rank} alone" if self.rank is not None else ""
@@ -287,7 +267,6 @@ class Verdict(Sequence[Finding]):
 
     @property
     def _lacks(self) -> str:
-        """Rules without data, and the data to collect."""
         lacking: dict[str, list[str]] = {}
         for each in self.not_judged:
             if each.essential:
@@ -311,8 +290,7 @@ class Verdict(Sequence[Finding]):
     def as_json(self) -> dict[str, Any]:
         """The verdict as JSON values, at the top of what ``diagnose``, ``show`` and ``report`` print with ``--json``.
 
-        ``state`` is as :attr:`state`, and ``healthy`` whether it is ``no problems found``. ``verdict`` is the text,
-        ``judged`` the number of rules that were checked, and ``judged_rules`` has their ids.
+        ``verdict`` is the text, ``judged`` the number of rules that were checked, and ``judged_rules`` has their ids.
         """
         return {
             "verdict": str(self),

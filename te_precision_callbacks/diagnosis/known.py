@@ -28,8 +28,6 @@ class KnownFindingsError(PrecisionDebugError, ValueError):
 
 
 class _Line(NamedTuple):
-    """A line of the file: its number, its text, the rule, and what its patterns of layers match."""
-
     number: int
     text: str
     rule: str
@@ -38,16 +36,10 @@ class _Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """The findings that a file names. A finding is named if the lines of its rule together cover all of its layers."""
-
     lines: tuple[_Line, ...]
 
     def leave_out(self, verdict: Verdict) -> tuple[Verdict, int, list[tuple[int, str]]]:
-        """A verdict without them.
-
-        Returns:
-            The verdict, how many findings it lacks, and the lines that leave out nothing: number and text.
-        """
+        """A verdict without them, how many findings it lacks, and the lines that leave out nothing: number and text."""
         left, used = [], set()
         for finding in verdict:
             names = finding.layers or ("",)
@@ -66,11 +58,7 @@ def known_line(finding: Finding) -> str:
 
 
 def read_known(path: Path) -> Known:
-    """Read a file of known findings.
-
-    Raises:
-        KnownFindingsError: the file cannot be read, or a line names no rule.
-    """
+    """Read a file of known findings; raises KnownFindingsError if a line names no rule."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -97,7 +85,6 @@ def read_known(path: Path) -> Known:
 
 
 _SHORTENED = re.compile(r"\b\d+ more(?:\}|,|$| layer)")
-"""The text in an output in place of layers that it does not name."""
 
 _PLAIN = re.compile(r"[^*?\[]*")
 _COMMA = re.compile(r",\s*(?![^{}]*\})")
@@ -112,7 +99,6 @@ def _matcher(layers: str) -> Callable[[str], bool]:
 
 
 def _expanded(text: str) -> list[str]:
-    """A pattern without sets of numbers: ``h.{0-2,5}.fc1`` is four patterns."""
     braces = _BRACES.search(text)
     if braces is None:
         return [text] if text else []

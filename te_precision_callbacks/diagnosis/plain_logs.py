@@ -31,8 +31,7 @@ class PlainLog(NamedTuple):
     """Facts derived from the values of a log.
 
     Attributes:
-        gemms, operands: rows of the tables of facts, with the recipes and formats of layers with delayed or current
-            scaling.
+        gemms, operands: rows of the tables of facts, of layers with delayed or current scaling.
         codes: the series with codes of E8M0.
         magnitudes: the series where 0 means below the last decimal; empty in a log with all digits.
     """
@@ -43,7 +42,6 @@ class PlainLog(NamedTuple):
     magnitudes: frozenset[int]
 
     def adapt(self, series: npt.NDArray[np.int32], values: Values) -> tuple[npt.NDArray[np.bool_], Values]:
-        """Return which numbers are known, and the numbers with codes replaced by scales."""
         known = ~((values == 0) & np.isin(series, list(self.magnitudes)))
         is_code = np.isin(series, list(self.codes))
         return known, np.where(is_code, np.exp2(np.where(is_code, values, 0) - _BIAS), values)

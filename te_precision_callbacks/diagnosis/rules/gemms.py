@@ -38,7 +38,6 @@ class _OfGemms(Judge):
 
     @property
     def why_not(self) -> str:
-        """The reason why the rule was not checked, or why nothing was measured."""
         return super().why_not or (self._unmeasured and f"LogGemmError has measured nothing: {self._unmeasured}")
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
@@ -80,7 +79,6 @@ class Kernel(_OfGemms):
 
 
 def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
-    """The other statistics of the same GEMMs."""
     names = ("gemm_gain", "gemm_kernel_error", "gemm_kernel_rows", "gemm_kernel_columns")
     places = [f"gemm_kernel_{what}_{end}" for what in ("row", "column", "rank") for end in ("first", "last")]
     found = {}
@@ -91,7 +89,6 @@ def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np
 
 
 def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column, kind: str) -> str:
-    """Describe the error of a GEMM, and its place."""
     times = f"{ratio.values[at]:.3g} times its tolerance"
     if kind == "gain":
         what = f"gives {beside['gemm_gain'][at]:.4g} times the product of its operands"

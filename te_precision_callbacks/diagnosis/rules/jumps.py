@@ -89,7 +89,6 @@ class _Curve:
         self._limit: tuple[float, float] | None = None
 
     def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
-        """Check one more loss."""
         self._least = min(self._least, loss)
         if len(self._start) < 3:
             self._start.append(loss)

@@ -100,14 +100,7 @@ class Nonfinite(Judge):
 
 
 def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts) -> Sighting:
-    """Describe the origin of inf and nan by the first step with any.
-
-    Args:
-        found: layer and tensor -> description.
-        before: the last step without any; None without one.
-        iteration: the step.
-        facts: the facts of the step.
-    """
+    """Describe the origin of inf and nan by the first step with any."""
     weights = sum(tensor == "weight" for _, tensor in found)
     if before is not None and weights > 1:  # an optimizer's step has spread it, so the first layer is only the first
         first = before + 1
@@ -144,7 +137,6 @@ class FromZero:
         self._first: dict[str, dict[int, float]] = {}
 
     def note(self, numbers: StepNumbers, facts: Facts) -> None:
-        """Note the first amax of each layer, also in a step without a scale."""
         for column in numbers.all("cur_amax", facts=facts) if numbers.iteration < FROM_ZERO else ():
             first = self._first.setdefault(column.family.tensor, {})
             for layer, value in zip(column.layers.tolist(), column.values.tolist(), strict=True):
@@ -220,7 +212,6 @@ class Underflow(_OfQuantized):
 
 
 def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
-    """A section of a config that keeps the first layers of a finding in high precision."""
     kept = layers[:MOST_KEPT]
     return keep_high(*kept, others=set(numbers.names) - set(kept))
 
@@ -228,11 +219,7 @@ def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
 def lost_norm(
     numbers: StepNumbers, facts: Facts, column: Column
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """The largest share of the squared norm that elements which round to 0 can have had.
-
-    Args:
-        numbers, facts: the step.
-        column: ``underflows%`` of a tensor.
+    """The largest share of the squared norm that elements which round to 0 can have had, from a column ``underflows%``.
 
     Returns:
         [layers of the column]: the share, nan where it is not known; and whether the tensor has one scale, so that the
@@ -269,8 +256,6 @@ def _in_words(share: float) -> str:
 
 
 def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
-    """[layers of the column]: whether the layer's scale need not fit the tensor."""
-
     def make() -> npt.NDArray[np.bool_]:
         return np.array([facts.recipe_of(name) in _CAN_OVERFLOW for name in numbers.names_of(column)], bool)
 
@@ -301,12 +286,7 @@ def loses(
     underflows: Callable[[Column], float | npt.NDArray[np.float64]] = lambda lost: np.inf,
     overflows: Callable[[Column], float | npt.NDArray[np.float64]],
 ) -> npt.NDArray[np.bool_]:
-    """[layers of a column]: whether too many elements of the tensor are lost.
-
-    Args:
-        numbers, facts, column: the step.
-        underflows, overflows: the least percent that is too many, from the column of the statistic.
-    """
+    """[layers of a column]: whether too many elements are lost, given the least percent that is too many."""
     found = np.zeros(len(column.layers), bool)
     for statistic, most in (("underflows%", underflows), ("overflows%", overflows)):
         lost = numbers.one(statistic, column.family.tensor, facts)

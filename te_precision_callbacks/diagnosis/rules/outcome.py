@@ -10,7 +10,6 @@ from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 from te_precision_callbacks.sinks.step_records import Event
 
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
-"""Exceptions of this package, each raised because of another finding."""
 
 
 class FailedRun(Judge):

@@ -16,10 +16,8 @@ from te_precision_callbacks.sinks.step_records import Event
 class _Kind(NamedTuple):
     """A kind of :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
 
-    Attributes:
-        seen: the description, with places for ``names``, for ``number``, and for ``since``, its first step.
-        remedy: by default the rule's remedy.
-        severity: by default the rule's severity.
+    ``seen`` is the description, with places for ``names``, ``number`` and ``since``; remedy and severity are by default
+    the rule's.
     """
 
     seen: str
@@ -102,12 +100,7 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
 
 
 class ParameterRule(Judge):
-    """A rule on the events of a run that report its parameters.
-
-    Args:
-        rule: the ID of the rule.
-        on_several_ranks: whether the rule applies only to runs on several ranks.
-    """
+    """A rule on the events that report parameters; ``on_several_ranks``: it applies only to several ranks."""
 
     def __init__(self, rule: str, *, on_several_ranks: bool = False) -> None:
         super().__init__()

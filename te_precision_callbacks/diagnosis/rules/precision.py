@@ -26,7 +26,6 @@ MANY = 8
 """Micro-batches in a step."""
 
 _CHOSEN = frozenset({Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.RECIPE_EXCEPTION.name})
-"""The reasons that somebody has chosen."""
 
 
 class Hole(Judge):
@@ -93,7 +92,6 @@ class NoLowPrecision(Judge):
             yield from self._ended(self._facts)
 
     def _ended(self, facts: Facts) -> Iterator[Sighting]:
-        """A run that began in low precision, and has left it."""
         of_te = [layer for layer in facts.layers.values() if layer.is_of_te and layer.reasons]
         if self._has_low and of_te and not any(layer.low for layer in facts.layers.values()):
             is_meant = all(layer.is_explicit for layer in of_te)
@@ -117,7 +115,6 @@ class NoLowPrecision(Judge):
 
 
 def _remedy(reason: Reason) -> str:
-    """The remedy as a sentence; empty if unknown."""
     text = REMEDIES.get(reason, "")
     return text[:1].upper() + text[1:]
 

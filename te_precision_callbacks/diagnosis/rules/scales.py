@@ -34,14 +34,12 @@ UNMOVED_STEPS = 3
 """Collection steps in which a scale has not moved although amax has."""
 
 _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
-"""Format of an operand -> its largest number."""
 
 
 class _UnmovedScales:
     """The scales of a tensor that have stayed the same since the first collection step.
 
-    Args:
-        tensor: the tensor. A weight with the scale 1 counts only if its amax varies: an FP8 weight may be frozen.
+    A weight with the scale 1 counts only if its amax varies: an FP8 weight may be frozen.
     """
 
     def __init__(self, tensor: str) -> None:
@@ -49,12 +47,8 @@ class _UnmovedScales:
         self._layers = np.empty((0, 5))  # scale, collection steps, least and largest amax, whether it has moved
 
     def add(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        """Add a collection step.
-
-        Args:
-            scales: ``scale_inv_max`` of the tensor.
-            amaxes: [layers of the column], nan if unknown.
-            largest: [layers of the column], the largest number of the format.
+        """Add a collection step, with ``scale_inv_max``, the amaxes (nan if unknown), and the largest number of each
+        layer's format.
 
         Returns:
             [layers of the column]: the number of collection steps with the same scale although it should have followed
@@ -101,7 +95,6 @@ class _OfScaleAndAmax(Judge):
                 yield scales, numbers.unbroken(amax), largest
 
     def _count_unmoved(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        """As :meth:`_UnmovedScales.add`."""
         tensor = scales.family.tensor
         return self._unmoved.setdefault(tensor, _UnmovedScales(tensor)).add(scales, amaxes, largest)
 

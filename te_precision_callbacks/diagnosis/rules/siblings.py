@@ -134,7 +134,6 @@ class Sibling(Judge):
             yield from self._far.sightings(numbers, facts, column, far & ~lossy, seen, *values)
 
     def _alike(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        """The places in a column of each group of alike layers."""
         tensor = column.family.tensor
         return facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
 
@@ -165,9 +164,7 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
     from layer to layer, a jump up that lasts to the end makes the layers before it ordinary. A jump up to a level that
     is not ordinary counts from the layer before it.
 
-    Args:
-        bits: [layers], the logarithms to base 2, in the order of execution.
-        flows: whether a layer hands the tensor to the next one.
+    ``bits`` are [layers], the logarithms to base 2, in the order of execution.
     """
     steps = np.diff(bits)
     trend = np.median(steps)

@@ -16,12 +16,10 @@ def layer_range(layer: str, gemm: str = "", *, backward: bool = False) -> str:
 
 
 def iteration_range(iteration: int) -> str:
-    """Return the name of the range around a debug iteration."""
     return f"te_precision|iteration|{iteration}"
 
 
 def unended_range(iteration: int) -> str:
-    """Return the name of the range that marks an iteration as incomplete."""
     return f"te_precision|unended|{iteration}"
 
 

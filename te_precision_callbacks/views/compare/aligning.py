@@ -1,8 +1,6 @@
 """Gives the layers of a run the names that they have in another one, where these differ in their first parts alone.
 
-    aligned, note = align(a, b)      # b with the names of a; why, in words; empty if nothing was renamed
-
-Lightning names layers from the LightningModule on, ``net.layers.3.fc1``, and other front doors from the model on,
+Lightning names layers from the LightningModule on, ``net.layers.3.fc1``, and other integrations from the model on,
 ``layers.3.fc1``.
 """
 
@@ -18,17 +16,13 @@ import pyarrow.compute as pc
 from te_precision_callbacks.runs import RecordedRun
 
 _TABLES = ("layers", "gemms", "operands", "plan", "series", "events")
-"""The tables of a run that have a column ``layer``."""
 
 _MOST_PREFIXES = 8
 
 
 def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
-    """Rename the layers of the second run like the first, if they share no layer but most of the ends of their names.
-
-    Args:
-        a: the run with the names to use.
-        b: the other one.
+    """Rename the layers of ``b`` like those of ``a``, if they share no layer but most of the ends of their names. The
+    note is empty if nothing was renamed.
     """
     ours, theirs = _layers(a), _layers(b)
     if not ours or not theirs or ours & theirs:

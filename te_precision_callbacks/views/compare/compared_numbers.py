@@ -1,10 +1,5 @@
 """The values of a comparison that its page shows.
 
-    numbers = ComparedNumbers()
-    result = compare(a, b, noise=[again], numbers=numbers)
-    numbers.heat_maps[0].overview.cells[REDUCED]    # [layers, columns]: the differences
-    numbers.curves                                  # both sides of series, departing series first
-
 Runs may be large, and are read in pieces. Of each piece this keeps the largest difference of each cell, and curves with
 a bounded number of points.
 """
@@ -26,7 +21,6 @@ from te_precision_callbacks.views.report.overview import Columns, Overview
 from te_precision_callbacks.views.report.subjects import FamilySeries, Subjects
 
 _MOST_POINTS = 1000
-"""The maximum number of points of a curve."""
 
 _MOST_CURVES = 1500
 
@@ -35,12 +29,9 @@ class ComparedSeries(NamedTuple):
     """Both sides of a series.
 
     Attributes:
-        subject: the series.
-        departs: whether it departs.
         strength: the largest difference, as a multiple of the bound.
         every: the interval of the steps; the step of the departure is added.
-        iterations: [n].
-        a, b: [n]: both sides.
+        iterations, a, b: [n].
         below, above: [n]: a value between them is too near to ``a`` to count.
     """
 
@@ -71,12 +62,7 @@ class DifferenceMap:
 
 
 class ComparedNumbers:
-    """Collects values for a page; pass a new one to ``compare(numbers=)``.
-
-    Attributes:
-        a, b: the sides.
-        subjects: the layers, in the order of execution.
-    """
+    """Collects values for a page; pass a new one to ``compare(numbers=)``."""
 
     a: Side
     b: Side
@@ -90,17 +76,7 @@ class ComparedNumbers:
     def collect_from(
         self, a: Side, b: Side, paired: Sequence[Subject], *, has_noise: bool
     ) -> Callable[[Compared], None]:
-        """Begin to collect.
-
-        Args:
-            a: the first side.
-            b: the second side.
-            paired: the series that pair.
-            has_noise: whether there is a noise floor.
-
-        Returns:
-            A function that collects values.
-        """
+        """Begin to collect values of the series that pair; returns the function that collects them."""
         self.a, self.b, self.subjects = a, b, Subjects(a.run)
         numbers = [a.series[subject] for subject in paired if subject.layer]
         families = [_of_series(one, np.isin(one.series, numbers)) for one in self.subjects.families]
@@ -115,7 +91,6 @@ class ComparedNumbers:
 
     @property
     def heat_maps(self) -> list[DifferenceMap]:
-        """The heat maps with differences."""
         return [each for each in self._maps if not math.isnan(each.bound)]
 
     @property
@@ -149,6 +124,5 @@ class ComparedNumbers:
 
 
 def _of_series(one: FamilySeries, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> FamilySeries:
-    """Some series of a family."""
     columns = {name: getattr(one, name)[chosen] for name in ("series", "layer", "rank", "count")}
     return replace(one, **columns)

@@ -19,7 +19,6 @@ from te_precision_callbacks.views.compare.result import Comparison, ComparisonEr
 from te_precision_callbacks.views.compare.sides import Side, side_of_run
 
 LASTING = 5
-"""The steps that a difference must last."""
 
 
 def compare(
@@ -37,7 +36,6 @@ def compare(
 
     Args:
         a: the reference.
-        b: the other run.
         noise: baseline runs that differ from a by the seed, for example: their differences are the noise floor.
         lasting: the minimum number of steps of a difference.
         numbers: collects values for :func:`te_precision_callbacks.views.compare.write_comparison`.

@@ -1,9 +1,4 @@
-"""One HTML page of a comparison, which opens offline as the page of a run does.
-
-numbers = ComparedNumbers()
-result = compare(open_run("bf16"), open_run("fp8"), noise=[open_run("bf16_again")], numbers=numbers)
-write_comparison(result, numbers, "compare.html")
-"""
+"""One HTML page of a comparison, which opens offline as the page of a run does."""
 
 from __future__ import annotations
 
@@ -47,16 +42,7 @@ _UNITS = {"spreads": "multiples of the ordinary spread", "of its size": "multipl
 def write_comparison(
     result: Comparison, numbers: ComparedNumbers, path: str | os.PathLike[str], *, most: int = MOST_BYTES
 ) -> Path:
-    """Write the page of a comparison.
-
-    Args:
-        result: the result.
-        numbers: the values that :func:`te_precision_callbacks.views.compare.compare` has collected.
-        path: an ``.html`` file in a folder that exists.
-        most: the maximum size of the page, in bytes.
-
-    Returns:
-        The file.
+    """Write the page of a comparison into an ``.html`` file of at most ``most`` bytes, in a folder that exists.
 
     Raises:
         ReportError: the file cannot be written, or its name ends otherwise.
@@ -98,7 +84,6 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> di
 
 
 def _verdicts(verdicts: ComparedVerdicts, layer_of: dict[str, int]) -> dict[str, Any]:
-    """The verdicts of both sides, and the findings that only B has, with their layers as places."""
     return {
         "summary": verdicts.summary,
         "partial": verdicts.a.is_partial or verdicts.b.state == "not enough checked",
@@ -155,7 +140,6 @@ def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> d
 
 
 def _heat_map(difference: DifferenceMap, packed: Packed) -> dict[str, Any]:
-    """The heat map of a statistic for the page."""
     overview, bound = difference.overview.without_empty_columns(), difference.bound
     sizes = np.abs(np.concatenate([cells[np.isfinite(cells)] for cells in overview.cells.values()]))
     # Beyond the bound the colours are logarithmic, so that one large difference does not hide all others.
@@ -171,7 +155,6 @@ def _heat_map(difference: DifferenceMap, packed: Packed) -> dict[str, Any]:
 
 
 def _first_family(result: Comparison, families: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The heat map of the first departure, which is shown first."""
     if result.first is None:
         return
     wanted = (visible(result.first.tensor), visible(result.first.strongest.statistic))

@@ -23,13 +23,7 @@ _PART_OF_BOUND, _LEAST_BEGIN = 0.5, 4.0
 
 
 class Found(NamedTuple):
-    """A lasting difference of a series.
-
-    Attributes:
-        subject: the series.
-        since: the first iteration after the last value without the difference.
-        departure: the difference.
-    """
+    """A lasting difference of a series. ``since`` is the first iteration after the last value without it."""
 
     subject: Subject
     since: int
@@ -40,7 +34,6 @@ class Compared(NamedTuple):
     """The values of some series on both sides, by series and iteration.
 
     Attributes:
-        subjects: [series].
         series, iterations: [n]: of each value; series as places in ``subjects``.
         a, b: [n].
         difference: [n]: on the scale.
@@ -68,14 +61,11 @@ class Search:
     """The search for differences, with its counts.
 
     Attributes:
-        a, b: the sides.
-        noise: baseline sides.
         lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
         show: receives all compared values, in parts.
         without_steps: the number of series without a common step.
         without_noise: the number of series without a baseline.
         iterations: the common iterations, in order.
-        first_unequal: the first unequal value.
     """
 
     a: Side
@@ -89,12 +79,6 @@ class Search:
     iterations: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     def run(self, subjects: Sequence[Subject], place: dict[Subject, tuple[float, ...]]) -> Iterator[Found]:
-        """The lasting differences.
-
-        Args:
-            subjects: what pairs.
-            place: of each subject in a step.
-        """
         ordered = sorted(subjects, key=family)
         counts = np.array([self.a.count(subject) for subject in ordered], np.int64)
         looked_at = len(subjects) * max(1, int(counts.max(initial=0)) // self.lasting)
@@ -208,8 +192,6 @@ class Search:
 
 
 class _Scales:
-    """The families of some series, and their scales."""
-
     def __init__(self, subjects: Sequence[Subject], sides: Sequence[Numbers]) -> None:
         families = {key: number for number, key in enumerate(dict.fromkeys(map(family, subjects)))}
         self.families = len(families)
@@ -224,11 +206,9 @@ class _Scales:
         self._magnitudes = np.where(levels, _ordinary(sides, len(subjects)), _smallest(sides, len(subjects)))
 
     def places(self, series: Ints, values: Floats) -> Floats:
-        """Place values of these series on their scales."""
         return self._each(NoiseScale.places, series, values)
 
     def values(self, series: Ints, places: Floats) -> Floats:
-        """The values of these series at places on their scales."""
         return self._each(NoiseScale.values, series, places)
 
     def _each(self, apply: Callable[[NoiseScale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:
@@ -241,7 +221,7 @@ class _Scales:
 
 
 def _smallest(sides: Sequence[Numbers], number: int) -> Floats:
-    """[series]: the smallest magnitude but 0 on any side; 1 where there is none."""
+    """[series]: the smallest magnitude but 0 on any side; 1 without one."""
     found = np.full(number, np.inf)
     for numbers in sides:
         magnitudes = np.abs(numbers.values)
@@ -263,7 +243,6 @@ def _ordinary(sides: Sequence[Numbers], number: int) -> Floats:
 
 
 def _both(one: Numbers, other: Numbers) -> tuple[Ints, Ints, Floats, Floats]:
-    """Series, iterations and both values where both sides have one."""
     stride = 1 + max((int(side.iterations.max()) for side in (one, other) if len(side.iterations)), default=0)
     ours, theirs = (side.series * stride + side.iterations for side in (one, other))
     _, first, second = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
@@ -271,7 +250,6 @@ def _both(one: Numbers, other: Numbers) -> tuple[Ints, Ints, Floats, Floats]:
 
 
 def _noise(scales: _Scales, sides: Sequence[Numbers]) -> Noise:
-    """The differences of all pairs of sides."""
     parts = []
     for number, (one, other) in enumerate(combinations(sides, 2)):
         series, iterations, ours, theirs = _both(one, other)

@@ -23,7 +23,6 @@ _OF_EVERY_RUN = frozenset(
 """Facts that no two runs share, beside times."""
 
 _FIRST = ("config", "versions", "recipe", "recipes", "environment")
-"""The facts that come first, in this order."""
 
 _MOST_LAYERS = 3
 _ROWS = "rows in a step of"
@@ -72,7 +71,6 @@ def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
 
 
 def _types(run: RecordedRun) -> dict[str, str]:
-    """Subject -> its types."""
     found: dict[str, set[str]] = defaultdict(set)
     for row in run.states.to_pylist():
         found[row["subject"] or ""].add(row["dtype"] or "")

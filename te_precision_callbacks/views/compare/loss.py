@@ -23,16 +23,12 @@ _SPIKE = 10.0
 _PARTS_OF_WINDOW, _LEAST_WINDOW = 20, 5
 
 Shares = Mapping[str, float]
-"""Precision -> its share of a run's multiply-adds."""
 
 
 class LossCurves(NamedTuple):
     """The losses of two sides at the steps that both have.
 
     Attributes:
-        name: the metric.
-        iterations: [n].
-        a, b: [n].
         steps: how many there are up to where either loss is lost, to the end of its run.
         window: the steps of the running median.
         smooth_a, smooth_b: [n], as running medians; nan from where either is lost.
@@ -54,9 +50,7 @@ class LossCurves(NamedTuple):
 
 
 def loss_curves(a: Side, b: Side) -> LossCurves | None:
-    """The likeliest loss of two sides, preferably a lost one, since a trainer may log another number in its place; None
-    without a common one.
-    """
+    """The likeliest loss of two sides, preferably a lost one, since a trainer may log another number in its place."""
     losses = {subject.statistic: subject for subject in a.scalars if subject in b.scalars}
     names = [losses[name] for name in loss_first(losses) if is_loss(name)]
     names.sort(key=lambda name: not (is_loss_of_training(name.statistic) and any(_lost(side, name) for side in (a, b))))
@@ -89,12 +83,8 @@ def _lost(side: Side, name: Subject) -> LostLoss | None:
 
 
 def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares, Shares]) -> LossComparison | None:
-    """Compare the losses of two sides; None without a common loss.
-
-    Args:
-        a, b: the sides.
-        noise: baseline sides.
-        shares: the precisions of each side, if known.
+    """Compare the losses of two sides; None without a common loss. ``shares`` are the precisions of each side, if
+    known.
     """
     curves = loss_curves(a, b)
     if curves is None:
@@ -126,7 +116,6 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
 
 
 def _mean(values: Floats) -> float:
-    """The mean of the numbers among these; nan without any."""
     there = values[~np.isnan(values)]
     return float(there.mean()) if there.size else math.nan
 
@@ -142,8 +131,9 @@ def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
 
 
 def _spikes(curves: LossCurves) -> Floats:
-    """The factor between two losses in each step up to where one is lost; 1 where their running medians have a tenth
-    of it or more."""
+    """The factor between two losses in each step up to where one is lost; 1 where their running medians have a tenth of
+    it or more.
+    """
     a, b, x, y = (curve[: curves.steps] for curve in (curves.a, curves.b, curves.smooth_a, curves.smooth_b))
     factors = _factors(a, b)
     return np.where(factors >= _SPIKE * _factors(x, y), factors, 1.0)
@@ -158,7 +148,8 @@ def _factors(a: Floats, b: Floats) -> Floats:
 
 def _smooth(values: Floats, steps: int, window: int) -> Floats:
     """The running median over ``window`` steps, of fewer at both ends; nan where they have no number, and behind the
-    first ``steps``."""
+    first ``steps``.
+    """
     found = np.full(len(values), np.nan)
     if steps:
         padded = np.pad(values[:steps], (window // 2, window - 1 - window // 2), constant_values=np.nan)
@@ -181,7 +172,6 @@ def _stable(steps: int) -> slice:
 
 
 def _yardsticks(relative: float, ours: Shares, theirs: Shares) -> tuple[Yardstick, ...]:
-    """The published bounds, and whether the bound for these precisions holds."""
     kinds = (_kind(ours), _kind(theirs))
     return tuple(
         Yardstick(name, bound, source, abs(relative) < bound if kinds == runs and not math.isnan(relative) else None)

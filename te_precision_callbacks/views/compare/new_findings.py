@@ -1,8 +1,4 @@
-"""Findings of one run that the other run does not have.
-
-found = compare_verdicts(a, b)
-found.only_b[0].rule, found.only_b[0].layers
-"""
+"""Findings of one run that the other run does not have."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ class ComparedVerdicts:
     """The verdicts of two runs.
 
     Attributes:
-        a, b: the verdicts.
         only_a, only_b: the findings that the other run does not have, by rule, tensor and layer; with these layers
             only.
         not_judged_in_a: the rules of ``only_b`` that were not checked in A.
@@ -47,13 +42,11 @@ class ComparedVerdicts:
         return f"B has {found} that A has not.{gone}{unread}"
 
     def in_words(self) -> Iterator[str]:
-        """The findings that only B has, a text for each."""
         for finding in self.only_b:
             unknown = " This rule was not checked in A." if finding.rule in self.not_judged_in_a else ""
             yield f"{finding.severity}: {finding}.{unknown} {finding.remedy}."
 
     def as_json(self) -> dict[str, Any]:
-        """The summaries and the findings as JSON values."""
         return {
             "summary": self.summary,
             "a": self.a.summary,
@@ -73,7 +66,6 @@ def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
 
 
 def _beyond(findings: Iterable[Finding], others: Iterable[Finding], name: str) -> Iterator[Finding]:
-    """The findings that others do not have, without the layers that others have."""
     known: dict[tuple[str, str], set[str]] = defaultdict(set)
     for other in others:
         known[other.rule, other.tensor] |= set(other.layers or [""])

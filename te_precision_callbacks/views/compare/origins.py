@@ -34,13 +34,11 @@ _MOST_LINKS = 10
 """The sources behind one another that are seen later than what inherits them."""
 
 _IN_ORDER = ("activation", "gradient")
-"""Tensors that come from other layers: from the layers before them in the forward, or in the backward."""
 
 _Key = tuple[str, str, str, int | None]
 
 
 def partings(departures: Iterable[Found], order: Order) -> list[Parting]:
-    """The tensors that depart, in order, with the origins of their differences."""
     tensors: dict[_Key, list[Found]] = {}
     for found in departures:
         tensors.setdefault(_key(found.subject), []).append(found)
@@ -92,8 +90,6 @@ def _parting(group: Sequence[Found], source: Found | None) -> Parting:
 
 
 class _Sources:
-    """All differences, by what may inherit them."""
-
     def __init__(self, tensors: Mapping[_Key, Sequence[Found]], order: Order) -> None:
         self._by_key = tensors
         self._order = order
@@ -110,9 +106,7 @@ class _Sources:
                 self._lines.setdefault(line, []).append((place, found))
 
     def of(self, group: Sequence[Found]) -> Found | None:
-        """The source of a tensor's difference, by the strongest statistic that departs in a source too; None if the
-        difference is made there.
-        """
+        """The source of a tensor's difference, by the strongest statistic that departs in a source too."""
         for found in group:
             own, has_any = found.departure.difference, False
             for source in self._possible(found):
@@ -124,7 +118,6 @@ class _Sources:
         return None
 
     def _place(self, found: Found, tensor: str) -> StepPlace:
-        """The turn of a layer in the forward or in the backward."""
         return self._order.place(found.subject._replace(tensor=tensor))
 
     def _possible(self, found: Found) -> Iterator[Found]:

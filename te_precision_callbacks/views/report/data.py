@@ -1,9 +1,5 @@
 """The data of a run's page.
 
-    data = PageData.of(run, most=8_000_000)
-    data.content                               # for JSON
-    data.arrays                             # the texts of its arrays
-
 A page has a bounded size. It always has heat maps, with one byte for the worst value of a layer in a span of steps, and
 the exact worst value of each layer. The rest of the size goes to whole curves and histograms: first with findings, then
 of the worst layers, then all others.
@@ -51,10 +47,8 @@ from te_precision_callbacks.views.report.subjects import (
 _HISTOGRAM_COLUMNS = 60
 
 WORST = 5
-"""The layers of each statistic that a summary names."""
 
 _FIRST = ("nonfinite_num", "overflows%", "underflows%", "sqnr_db", "saturated_scales%", "flushed_scales%")
-"""The statistics that a summary has first."""
 
 
 _FORMATS = (E4M3, E5M2, E2M1)
@@ -62,27 +56,15 @@ _FORMATS = (E4M3, E5M2, E2M1)
 
 @dataclass(frozen=True)
 class PageData:
-    """The data of a page.
-
-    Attributes:
-        content: its JSON.
-        arrays: the texts of its arrays.
-    """
+    """The data of a page: its JSON, and the texts of its arrays."""
 
     content: dict[str, Any]
     arrays: list[str]
 
     @classmethod
     def of(cls, run: RecordedRun, most: int, device: Device | None = None) -> PageData:
-        """Choose what goes into a page.
-
-        Args:
-            run: the run.
-            most: the most characters of its arrays.
-            device: the device that times are expected for; None for the run's own GPU.
-
-        Raises:
-            ReportError: the run has no numbers at all.
+        """Choose what goes into a page, with at most ``most`` characters of arrays; raises ReportError for a run
+        without values.
         """
         why = why_nothing_to_show(run)
         if why:
@@ -166,12 +148,10 @@ def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
 
 
 MOST_PLACES = 200
-"""The layers of a finding that a page names."""
 
 
 def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str, Any]:
-    """The verdict for the page, as ``Verdict.as_json`` has it without its text, except that findings have places in the
-    page's list of layers instead of names."""
+    """The verdict for the page, with places in the page's list of layers instead of names."""
     index = {layer.name: place for place, layer in enumerate(subjects.layers)}
     columns = ((table["scope"].to_pylist(), table["layer"].to_pylist()) for table in (run.series, run.layers))
     places: dict[str, int] = {}
@@ -187,12 +167,7 @@ def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str
 
 
 def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, Any]:
-    """A finding for a page.
-
-    Args:
-        finding: the finding.
-        places: layer, as in records -> its place in the page's list of layers.
-    """
+    """A finding for a page; ``places``: layer, as in records -> its place in the page's list of layers."""
     content = {name: visible(each) if isinstance(each, str) else each for name, each in finding.as_json().items()}
     content["patch"] = "\n".join(map(visible, finding.patch.splitlines()))
     layers = [places[layer] for layer in finding.layers if layer in places]
@@ -201,7 +176,6 @@ def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, An
 
 
 def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], Columns, list[str]]:
-    """The statistics that fit into a page, their columns, and a note about the others."""
     kept: list[FamilySeries] = []
     rows = 0
     for one in sorted(subjects.families, key=lambda one: not one.has_direction):
@@ -219,16 +193,7 @@ def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], C
 
 
 class FamilyOnPage:
-    """A heat map with packed arrays.
-
-    Args:
-        overview: the heat map.
-        packed: the arrays of the page.
-        scale: the scale of the colours; by default it fits the values.
-
-    Attributes:
-        content: the heat map for JSON.
-    """
+    """A heat map with packed arrays; by default the scale of its colours fits the values."""
 
     def __init__(self, overview: Overview, packed: Packed, scale: PackedScale | None = None) -> None:
         self.overview = overview
@@ -267,7 +232,6 @@ _CurvePlace = tuple[FamilyOnPage, int, int, int, int]
 
 
 def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: Packed, verdict: Verdict) -> int:
-    """Pack whole curves until no more fit, and return how many there are."""
     order = _by_interest(run, made, verdict)
     kept = 0
     for piece in pieces(np.array([count for *_, count in order], np.int64), 500_000):
@@ -384,7 +348,6 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
 
 
 def _scalars(run: RecordedRun, subjects: Subjects, packed: Packed) -> list[dict[str, Any]]:
-    """The trainer's metrics, then what users' features have logged without a layer."""
     curves = list(facts.trainer_curves(run).items())
     for family in subjects.free:
         for series, rank in zip(family.series.tolist(), family.rank.tolist(), strict=True):

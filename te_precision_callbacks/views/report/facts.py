@@ -22,7 +22,6 @@ _MOST_POINTS = 20_000
 
 
 def trainer_curves(run: RecordedRun) -> dict[str, Curve]:
-    """The trainer's metrics: the loss first, speed metrics last."""
     return {name: run.curves[name] for name in sorted(loss_first(run.curves), key=lambda name: name not in run.metrics)}
 
 
@@ -39,11 +38,7 @@ def thinned(values: npt.NDArray[np.float64], most: int = _MOST_POINTS) -> npt.ND
 
 
 def coverage(run: RecordedRun) -> list[dict[str, Any]]:
-    """The multiply-adds of a step at the end of the run, by precision and by pass.
-
-    Returns:
-        Rows of ``precision``, ``backward`` and ``macs``; none if the run has no products.
-    """
+    """The multiply-adds of a step at the end of the run, as rows of ``precision``, ``backward`` and ``macs``."""
     return [
         {"precision": name, "backward": backward, "macs": macs}
         for (name, backward), macs in sorted(multiply_adds(run).items())
@@ -51,7 +46,6 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
-    """Layer -> its matrix products at the end of the run, as the page shows them."""
     operands: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     for row in at_the_end(run.operands).to_pylist():
         operands[row["layer"], row["gemm"], row["gemm_id"]][row["tensor"]] = row["format"] or ""
@@ -65,7 +59,6 @@ def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
 
 
 def _why(row: Mapping[str, Any]) -> str:
-    """The reason why a product does not run in low precision; empty if it does."""
     if not row["reason"]:
         return ""
     value = Reason[row["reason"]].value if row["reason"] in Reason.__members__ else str(row["reason"])
@@ -73,7 +66,6 @@ def _why(row: Mapping[str, Any]) -> str:
 
 
 def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
-    """Layer -> its facts."""
     found: dict[str, dict[str, Any]] = {}
     for row in run.layers.to_pylist():
         name = layer_name(row["scope"], row["layer"])
@@ -87,7 +79,6 @@ def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
 
 
 def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
-    """The last events, and the number of all."""
     found = run.events_of_ranks()
     rows = []
     for row in found[-_MOST_EVENTS:]:
@@ -136,7 +127,6 @@ def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
 
 
 def segments(run: RecordedRun) -> list[dict[str, Any]]:
-    """The process starts, with all their facts."""
     return [{**vars(one), "facts": readable(one.facts)} for one in run.segments]
 
 
@@ -149,7 +139,6 @@ def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan(run: RecordedRun) -> list[dict[str, Any]]:
-    """The layers of each section and feature of the config."""
     found: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for row in run.plan.to_pylist():
         key = tuple(row[name] for name in ("section", "file", "line", "feature", "since", "until"))

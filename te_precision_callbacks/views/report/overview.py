@@ -1,9 +1,4 @@
-"""Heat maps: layer by step for each statistic, in few columns, each cell the worst of its steps.
-
-for overview in overviews(run, subjects.families, Columns.of(run, most=250)):
-    overview.cells[REDUCED]             # [layers, columns], float64, nan without a value
-    overview.worst[REDUCED]             # [layers], the worst value of each layer
-"""
+"""Heat maps: layer by step for each statistic, in few columns, each cell the worst of its steps."""
 
 from __future__ import annotations
 
@@ -23,7 +18,6 @@ from te_precision_callbacks.views.report.subjects import FamilySeries, Ints
 Floats = npt.NDArray[np.float64]
 
 MOST_AT_ONCE = 2_000_000
-"""The maximum number of values that are read at once."""
 
 _CELLS = 4_000_000
 """The maximum number of cells of all heat maps, unless there are more rows than fit with the fewest columns."""
@@ -33,11 +27,7 @@ _MOST_COLUMNS, _FEWEST_COLUMNS = 400, 24
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a heat map: consecutive iterations that had values.
-
-    Attributes:
-        first, last: [columns], the first and the last iteration of each.
-    """
+    """The columns of a heat map: consecutive iterations that had values; [columns], the first and the last of each."""
 
     first: Ints
     last: Ints
@@ -47,10 +37,6 @@ class Columns:
         """Divide the iterations of a run into columns of about equal size.
 
         If steps were downsampled, a column begins at a remaining step, so that all layers have values in it.
-
-        Args:
-            run: the run.
-            most: the maximum number of columns.
         """
         parts = [table["iteration"].to_numpy() for table in (run.steps, run.scalars) if len(table)]
         if not len(run.steps):
@@ -66,28 +52,20 @@ class Columns:
 
     @classmethod
     def for_rows(cls, run: RecordedRun, rows: int) -> Columns:
-        """Return as many columns as a page has room for.
-
-        Args:
-            run: the run.
-            rows: the rows of all heat maps of the page.
-        """
+        """Return as many columns as a page has room for, with heat maps of so many rows in all."""
         return cls.of(run, min(max(_CELLS // max(rows, 1), _FEWEST_COLUMNS), _MOST_COLUMNS))
 
     def __len__(self) -> int:
         return len(self.first)
 
     def column_of(self, iterations: Ints) -> Ints:
-        """The column of each iteration."""
         return np.maximum(np.searchsorted(self.first, iterations, "right") - 1, 0)
 
     def take(self, chosen: Ints) -> Columns:
-        """Some of the columns."""
         return Columns(self.first[chosen], self.last[chosen])
 
 
 def has_room_for(rows: int) -> bool:
-    """Return whether a page has room for heat maps with this number of rows."""
     return rows * _FEWEST_COLUMNS <= _CELLS
 
 
@@ -99,8 +77,6 @@ def _pieces_of_all(run: RecordedRun) -> Iterator[pa.Table]:
 
 
 class WorstNumber(NamedTuple):
-    """The worst value of a layer, with its rank and iteration."""
-
     value: float
     rank: int
     at: int
@@ -111,12 +87,8 @@ class Overview:
 
     Values of delayed scaling's first step, with the scale 1, are left out: they would hide all others.
 
-    Args:
-        of: the statistic and its series.
-        columns: the columns.
-        sign: see :func:`~te_precision_callbacks.statistics.series.sign_of`; by default from the statistic.
-
     Attributes:
+        sign: see :func:`~te_precision_callbacks.statistics.series.sign_of`; by default from the statistic.
         layers: [rows], the layers with the statistic, in the order of execution.
         cells: rank -> [rows, columns]: the worst value of the column; nan also without a value.
         present: rank -> [rows, columns], bool: whether there is a value.
@@ -138,11 +110,9 @@ class Overview:
 
     @property
     def family(self) -> Family:
-        """The statistic."""
         return self.of.family
 
     def add(self, series: int, iterations: Ints, values: Floats) -> None:
-        """Add the values of a series, by iteration."""
         row, rank = self._places[series]
         self.series[rank][row] = series
         if not len(values):

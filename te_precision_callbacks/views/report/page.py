@@ -1,7 +1,4 @@
-"""The frame of an HTML page that needs nothing but itself. Its contents are the scripts in ``page/``.
-
-write_report(run, "report.html")
-"""
+"""The frame of an HTML page that needs nothing but itself. Its contents are the scripts in ``page/``."""
 
 from __future__ import annotations
 
@@ -24,10 +21,8 @@ from te_precision_callbacks.views.report.packing import compressed
 from te_precision_callbacks.views.report.subjects import ReportError
 
 MOST_BYTES = 10_000_000
-"""The most bytes of a page."""
 
 _SHARED = ("unpack", "values", "dom", "plots", "shell", "heatmap")
-"""The files of every page's script, in their order."""
 
 _OF_A_RUN = ("findings", "summary", "ranges", "layer", "profile", "speed", "config", "main")
 
@@ -38,14 +33,8 @@ FOR_FACTS = 1_200_000
 class PageTemplate:
     """A page without its data.
 
-    Attributes:
-        size: its characters.
-
     Args:
         scripts: the files of the page's own script, after the shared ones; the last opens it.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
     """
 
     def __init__(self, scripts: Sequence[str]) -> None:
@@ -59,13 +48,7 @@ class PageTemplate:
         self.size = len(self._frame) + sum(map(len, self._filled.values()))
 
     def filled(self, title: str, content: Mapping[str, Any], arrays: Sequence[str]) -> str:
-        """Return the page.
-
-        Args:
-            title: the title, visible before the page is drawn.
-            content: its JSON; numbers may be nan and inf.
-            arrays: the texts of a :class:`te_precision_callbacks.views.report.packing.Packed`.
-        """
+        """Return the page; numbers of ``content`` may be nan and inf."""
         filled = {
             **self._filled,
             "TITLE": html.escape(title),
@@ -86,14 +69,10 @@ def write_report(
     """Write the page of a run.
 
     Args:
-        run: the run, from :func:`te_precision_callbacks.runs.open_run`.
         path: an ``.html`` file in a folder that exists.
         most: the maximum size of the page, in bytes, unless the overview alone needs more.
-        device: the device for expected times, from
-            :func:`~te_precision_callbacks.speed.device_named`; by default the run's own GPU.
-
-    Returns:
-        The file.
+        device: the device for expected times, from :func:`~te_precision_callbacks.speed.device_named`; by default the
+            run's own GPU.
 
     Raises:
         ReportError: the run has no values, the file cannot be written, or its name ends otherwise.
@@ -106,13 +85,8 @@ def write_report(
 
 
 def output_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a page that is to be written, before the work for it begins.
-
-    Args:
-        path: the path; its name ends in ``.html`` or ``.htm``, or has no ending.
-
-    Raises:
-        ReportError: its name ends otherwise, or its folder does not exist.
+    """Check the path of a page before the work for it begins; raises ReportError for another ending or a missing
+    folder.
     """
     path = Path(path)
     name, ending = visible(str(path)), path.suffix[1:]
@@ -127,11 +101,7 @@ def output_path(path: str | os.PathLike[str]) -> Path:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Write a file whole: another reader sees the former one or all of it.
-
-    Raises:
-        ReportError: it cannot be written.
-    """
+    """Write a file whole: another reader sees the former one or all of it."""
     path = Path(path)
     try:
         replace_whole(path, lambda file: file.write(data))

@@ -1,7 +1,4 @@
-"""The speed of a run for a report: expected times, and measured times of its trace.
-
-speed_facts(run)["kinds"]["rows"][0]        # {"layers": 96, "name": "layers.{0-95}.fc1", "high_ms": ..., ...}
-"""
+"""The speed of a run for a report: expected times, and measured times of its trace."""
 
 from __future__ import annotations
 
@@ -29,16 +26,12 @@ _MOST_TRACE_BYTES = 64_000_000
 
 
 def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any]:
-    """Return the speed of the step at the end of a run.
-
-    Args:
-        run: the run.
-        device: the device for expected times; by default the run's own GPU.
+    """Return the speed of the step at the end of a run, in milliseconds.
 
     Returns:
-        ``summary``, the answer in a sentence; ``device``, null if unknown; ``unknown``, why no times are expected
-        and the remedy, may be empty; ``trace``, the measured times; and if times are expected ``total``, ``kinds``,
-        ``advice`` and ``notes``. Times are milliseconds of a step.
+        ``summary``, the answer in a sentence; ``device``, null if unknown; ``unknown``, why no times are expected and
+        the remedy, may be empty; ``trace``, the measured times; and if times are expected ``total``, ``kinds``,
+        ``advice`` and ``notes``.
     """
     known = run_speed(run, estimate_step, device=device, most_trace_bytes=_MOST_TRACE_BYTES)
     speed = known.expected
@@ -75,7 +68,6 @@ def _visible(value: Any) -> Any:
 
 
 def _trace(known: RunSpeed) -> dict[str, Any] | None:
-    """Return the times of the run's trace; None without one."""
     if known.trace is None:
         return None
     facts: dict[str, Any] = {"name": known.trace.name, "problem": known.trace_problem, "beside": "", "kinds": []}
@@ -91,7 +83,6 @@ def _trace(known: RunSpeed) -> dict[str, Any] | None:
 
 
 def _kinds(speed: StepSpeed, measured: Mapping[str, float]) -> dict[str, Any]:
-    """Return the kinds of layers, longest first, and a note about the rest."""
     rows = layer_rows(speed, measured)
     left = rows[_MOST_KINDS:]
     count = sum(len(row.layers) for row in left)

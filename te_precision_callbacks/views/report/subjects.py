@@ -1,9 +1,4 @@
-"""The subjects of a run's numbers: its layers in the order of execution, and its families of statistics.
-
-subjects = Subjects(run)
-subjects.layers[7].name                 # "layers.1.fc2"
-subjects.families[2].series             # the numbers of its series, with the layer and the rank of each
-"""
+"""The subjects of a run's numbers: its layers in the order of execution, and its families of statistics."""
 
 from __future__ import annotations
 
@@ -27,10 +22,8 @@ from te_precision_callbacks.statistics.series import Family, family_of
 Ints = npt.NDArray[np.int64]
 
 SHORT = 42
-"""The most characters of a layer's short name."""
 
 _BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?=\.)")
-"""The path of a layer up to its first number, if something follows."""
 
 
 class ReportError(PrecisionDebugError, ValueError):
@@ -45,7 +38,6 @@ class ReportLayer:
         name: with the scope in front, unless it begins with the scope.
         block: its repeated part of the model, such as ``layers.3``; may be empty.
         short: a short name for plots that distinguishes it from other layers, without control characters.
-        block_short: a short name of the block.
     """
 
     name: str
@@ -55,7 +47,6 @@ class ReportLayer:
 
     @property
     def content(self) -> dict[str, str]:
-        """Its names for a page, as text without control characters."""
         return {**vars(self), "name": visible(self.name), "block": visible(self.block)}
 
 
@@ -64,7 +55,6 @@ class FamilySeries:
     """A statistic of a tensor, with its series in all layers and ranks.
 
     Attributes:
-        family: the statistic.
         series: [n], the numbers of the series in the run.
         layer: [n], the index of each one's layer in :attr:`Subjects.layers`; -1 for a number without a layer.
         rank: [n], :data:`REDUCED` for a number that is reduced over ranks.
@@ -79,7 +69,6 @@ class FamilySeries:
 
     @property
     def is_histogram(self) -> bool:
-        """True if its values are histograms."""
         request = self.family.request
         return request is not None and request.statistic.bins is not None
 
@@ -90,23 +79,17 @@ class FamilySeries:
 
     @property
     def rows(self) -> Ints:
-        """The layers that have it, in the order of execution."""
         return np.unique(self.layer)
 
     @property
     def has_direction(self) -> bool:
-        """True if its values get worse in a direction."""
         return self.family.has_direction
 
 
 class Subjects:
-    """The layers of a run and its families of statistics.
+    """The layers of a run in the order of execution, then layers that have not run, and its families of statistics.
 
-    Attributes:
-        layers: all layers in the order of execution, then layers that have not run.
-        families: the families of numbers.
-        histograms: the families of histograms.
-        free: the families of numbers without a layer.
+    ``free`` are the families of numbers without a layer.
     """
 
     def __init__(self, run: RecordedRun) -> None:
@@ -139,7 +122,6 @@ def layer_name(scope: str | None, layer: str | None) -> str:
 
 
 def folder_name(run: RecordedRun) -> str:
-    """The name of a run: the name of its log folder."""
     path = Path(os.path.abspath(run.path))  # without dots; links stay as they are
     above = next((each.parent for each in path.parents if each.name == FOLDER), path)
     return (above.parent if above.name == FOLDER else above).name or run.run_id

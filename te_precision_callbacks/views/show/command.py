@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _Display = AbstractContextManager[Callable[["RunView"], None]]
 
 _MOST_FAILURES = 5
-"""How often in a row a run that is followed may be unreadable."""
 
 _SHARE = 4.0
 """The pause between two reads of a run, as a multiple of the time to read it."""
@@ -109,7 +108,6 @@ def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun
 
 
 def _follow(view: RunView, read: Callable[[RunView], RunView], every: float, display: _Display) -> RunView:
-    """Show the run until it has ended, and return the last view."""
     from te_precision_callbacks.runs import RunError
 
     failures, took = 0, 0.0

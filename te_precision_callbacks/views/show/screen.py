@@ -26,12 +26,6 @@ _SEVERITY = {"error": "bold red", "warning": "yellow"}
 
 
 class Screen:
-    """A run, drawn for the width of the console.
-
-    Args:
-        view: the view.
-    """
-
     def __init__(self, view: RunView) -> None:
         self._view = view
 
@@ -84,7 +78,6 @@ def line_of(view: RunView) -> str:
 
 
 def event_in_words(event: ShownEvent) -> str:
-    """An event as a line."""
     at = "" if event["iteration"] is None else f"step {event['iteration']}"
     named = () if event["ranks"] == [0] else event["ranks"]  # rank 0 speaks for the run
     ranks = folded((f"rank {rank}" for rank in named), most=2)
@@ -160,7 +153,6 @@ def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
 
 
 def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names: ShortNames) -> Table:
-    """The worst tensors by a statistic: names, numbers, and curves where there is room."""
     numbers = [(f"{series.curve.values[-1]:.3g}", _worst_number(series)) for series in worst]
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
     left = max(width - taken, _LEAST_NAME)
