@@ -229,7 +229,6 @@ def broken_clauses(contract: Contract, coverage: Coverage) -> list[str]:
 
 
 def _is_broken_for_certain(contract: Contract, coverage: Coverage) -> bool:
-    """Return whether products break a contract, whatever the uncounted products are."""
     whole = tuple(share for share in contract.shares if share.number >= 1 and share.comparison in (">", ">="))
     return any(_broken_shares(dataclasses.replace(contract, shares=whole), coverage)) or any(
         _broken_layers(contract, coverage)
@@ -271,7 +270,7 @@ def _broken_state(contract: Contract, state: Iterable[StateRow], *, of_all: bool
 
 
 def require_layers(contract: Contract, names: Iterable[str]) -> None:
-    """Raise a ConfigError if a pattern of the contract matches no layer. ``names`` has the names of all ranks."""
+    """Raise a ConfigError if a pattern matches no layer of any rank."""
     known = list(names)
     for pattern in contract.layers:
         if not any(re.search(pattern, name) for name in known):
@@ -351,7 +350,6 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: 
 
 
 def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
-    """The state of all ranks, added up; see :func:`shared_products`."""
     sizes: dict[tuple[str, str], tuple[int, int]] = {}
     for row in own:
         tensors, size = sizes.get((row.subject, row.dtype), (0, 0))

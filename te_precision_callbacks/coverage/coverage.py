@@ -243,7 +243,6 @@ class Coverage(tuple[Product, ...]):
 
     @property
     def is_incomplete(self) -> bool:
-        """Return whether uncounted calls may be counted in later steps."""
         return any(product.not_run.startswith(ESTIMATED) for product in self if product.runs == "uncounted")
 
     @property

@@ -30,8 +30,6 @@ class GemmPrecision:
     """The precision of one GEMM.
 
     Attributes:
-        layer: the layer.
-        gemm: ``fprop``, ``dgrad`` or ``wgrad``.
         operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``. Several formats in a run are joined by arrows
             in the order of their first step. Empty for a GEMM that has not run.
         seen: whether all of these formats were seen on the tensors passed to the GEMM, and no other format is
@@ -41,9 +39,9 @@ class GemmPrecision:
             the layer, if a backward has reached other parts of the model.
         since: the first debug iteration with these facts; in ``session.precision``, the first one of the GEMM.
         until: the last debug iteration with these facts; None while they hold.
-        recipe: the recipe of the layer: ``fp8_delayed_scaling``, ``fp8_current_scaling``, ``mxfp8``,
-            ``fp8_block_scaling``, ``nvfp4``, the class of a custom recipe, or :data:`HIGH_PRECISION`. Several recipes
-            are joined by arrows. Empty for a GEMM that has not run.
+        recipe: ``fp8_delayed_scaling``, ``fp8_current_scaling``, ``mxfp8``, ``fp8_block_scaling``, ``nvfp4``, the class
+            of a custom recipe, or :data:`HIGH_PRECISION`; several are joined by arrows. Empty for a GEMM that has not
+            run.
         excluded: whether the layer ran in high precision because its forward is inside ``te.autocast(enabled=False)``.
     """
 
@@ -90,7 +88,6 @@ _DOUBT = 1 << len(GEMMS)
 _EXCLUDED = _DOUBT << 1
 
 MOST_SPANS = 64
-"""The most changes of a layer that :meth:`PrecisionHistory.spans` returns."""
 
 
 class Format(NamedTuple):
@@ -211,7 +208,6 @@ class PrecisionHistory:
         return _UNKNOWN if entries is None or not entries.since else self._facts[entries.facts[-1]]
 
     def met(self, layer: str, gemm: GemmName) -> list[GemmFact]:
-        """All facts about a GEMM so far, in the order of their first iteration."""
         entries = self._layers.get(layer)
         return [] if entries is None else list(self._met(entries, GEMMS.index(gemm)))
 

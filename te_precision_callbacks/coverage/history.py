@@ -137,7 +137,6 @@ class CoverageHistory:
         self._kinds_changes = step.kinds.changes
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
-        """Keep the products of layers that only other ranks have."""
         own = {product.layer for counted in self._counted for product in counted.products}
         self.of_other_ranks = tuple(product for product in products if product.layer not in own)
 

@@ -155,7 +155,6 @@ class WeightMarks:
         self._copies = Marks[Weight]()
 
     def read(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-        """Read the current memory of the parameters."""
         of_place: dict[tuple[int, int], list[Weight]] = {}
         of_storage: dict[int, list[Weight]] = {}
         for path, module in modules:

@@ -333,7 +333,6 @@ NOT_COUNTED: Mapping[str, str] = {
     ),
     **dict.fromkeys(("_foreach_mm", "linear", "linear_backward"), "multiplies matrices on a device without support"),
 }
-"""Operator of aten that multiplies matrices and is not counted -> reason."""
 
 _NO_PRODUCTS = frozenset(
     {

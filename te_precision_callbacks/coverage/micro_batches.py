@@ -35,7 +35,6 @@ NOT_CALLED = (
 )
 
 OUTSIDE = "outside"
-"""The form of everything that a step runs outside of calls of the model."""
 
 
 class Kind(NamedTuple):
@@ -117,8 +116,6 @@ class _CallSearch:
         is_new: whether no call has been counted, or the last one proved nothing.
         sought: kinds that were met and not counted.
         in_vain: the number of calls counted since that turned out to be of a known kind.
-        last: the last counted call.
-        by_values: whether sizes depend on the values of tensors.
     """
 
     def __init__(self) -> None:
@@ -152,7 +149,6 @@ class ModelCalls:
     Attributes:
         is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit. Steps without a backward,
             such as skipped batches, count as first steps up to :data:`MOST_WITHOUT_BACKWARD`.
-        outside: everything that the step runs outside of calls of the model.
         has_graphs: whether layers run in CUDA graphs, so that the kind of a call is its form alone.
     """
 
@@ -286,7 +282,6 @@ class ModelCalls:
         self.outside = ModelCall(OUTSIDE, counts_outside)
 
     def end_outside(self, *, has_products: bool) -> Kind | None:
-        """The kind of everything that the step ran outside of calls; None if it ran nothing there."""
         if not has_products and not self.outside.path:
             return None
         if self.has_graphs:
@@ -295,18 +290,15 @@ class ModelCalls:
         return self.outside.kind
 
     def differ_in_integers(self, kind: Kind, other: Kind) -> bool:
-        """Return whether two kinds differ only in the integers of the input."""
         base = self._base.get(kind.form)
         return base is not None and base == self._base.get(other.form) and kind != other and kind[1:] == other[1:]
 
     def note_alike(self, kind: Kind, *, alike: bool) -> None:
-        """Note whether a kind has the same products as a kind with other integers."""
         base = self._base[kind.form]
         self._alike[base] = self._alike.get(base, 0) + (1 if alike else -MOST_COUNTED)
 
 
 def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
-    """The calls that tensors, or edges of the graph, belong to."""
     for mark, products in found_in_graph(roots):
         call = mark.call if isinstance(mark, _Mark) else products[0].call
         if call is not None:

@@ -91,7 +91,6 @@ class ModelWatch:
         self._replaced.replace(engine, "_engine_run_backward", self._around_backward(engine._engine_run_backward))
 
     def end_step(self) -> None:
-        """Forget the products of the step; count the next one if calls of it are wanted."""
         if self.counting:
             self.operators = OperatorProducts(self._modules, self.state, self.calls)
         if self.counting and not self.calls.is_first:
@@ -104,7 +103,6 @@ class ModelWatch:
         return ran
 
     def close(self) -> None:
-        """Stop watching the model, restore torch, and forget everything."""
         self.active = self.counting = False
         self.state.close()
         self._replaced.put_back()
@@ -239,7 +237,6 @@ class ModelWatch:
             return None
 
     def fail(self, error: Exception) -> None:
-        """Stop watching operators in this step, and report the error."""
         first, self.failure = not self.failure, f"all products of torch: {type(error).__name__}: {error}"
         if first:
             self._report("counting the matrix products of", "a step", error)

@@ -317,7 +317,6 @@ def _made_quantizers(module: Any, recipe: Any, forward: int, backward: int) -> l
 
 
 def gemm_sizes(tokens: int, in_features: int, out_features: int) -> Mapping[GemmName, tuple[int, int, int]]:
-    """n, m and k of each GEMM of a layer, as in :class:`Product`."""
     return {
         "fprop": (tokens, out_features, in_features),
         "dgrad": (tokens, in_features, out_features),

@@ -191,15 +191,11 @@ class PrecisionAudit:
         return any(made.recipe for made in formats) if formats else None
 
     def of_gemms_that_run(self, formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
-        """The formats without the operands of GEMMs that the last backward skipped."""
         facts = {operand: self._now_of(operand) for operand in formats}
         return {operand: formats[operand] for operand, fact in facts.items() if fact is None or not fact.is_left_out}
 
     def plan(self, formats: Mapping[LayerOperand, Format], *, excluded: bool = False) -> None:
-        """Note formats that quantizers make, of operands of GEMMs that run unseen.
-
-        ``excluded``: whether layers in high precision ran inside ``te.autocast(enabled=False)``.
-        """
+        """Note formats that quantizers make, of operands of GEMMs that run unseen."""
         for operand, made in formats.items():
             notes = self._now[operand.layer]
             notes.excluded |= excluded and not made.recipe
@@ -211,17 +207,14 @@ class PrecisionAudit:
             self._now[layer].expected[gemm] = None
 
     def expect_unseen(self, formats: Mapping[LayerOperand, Format]) -> None:
-        """Note the formats of layers, for use if no operand of the layer is seen in the iteration."""
         for operand, made in formats.items():
             self._unseen.setdefault(operand.layer, {})[operand] = made
 
     def leave_out(self, gemms: Mapping[LayerGemm, str]) -> None:
-        """Note GEMMs that the backward of a forward skips, and why."""
         for (layer, gemm), reason in gemms.items():
             self._now[layer].left_out[gemm] = reason
 
     def look(self, event: GemmEvent) -> None:
-        """Note the formats of a GEMM's operands in training; a listener of the tap."""
         if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return
         self._had_backward |= event.gemm != "fprop"
@@ -382,7 +375,6 @@ def recipe_in_force(module: Any, *, fp8: bool) -> str:
 
 
 def backward_override(module: Any) -> str | None:
-    """The ``backward_override`` of a module's recipe: ``high_precision``, ``dequantized`` or None."""
     return module.fp8_meta["recipe"].backward_override if module.fp8 else None
 
 
@@ -392,7 +384,6 @@ def recipe_text(recipe: Any) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``FP32``, ``BF16``, ...; for other dtypes torch's own name."""
     return _DTYPES.get(dtype, str(dtype))
 
 

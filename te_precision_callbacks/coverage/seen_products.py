@@ -47,18 +47,6 @@ class ModelProducts(ModelWatch):
         self._operations: frozenset[str] = frozenset()
         self._kinds = CountedKinds("")
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether layers run in CUDA graphs: all calls with the same input then have the same products.
-
-        Their other evidence depends on whether the graph runs, or the layers' own forwards.
-        """
-        return self.calls.has_graphs
-
-    @has_graphs.setter
-    def has_graphs(self, value: bool) -> None:
-        self.calls.has_graphs = value
-
     def watch_model(self, model: Model, names: Mapping[int, str], operations: Iterable[str]) -> None:
         """Count the products of a model from the next step on, and stop counting any other model.
 

@@ -51,7 +51,6 @@ class Diagnosis:
         return self._judge(iteration, lambda judge: judge.facts(facts))
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
-        """Check the numbers of a step; each step once, in order."""
         self.has_run = True
         self._collected += 1
         if numbers.rank is not None:
@@ -60,7 +59,6 @@ class Diagnosis:
         return self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts), numbers.rank)
 
     def scalars(self, iteration: int, values: Mapping[str, float], rank: int | None = None) -> list[Finding]:
-        """Check metrics of the trainer; by iteration, in order. ``rank`` is the only rank with these metrics."""
         return self._judge(iteration, lambda judge: judge.scalars(iteration, values), rank)
 
     def event(self, event: Event, rank: int | None = None) -> list[Finding]:
@@ -121,7 +119,6 @@ class Diagnosis:
         return ", ".join(parts)
 
     def _why_not(self, judge: Judge) -> str:
-        """The reason why a rule was not checked; empty if its data are not collected."""
         if not self.has_run:
             return "no training step has run"
         if judge.why_not:

@@ -70,7 +70,6 @@ class LayerFacts:
 
     @property
     def is_explicit(self) -> bool:
-        """True if a region of ``te.autocast(enabled=False)`` keeps the layer in high precision."""
         reason, exactly = self.reasons.get("fprop", ("", ""))
         return reason == "NO_AUTOCAST" and "enabled=False" in exactly
 
@@ -80,7 +79,6 @@ class LayerFacts:
 
     @property
     def lacks_backward(self) -> bool:
-        """True if its weight needs a gradient, and no backward has reached it."""
         return self.never.get("wgrad") == NO_BACKWARD
 
 
@@ -152,7 +150,6 @@ class Facts:
         states: Iterable[Row] = (),
         settings: Settings | None = None,
     ) -> Facts:
-        """Facts from rows of the tables of :mod:`te_precision_callbacks.runs.tables` that hold in one iteration."""
         fields: dict[str, dict[str, Any]] = {}
 
         def of(name: str) -> dict[str, Any]:
@@ -198,7 +195,6 @@ class Facts:
     def from_tables(
         cls, tables: Mapping[str, Iterable[Row]], iteration: int, settings: Settings | None = None
     ) -> Facts:
-        """Facts from the rows of all tables of a run, as they were in an iteration."""
         layers, gemms, operands = (_at(tables[name], iteration) for name in OF_SPANS)
         return cls.from_rows(layers, gemms, operands, tables["states"], settings)
 

@@ -24,7 +24,6 @@ NO_CONFIG = "or no config at all"
 ADD_DEFAULT = "add the section default_statistics to the config"
 
 _MOST_REASONS = 2
-"""The reasons in the first line for not having checked enough."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,6 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """The ranks, in words; empty for reduced values."""
         if not self.ranks:
             return ""
         more = len(self.ranks) - 1
@@ -239,7 +237,6 @@ class Verdict(Sequence[Finding]):
 
     @property
     def healthy(self) -> bool:
-        """True if no problems were found, and enough was checked for an all-clear."""
         return self.state == "no problems found"
 
     @property

@@ -53,7 +53,6 @@ class Known:
 
 
 def known_line(finding: Finding) -> str:
-    """The line that leaves a finding out: ``sibling h.{0-7}.fc1, h.{0-7}.fc2``."""
     return " ".join(filter(None, (finding.rule, ", ".join(folded(finding.layers, most_ranges=None)))))
 
 
@@ -92,7 +91,6 @@ _BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
 
 
 def _matcher(layers: str) -> Callable[[str], bool]:
-    """Return a function that matches names against patterns such as ``h.*.fc1, h.{0-2,5}.fc2, head``."""
     patterns = {pattern for text in _COMMA.split(layers) for pattern in _expanded(text.strip())}
     globs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
     return lambda name: name == layers or name in patterns or any(fnmatchcase(name, glob) for glob in globs)

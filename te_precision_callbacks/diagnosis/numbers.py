@@ -93,7 +93,6 @@ class StepNumbers:
                 yield column._replace(values=np.maximum(np.abs(column.values), np.abs(least.at(column.layers, np.nan))))
 
     def _quantized(self, column: Column, recipe: str | None, facts: Facts | None) -> Iterator[Column]:
-        """The part of a column of the layers that quantize the tensor by a recipe."""
         if facts is None:
             yield column
             return
@@ -119,7 +118,6 @@ class StepNumbers:
         return column._replace(values=np.where(lost.at(column.layers, 0.0) > 0, np.nan, column.values))
 
     def one(self, statistic: str, tensor: str, facts: Facts | None = None) -> Column | None:
-        """The column of a statistic of a tensor, see :meth:`all`."""
         return next(self.all(statistic, (tensor,), facts), None)
 
 

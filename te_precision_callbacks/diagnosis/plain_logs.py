@@ -48,7 +48,6 @@ class PlainLog(NamedTuple):
 
 
 def read_plain_log(run: RecordedRun) -> PlainLog:
-    """Derive facts from the values of a log."""
     table = run.values(list(range(len(run.subjects))))
     series, values = table["series"].to_numpy(), table["value"].to_numpy()
     iterations = table["iteration"].to_numpy()
@@ -107,7 +106,6 @@ def _facts(
 
 
 def _recipe(tensor: str, statistics: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
-    """The recipe and the format of a tensor; the recipe is empty if unknown."""
     text = "FP8 E5M2" if tensor == "gradient" else "FP8 E4M3"
     largest, least = statistics.get("scale_inv_max", {}), statistics.get("scale_inv_min", {})
     scales = np.array(list(largest.values()))

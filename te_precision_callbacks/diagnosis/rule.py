@@ -69,7 +69,6 @@ class Judge:
 
     @property
     def why_not(self) -> str:
-        """The reason why the rule was not checked although there were data; empty without data."""
         if not self._count:
             return ""
         return f"it needs {many(self.needed, self._kind_of_step)}, and has had {self._count}"

@@ -111,7 +111,6 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
 def _low_instead(
     times: Sequence[ProductTime], device: Device, recipe: str, table: Calibration | None
 ) -> Iterator[Advice]:
-    """Suggest low precision for layers with a removable reason for high precision."""
     of_reason: dict[Reason, list[Product]] = defaultdict(list)
     for time in times:
         reason = time.product.reason
@@ -137,7 +136,6 @@ def _low_instead(
 
 
 def _padding(times: Iterable[ProductTime], recipe: str, device: Device) -> str:
-    """Return which dimensions a recipe pads, as part of a sentence."""
     sizes: dict[str, None] = {}
     for time in times:
         shape = shape_of(time.product)

@@ -209,7 +209,6 @@ def _matmul(shape: Shape, device: str) -> Callable[[], object]:
 
 
 def _quantizer(recipe: str, operand: str, directions: tuple[bool, bool]) -> Any:
-    """Return a te.Linear's quantizer for an operand in a recipe with default arguments."""
     from transformer_engine.common import recipe as recipes
     from transformer_engine.pytorch.quantization import RecipeState
 

@@ -163,7 +163,6 @@ def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
 
 
 def _reasons(time: ProductTime) -> Iterable[str]:
-    """Yield the reason for high precision, and how the mask of attention counts."""
     if not time.recipe and time.product.why:
         yield time.product.why
     share = time.product.mask_share

@@ -34,7 +34,6 @@ Source = Literal["model", "calibrated"]
 Verdict = Literal["faster", "slower", "not resolved", "unknown"]
 
 Interval: TypeAlias = tuple[float, float]
-"""A 95 % confidence interval."""
 
 _NORMAL = 1.96
 
@@ -260,7 +259,6 @@ def _calls_of(product: Product) -> float:
 def _casts_of_layer(
     layer: Iterable[tuple[Product, str]], device: Device, table: Calibration | None
 ) -> dict[str, tuple[float, float | None]]:
-    """Return GEMM -> the time of its casts, as modeled and as measured; None if one was not measured."""
     low = {product.gemm: (product, recipe) for product, recipe in layer if recipe in RECIPES and product.gemm in GEMMS}
     casts: dict[str, tuple[float, float | None]] = {}
     for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in low.items()}):

@@ -83,8 +83,6 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one kind in a layer, in the planned precision and in high precision."""
-
     layer: str
     kind: str
     low: int
@@ -303,7 +301,6 @@ class _MemoryPlanner:
             self._add_high(layer, "gradient", high, "always")
 
     def _codes_of(self, linear: _Linear, *, recomputed: bool) -> None:
-        """Plan the scaling state, the codes of a weight in high precision, and the gradient of the output."""
         if not linear.quantizers:
             return
         if linear.recipe.delayed():
@@ -381,7 +378,6 @@ def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Seq
 
 
 def layer_of_parameter(name: str, layers: Sequence[str]) -> str:
-    """Return the layer of a module that a parameter belongs to, by its name in the module."""
     if len(layers) == 1:
         return layers[0]
     if name.startswith("fc2"):
@@ -391,7 +387,6 @@ def layer_of_parameter(name: str, layers: Sequence[str]) -> str:
 
 
 def is_weight(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter of a module is the weight of a GEMM, by its name and dimensions."""
     return parameter.ndim > 1 and "bias" not in name
 
 

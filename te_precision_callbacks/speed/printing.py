@@ -22,7 +22,6 @@ def milliseconds(value: float) -> str:
 
 
 def times_faster(speedup: float, interval: Interval) -> str:
-    """Format a speed-up with its interval: ``1.47 (1.20 to 1.80)``."""
     if math.isnan(speedup):
         return "unknown"
     return f"{speedup:.2f}" + ("" if math.isnan(interval[0]) else f" ({interval[0]:.2f} to {interval[1]:.2f})")

@@ -143,7 +143,7 @@ def test_a_layer_is_chosen(look: Look, report: Path) -> None:
     for gemm in ("fprop", "dgrad", "wgrad"):
         assert gemm in table
     look.open(report, "page=layer&layer=decoder.layers.0.self_attention.proj")
-    assert "a feature of the config: DisableFP8GEMM in config.yaml:7" in look.page.locator("table").first.inner_text()
+    assert "DisableFP8GEMM in config.yaml:7" in look.page.locator("table").first.inner_text()
 
 
 def test_the_window_of_a_format_is_at_the_recorded_scale(look: Look, report: Path) -> None:

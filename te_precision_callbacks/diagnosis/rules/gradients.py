@@ -131,8 +131,6 @@ class Rhythms:
 
 
 class ZerosInWgrad(Judge):
-    """Zeros in the gradient of a weight."""
-
     needed = ZEROS_STEPS
 
     def __init__(self) -> None:

@@ -150,8 +150,6 @@ class _Curve:
 
 
 class GradientJump(Judge):
-    """A gradient norm far above those before."""
-
     needed, _kind_of_step = LEAST_NORMS, "logged gradient norm"
 
     def __init__(self) -> None:
@@ -209,7 +207,6 @@ class NonfiniteGradientNorm(Judge):
             yield from self._known()
 
     def _known(self) -> Iterator[Sighting]:
-        """Sightings that wait for the facts, which come after the first step."""
         if self._is_scaled is not None:
             waiting, self._waiting = self._waiting, []
             yield from () if self._is_scaled else waiting

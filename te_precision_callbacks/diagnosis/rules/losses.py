@@ -119,8 +119,6 @@ def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, it
 
 
 class _OfQuantized(Judge):
-    """A rule on what quantization loses, which is not about a run without low precision."""
-
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         if ran and not self.steps:
@@ -263,7 +261,6 @@ def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDAr
 
 
 def most_overflow(tensor: str) -> float:
-    """The threshold for elements above the range of the format, in percent."""
     return OVERFLOW if tensor == "activation" else OF_OTHERS
 
 

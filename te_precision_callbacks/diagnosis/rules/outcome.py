@@ -13,8 +13,6 @@ _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOver
 
 
 class FailedRun(Judge):
-    """An exception that ended the run."""
-
     def __init__(self) -> None:
         super().__init__()
         self._stopped = ""
@@ -37,8 +35,6 @@ class FailedRun(Judge):
 
 
 class BrokenContract(Judge):
-    """A contract that the products of a run do not hold."""
-
     def __init__(self) -> None:
         super().__init__()
         self.applies = False

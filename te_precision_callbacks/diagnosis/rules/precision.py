@@ -63,8 +63,6 @@ def _is_hole(layer: LayerFacts) -> bool:
 
 
 class NoLowPrecision(Judge):
-    """A run without any product in low precision."""
-
     def __init__(self) -> None:
         super().__init__()
         self._facts = Facts()
@@ -135,8 +133,6 @@ class Recomputed(Judge):
 
 
 class Mxfp8Hybrid(Judge):
-    """Gradients in E5M2 under MXFP8."""
-
     def __init__(self) -> None:
         super().__init__()
         self.applies = None
@@ -151,8 +147,6 @@ class Mxfp8Hybrid(Judge):
 
 
 class Nvfp4Tail(Judge):
-    """NVFP4 in the last layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.applies = None
@@ -171,8 +165,6 @@ class Nvfp4Tail(Judge):
 
 
 class LowPrecisionState(Judge):
-    """Optimizer state and gradients in bfloat16."""
-
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self.judged |= bool(facts.states)
         for subject, text in (

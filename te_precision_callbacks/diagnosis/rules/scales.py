@@ -100,8 +100,6 @@ class _OfScaleAndAmax(Judge):
 
 
 class ScaleNeverUpdated(_OfScaleAndAmax):
-    """A scale of delayed scaling that never follows amax."""
-
     needed = UNMOVED_STEPS
 
     def __init__(self) -> None:

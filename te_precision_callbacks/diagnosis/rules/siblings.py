@@ -138,7 +138,6 @@ class Sibling(Judge):
         return facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
 
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        """The places in a column of each group of alike layers, in the order of the tensor's path."""
         tensor = column.family.tensor
         layers, which = np.unique(column.layers, return_inverse=True)
         names = [numbers.names[layer] for layer in layers.tolist()]

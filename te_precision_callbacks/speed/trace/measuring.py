@@ -111,7 +111,6 @@ def measure(trace: Trace) -> MeasuredStep:
 def _in_iterations(
     work: Sequence[TraceEvent], spans: Mapping[int, tuple[float, float]]
 ) -> tuple[Sequence[TraceEvent], tuple[int, ...]]:
-    """Return the work launched in an iteration, and these iterations; all work if the trace marks none."""
     if not spans:
         return work, ()
     counted, iterations = [], set()
@@ -124,7 +123,6 @@ def _in_iterations(
 
 
 def _named(event: TraceEvent) -> NamedKernel | None:
-    """Return the kind and format of a kernel or operator; None if unknown."""
     if event.what == "operator":
         return of_operator(event.name) or NamedKernel("host")
     operator = event.context.operator

@@ -38,7 +38,6 @@ def parse_range(name: str) -> tuple[str, str]:
 
 
 def module_of(layers: Sequence[str]) -> str:
-    """Return the module of one or several layers: ``mlp`` of ``mlp.fc1`` and ``mlp.fc2``."""
     if len(layers) == 1:
         return layers[0]
     return layers[0].rpartition(".")[0] or layers[0]

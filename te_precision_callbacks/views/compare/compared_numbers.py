@@ -95,7 +95,6 @@ class ComparedNumbers:
 
     @property
     def curves(self) -> list[ComparedSeries]:
-        """The series that depart, strongest first, then the others; as many as fit."""
         return sorted(self._curves, key=lambda curve: (not curve.departs, -curve.strength))
 
     def _collect(self, part: Compared) -> None:

@@ -85,13 +85,11 @@ def compare(
 
 
 def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    """The path of a run, with its id if several runs have the same path."""
     several = any(each.path == run.path and each.run_id != run.run_id for each in runs)
     return f"{run.path} ({run.run_id})" if several else str(run.path)
 
 
 def _layers_apart(one: Side, other: Side) -> str:
-    """The reason why no layer can be compared, and the remedy; empty if one can."""
     notes = one.run.notes_in_words + other.run.notes_in_words
     if any(subject.layer for subject in one.series if subject in other.series):
         return ""

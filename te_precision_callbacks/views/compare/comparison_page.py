@@ -121,7 +121,6 @@ def _departure(departure: StatisticDeparture) -> dict[str, Any]:
 
 
 def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> dict[str, Any] | None:
-    """The curve for the page; None if there is no room for it."""
     columns = (curve.a, curve.b, curve.below, curve.above)
     arrays = packed.try_put(steps_between(curve.iterations), *(narrowed(column) for column in columns))
     if arrays is None:

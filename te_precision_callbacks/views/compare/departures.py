@@ -231,7 +231,6 @@ def _smallest(sides: Sequence[Numbers], number: int) -> Floats:
 
 
 def _ordinary(sides: Sequence[Numbers], number: int) -> Floats:
-    """[series]: the mean magnitude on the first side with values other than 0; 1 without one."""
     found = np.zeros(number)
     for numbers in sides:
         magnitudes = np.abs(numbers.values)

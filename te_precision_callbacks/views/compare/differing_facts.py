@@ -63,7 +63,6 @@ def _settings(run: RecordedRun) -> dict[str, str]:
 
 
 def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
-    """The types of weights, gradients and the optimizer's state."""
     ours, theirs = (_types(run) for run in (a, b))
     for subject in ours:
         if ours[subject] != theirs.get(subject, ours[subject]):
@@ -96,7 +95,6 @@ def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
 
 
 def _changed(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
-    """Fact, value in a and value in b -> the layers with this difference."""
     theirs = _of_layers(b)
     changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for key, value in _of_layers(a).items():

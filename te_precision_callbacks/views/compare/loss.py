@@ -29,11 +29,11 @@ class LossCurves(NamedTuple):
     """The losses of two sides at the steps that both have.
 
     Attributes:
-        steps: how many there are up to where either loss is lost, to the end of its run.
+        steps: up to where either loss is lost, to the end of its run.
         window: the steps of the running median.
         smooth_a, smooth_b: [n], as running medians; nan from where either is lost.
         relative: [n]: (b - a) / |a| of these; nan where either is no number.
-        lost_a, lost_b: where each is lost; None where it is not.
+        lost_a, lost_b: where each is lost.
     """
 
     name: Subject
@@ -72,7 +72,6 @@ def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
 
 
 def _lost(side: Side, name: Subject) -> LostLoss | None:
-    """The steps in which a loss is not finite, to the end of the side."""
     numbers = side.read([name])
     finite = np.flatnonzero(np.isfinite(numbers.values))
     rest = slice(int(finite[-1]) + 1 if finite.size else 0, None)
@@ -191,6 +190,5 @@ def _kind(shares: Shares) -> str:
 
 
 def _precision(shares: Shares) -> str:
-    """The low precision of a run if it has one, else the precision of its largest share."""
     kind = _kind(shares)
     return max(shares, key=shares.__getitem__) if kind == "high" else kind

@@ -32,7 +32,6 @@ class ComparedVerdicts:
 
     @property
     def summary(self) -> str:
-        """The new findings of B in a sentence, and whether a part of either run cannot be read."""
         partial = " and ".join(name for name, verdict in (("A", self.a), ("B", self.b)) if verdict.is_partial)
         unread = f" A part of {partial} cannot be read." if partial else ""
         if not self.b.judged:
@@ -58,7 +57,6 @@ class ComparedVerdicts:
 
 
 def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
-    """Check two runs with equal names of layers, and compare the findings."""
     ours, theirs = diagnose(a), diagnose(b)
     only_b = tuple(_beyond(theirs, ours, "A"))
     unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in ours.judged)

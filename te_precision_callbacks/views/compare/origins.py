@@ -28,7 +28,6 @@ _MADE_OF: Mapping[str, tuple[str, ...]] = {
     "wgrad": ("gradient", "activation"),
     "weight": ("wgrad", "gradient"),
 }
-"""A tensor -> the tensors that it is made of."""
 
 _MOST_LINKS = 10
 """The sources behind one another that are seen later than what inherits them."""

@@ -83,7 +83,6 @@ def _in_order(series: Ints, iterations: Ints, values: Floats) -> Numbers:
 
 
 def side_of_run(run: RecordedRun, name: str) -> Side:
-    """A whole run, with the trainer's metrics; raises ComparisonError without any number."""
     series, scalars = {}, {}
     for number, subject in enumerate(run.subjects):
         request = logged_request(subject.statistic) if subject.tensor else None

@@ -25,7 +25,6 @@ FALSE_FINDINGS = 0.01
 BEYOND_NOISE = 1.25
 
 _FEWEST, _MOST = 2.0, 1e6
-"""Degrees of freedom that a family may stand for."""
 
 _CLIPPED_AT = 0.9
 

@@ -14,7 +14,6 @@ MOST_NAMES = 3
 
 
 def what_was_compared(comparison: Comparison) -> Iterator[str]:
-    """Sentences on pairs and thresholds."""
     pairing, floor = comparison.pairing, comparison.floor
     steps = f"in {many(pairing.steps, 'step')}, from {pairing.first} to {pairing.last}"
     if pairing.first == pairing.last:

@@ -56,8 +56,6 @@ _FORMATS = (E4M3, E5M2, E2M1)
 
 @dataclass(frozen=True)
 class PageData:
-    """The data of a page: its JSON, and the texts of its arrays."""
-
     content: dict[str, Any]
     arrays: list[str]
 
@@ -151,7 +149,6 @@ MOST_PLACES = 200
 
 
 def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str, Any]:
-    """The verdict for the page, with places in the page's list of layers instead of names."""
     index = {layer.name: place for place, layer in enumerate(subjects.layers)}
     columns = ((table["scope"].to_pylist(), table["layer"].to_pylist()) for table in (run.series, run.layers))
     places: dict[str, int] = {}

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.coverage.other_steps import recorded_products
 from te_precision_callbacks.runs.answers import loss_first, multiply_adds
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
@@ -38,7 +38,6 @@ def thinned(values: npt.NDArray[np.float64], most: int = _MOST_POINTS) -> npt.ND
 
 
 def coverage(run: RecordedRun) -> list[dict[str, Any]]:
-    """The multiply-adds of a step at the end of the run, as rows of ``precision``, ``backward`` and ``macs``."""
     return [
         {"precision": name, "backward": backward, "macs": macs}
         for (name, backward), macs in sorted(multiply_adds(run).items())
@@ -46,23 +45,13 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
-    operands: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
-    for row in at_the_end(run.operands).to_pylist():
-        operands[row["layer"], row["gemm"], row["gemm_id"]][row["tensor"]] = row["format"] or ""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    products: dict[str, list[dict[str, Any]]] = defaultdict(list)
     names = ("gemm", "backward", "runs", "not_run", "precision", "recipe", "n", "m", "k", "batch", "calls", "macs")
-    for row in at_the_end(run.gemms).to_pylist():
-        formats = operands.get((row["layer"], row["gemm"], row["gemm_id"]), {})
-        product = {**{name: row[name] for name in names}, "operands": formats, "why": _why(row)}
-        found[layer_name(row["scope"], row["layer"])].append(product)
-    return found
-
-
-def _why(row: Mapping[str, Any]) -> str:
-    if not row["reason"]:
-        return ""
-    value = Reason[row["reason"]].value if row["reason"] in Reason.__members__ else str(row["reason"])
-    return value if row["reason_ref"] in (None, "", value) else f"{value}: {row['reason_ref']}"
+    for row, product in recorded_products(at_the_end(run.gemms), at_the_end(run.operands)):
+        why = "" if product.not_run else product.why
+        facts = {**{name: row[name] for name in names}, "operands": product.operands, "why": why}
+        products[layer_name(row["scope"], row["layer"])].append(facts)
+    return products
 
 
 def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:

@@ -138,7 +138,6 @@ class Overview:
         return self
 
     def worst_of_rows(self) -> dict[int, WorstNumber]:
-        """Row -> the worst value of all ranks, without empty rows."""
         found: dict[int, WorstNumber] = {}
         bad: dict[int, float] = {}
         for rank in self.of.ranks:
@@ -150,7 +149,6 @@ class Overview:
         return found
 
     def worst_rows(self, most: int) -> list[tuple[int, int]]:
-        """The rows with the worst values, with their ranks, the worst first."""
         worst = self.worst_of_rows()
         rows = worst_first(most, self.family, {row: number.value for row, number in worst.items()}, lambda _: {})
         return [(row, worst[row].rank) for row in rows]

@@ -65,7 +65,6 @@ class PackedScale:
         return cls("asinh" if middle < _FAR * most else "linear", low, high, middle, centred)
 
     def bytes(self, values: Floats, present: npt.NDArray[np.bool_]) -> Bytes:
-        """The byte of the nearest level of each number."""
         finite = present & np.isfinite(values)
         inner = finite & (values > 0) if self.kind == "log" else finite
         low, high = self._place(np.array([self.low, self.high]))
@@ -112,7 +111,6 @@ class Packed:
         return self._kept(_packed(values), values)
 
     def try_put(self, *arrays: npt.NDArray[Any]) -> list[dict[str, Any]] | None:
-        """Store arrays if all of them fit; None if they do not."""
         texts = [_packed(values) for values in arrays]
         if self.size + sum(len(text) for text in texts if text not in self._known) > self.most:
             return None

@@ -48,7 +48,6 @@ class PageTemplate:
         self.size = len(self._frame) + sum(map(len, self._filled.values()))
 
     def filled(self, title: str, content: Mapping[str, Any], arrays: Sequence[str]) -> str:
-        """Return the page; numbers of ``content`` may be nan and inf."""
         filled = {
             **self._filled,
             "TITLE": html.escape(title),

@@ -90,7 +90,6 @@ def show_command(
 
 
 def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:
-    """Wait for a run to start in a folder that may not exist yet."""
     from te_precision_callbacks.runs import NotARunError, list_runs
     from te_precision_callbacks.runs.reading import chosen_run
 
@@ -130,7 +129,6 @@ def _follow(view: RunView, read: Callable[[RunView], RunView], every: float, dis
 
 @contextlib.contextmanager
 def _screen() -> Iterator[Callable[[RunView], None]]:
-    """Draws a run again and again, at one place."""
     from rich.console import Console
     from rich.live import Live
 
@@ -142,7 +140,6 @@ def _screen() -> Iterator[Callable[[RunView], None]]:
 
 @contextlib.contextmanager
 def _lines() -> Iterator[Callable[[RunView], None]]:
-    """Prints a line where something is new, and each event, for a file or pipe."""
     from te_precision_callbacks.views.show.screen import event_in_words, line_of
 
     seen: set[object] = set()

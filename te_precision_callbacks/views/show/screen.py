@@ -65,7 +65,6 @@ class Screen:
 
 
 def line_of(view: RunView) -> str:
-    """The state of a run in one line, for a file or pipe."""
     parts = ["no numbers yet" if view.last is None else f"step {view.last}"]
     parts += [view.check.verdict.summary.rstrip(".")] if view.check.verdict.judged else []
     parts += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
@@ -86,7 +85,6 @@ def event_in_words(event: ShownEvent) -> str:
 
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
-    """The verdict, its first findings with remedies, and the rules that were not checked."""
     verdict, until = view.check.verdict, view.check.until
     stale = "" if until == view.last else f" As of step {until}."
     style = _SEVERITY[verdict.severity] if verdict.wrong else "bold green" if verdict.healthy else "bold yellow"
@@ -131,7 +129,6 @@ def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[T
 
 
 def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterator[RenderableType]:
-    """A line for each curve, and one for the names of equal curves."""
     left = dict(scalars)
     while left:
         name, curve = next(iter(left.items()))
@@ -177,7 +174,6 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
 
 
 def _worst_number(series: WorstSeries) -> str:
-    """The worst value, and the other statistic that brings the series here."""
     lost = "" if series.lost is None else f" (worst {visible(series.lost.statistic)} {series.lost.value:.3g})"
     return f"{series.worst:.3g} ({series.worst_iteration}){lost}"
 

@@ -173,9 +173,6 @@ def look(
         most: the number of layers of each statistic.
         before: an earlier view of the run while it was written. Its verdict is kept until the run has ended, or until
             ten times as long has passed as the check took.
-
-    Raises:
-        NothingToShowError: the run has values, but none of a requested statistic.
     """
     groups = _groups(run)
     chosen = _chosen(groups, statistics, run)
@@ -226,7 +223,6 @@ def short_names(*columns: pa.ChunkedArray) -> ShortNames:
 
 
 def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
-    """A note on statistics without a worst value yet."""
     names = [name for name in chosen if not _worst_numbers(groups[name])]
     if names:
         yield f"{', '.join(names)}: all numbers so far are of delayed scaling's first step, which has no scale yet."
