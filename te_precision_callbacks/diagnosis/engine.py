@@ -88,11 +88,11 @@ class Diagnosis:
     @property
     def verdict(self) -> Verdict:
         judged, not_judged = [], []
-        found = {finding.rule for finding in self._findings.values()}
+        with_findings = {finding.rule for finding in self._findings.values()}
         for rule, judge in self._judges:
             if rule.id in self._failed:
                 not_judged.append(NotJudged(rule.id, self._failed[rule.id], "", rule.essential))
-            elif judge.judged or rule.id in found:
+            elif judge.judged or rule.id in with_findings:
                 judged.append(rule.id)
             elif judge.applies is not False:
                 why = self._why_not(judge)
@@ -139,19 +139,19 @@ class Diagnosis:
         rank each.
         """
         own, judged = self.verdict, {rule for other in others for rule in other.verdict.judged}
-        found: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
+        merged: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
         for diagnosis in (self, *others):
             for key, finding in diagnosis._findings.items():
-                of_all = found.get((key, False))
+                of_all = merged.get((key, False))
                 if finding.ranks and of_all is not None and set(finding.layers) <= set(of_all[1].layers):
                     continue
                 if finding.ranks and of_all is None and finding.last_good is None:
                     finding = self._good_of_all(finding)
                 own_place = diagnosis._found[key][0], self._places[finding.rule]
-                place, known = found.get((key, bool(finding.ranks)), (own_place, None))
+                place, known = merged.get((key, bool(finding.ranks)), (own_place, None))
                 together = finding if known is None else _together(known, finding)
-                found[key, bool(finding.ranks)] = min(place, own_place), together
-        in_order = (finding for _, finding in sorted(found.values(), key=lambda each: each[0]))
+                merged[key, bool(finding.ranks)] = min(place, own_place), together
+        in_order = (finding for _, finding in sorted(merged.values(), key=lambda entry: entry[0]))
         findings = self._ordered(map(self._with_checkpoint, in_order))
         return dataclasses.replace(
             own,

@@ -265,10 +265,10 @@ class Verdict(Sequence[Finding]):
     @property
     def _lacks(self) -> str:
         lacking: dict[str, list[str]] = {}
-        for each in self.not_judged:
-            if each.essential:
-                collect = ADD_DEFAULT if NO_CONFIG in each.collect else each.collect and f"collect {each.collect}"
-                lacking.setdefault(f"data ({collect})" if collect else each.why, []).append(each.rule)
+        for rule in self.not_judged:
+            if rule.essential:
+                collect = ADD_DEFAULT if NO_CONFIG in rule.collect else rule.collect and f"collect {rule.collect}"
+                lacking.setdefault(f"data ({collect})" if collect else rule.why, []).append(rule.rule)
         reasons = []
         for why, rules in lacking.items():
             named, lack = ", ".join(rules), "lacks" if len(rules) == 1 else "lack"

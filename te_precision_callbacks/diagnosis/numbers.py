@@ -147,12 +147,12 @@ class Splitter:
             self._split_by(series)
         columns = {}
         for family, places, layers in self._split:
-            found = values[places]
+            own = values[places]
             if unscaled and family.is_of_delayed_scaling:
                 kept = np.array([self.names[layer] not in unscaled for layer in layers.tolist()], bool)
-                layers, found = layers[kept], found[kept]
+                layers, own = layers[kept], own[kept]
             if len(layers):
-                columns[family] = Column(family, layers, found)
+                columns[family] = Column(family, layers, own)
         return StepNumbers(iteration, self.names, columns, rank)
 
     def _split_by(self, series: npt.NDArray[np.int32]) -> None:
@@ -173,8 +173,8 @@ class Splitter:
         if not new:
             return
         layers, families = self._numbers, self._families
-        of_layers = [layers.setdefault(one.layer, len(layers)) for one in new]
-        of_families = [families.setdefault(one.family, len(families)) for one in new]
+        of_layers = [layers.setdefault(series.layer, len(layers)) for series in new]
+        of_families = [families.setdefault(series.family, len(families)) for series in new]
         self._layer_of = np.append(self._layer_of, np.array(of_layers, np.int64))
         self._family_of = np.append(self._family_of, np.array(of_families, np.int64))
         self.names[len(self.names) :] = list(layers)[len(self.names) :]

@@ -87,17 +87,17 @@ def _are_codes(values: Values) -> bool:
 def _facts(
     columns: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]], nvfp4: Iterable[str]
 ) -> tuple[list[Row], list[Row]]:
-    found = {place: _recipe(place[1], statistics) for place, statistics in columns.items()}
+    of_columns = {place: _recipe(place[1], statistics) for place, statistics in columns.items()}
     span = {"since": None, "until": None}
     recipes = dict.fromkeys(nvfp4, "nvfp4")
-    for (layer, _), (recipe, _) in found.items():
+    for (layer, _), (recipe, _) in of_columns.items():
         if recipe and recipes.get(layer) != "fp8_delayed_scaling":
             recipes[layer] = recipe
     # The log does not show whether a layer without a gradient has a weight to train.
     row = {"gemm": "wgrad", "family": "", "runs": "never", "not_run": "not in the log", "calls": 1, **span}
     operands: list[Row] = [
         {"layer": layer, "tensor": tensor, "format": "NVFP4" if recipes[layer] == "nvfp4" else text, **span}
-        for (layer, tensor), (_, text) in found.items()
+        for (layer, tensor), (_, text) in of_columns.items()
         if layer in recipes
     ]
     layers = dict.fromkeys([*recipes, *(layer for layer, _ in columns)])

@@ -143,8 +143,8 @@ def _check(
             iteration, of_step = logged.popleft()
             if of_step.scalars:
                 diagnosis.scalars(iteration, of_step.scalars)
-            for found in of_step.from_ranks:
-                diagnosis.add_sighting(iteration, *found)
+            for of_rank in of_step.from_ranks:
+                diagnosis.add_sighting(iteration, *of_rank)
             for rank_of_event, event in of_step.events:
                 diagnosis.event(event, rank_of_event or None)
 
@@ -186,9 +186,9 @@ def _steps(
     iterations, values = iterations[order], table["value"].to_numpy()[order]
     numbers = np.searchsorted(chosen, table["series"].to_numpy()[order]).astype(np.int32)
     unscaled = (table["flags"].fill_null(0).to_numpy()[order] & STEP0) != 0
-    found, begins = np.unique(iterations, return_index=True)
+    steps, begins = np.unique(iterations, return_index=True)
     edges = [*begins.tolist(), len(iterations)]
-    for iteration, begin, end in zip(found.tolist(), edges[:-1], edges[1:], strict=True):
+    for iteration, begin, end in zip(steps.tolist(), edges[:-1], edges[1:], strict=True):
         yield iteration, numbers[begin:end], values[begin:end], unscaled[begin:end]
 
 
@@ -209,10 +209,10 @@ def _data(row: Row) -> dict[str, Any]:
 def _from_rank(row: Row) -> _FromRank | None:
     """The sighting in an event of another rank; None if its values are recorded, so that they are checked here."""
     try:
-        found = _data(row)
-        rule, (rank, *_), severity = found["rule"], found["ranks"], found["severity"]
-        texts = {name: str(found[name]) for name in ("tensor", "statistic", "seen", "patch", "remedy")}
-        sighting = Sighting(tuple(map(str, found["layers"])), since=found["since"], severity=severity, **texts)
+        data = _data(row)
+        rule, (rank, *_), severity = data["rule"], data["ranks"], data["severity"]
+        texts = {name: str(data[name]) for name in ("tensor", "statistic", "seen", "patch", "remedy")}
+        sighting = Sighting(tuple(map(str, data["layers"])), since=data["since"], severity=severity, **texts)
     except (ValueError, TypeError, KeyError):
         return None
     return _FromRank(rule, sighting, rank) if rule not in _IDS_ON_NUMBERS and severity in SEVERITIES else None

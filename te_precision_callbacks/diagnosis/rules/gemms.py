@@ -81,11 +81,11 @@ class Kernel(_OfGemms):
 def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
     names = ("gemm_gain", "gemm_kernel_error", "gemm_kernel_rows", "gemm_kernel_columns")
     places = [f"gemm_kernel_{what}_{end}" for what in ("row", "column", "rank") for end in ("first", "last")]
-    found = {}
+    columns = {}
     for name in (*names, *places, "gemm_kernel_ratio_rank"):
         other = numbers.one(name, column.family.tensor)
-        found[name] = np.full(len(column.layers), np.nan) if other is None else other.at(column.layers, np.nan)
-    return found
+        columns[name] = np.full(len(column.layers), np.nan) if other is None else other.at(column.layers, np.nan)
+    return columns
 
 
 def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column, kind: str) -> str:

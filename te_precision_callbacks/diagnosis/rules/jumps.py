@@ -164,14 +164,14 @@ class GradientJump(Judge):
         self.saw(iteration)
         bits = math.log2(norm)
         if len(self._norms) >= LEAST_NORMS:
-            before = np.array([each for _, each in self._norms])
+            before = np.array([earlier for _, earlier in self._norms])
             middle = float(np.median(before))
             sigma = 1.4826 * float(np.median(np.abs(before - middle)))
             if bits < middle + max(FACTOR, SIGMAS * sigma):
                 self._high.clear()
             else:
                 self._high.append((iteration, bits))
-                rise, lasts = min(each for _, each in self._high[-3:]) - middle, len(self._high) >= 3
+                rise, lasts = min(high for _, high in self._high[-3:]) - middle, len(self._high) >= 3
                 severity: Severity = "warning" if lasts or bits - middle >= SPIKE else "note"
                 times = 2 ** (rise if lasts else bits - middle)
                 seen = f"{name} is {norm:.3g}, {times:.3g} times the median before"

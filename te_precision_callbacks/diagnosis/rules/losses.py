@@ -67,20 +67,20 @@ class Nonfinite(Judge):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         before = self.steps[-1] if self.steps else None
-        found: dict[tuple[str, str], str] = {}
+        broken: dict[tuple[str, str], str] = {}
         for column in numbers.all("cur_amax"):
             self.saw(numbers.iteration)
             for layer in column.layers[~np.isfinite(column.values)].tolist():
-                found[numbers.names[layer], column.family.tensor] = "it has inf or nan"
+                broken[numbers.names[layer], column.family.tensor] = "it has inf or nan"
         for column in numbers.all("nonfinite_num"):
             self.saw(numbers.iteration)
             some = column.values > 0
             for layer, count in zip(column.layers[some].tolist(), column.values[some].tolist(), strict=True):
-                found[numbers.names[layer], column.family.tensor] = (
+                broken[numbers.names[layer], column.family.tensor] = (
                     f"{many(round(count), 'element')} {'is' if round(count) == 1 else 'are'} inf or nan"
                 )
-        if found:
-            self._first = self._first or _where_it_began(found, before, numbers.iteration, facts)
+        if broken:
+            self._first = self._first or _where_it_began(broken, before, numbers.iteration, facts)
             yield self._first
 
     def event(self, event: Event) -> Iterator[Sighting]:
@@ -99,9 +99,11 @@ class Nonfinite(Judge):
                 yield self._first
 
 
-def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts) -> Sighting:
+def _where_it_began(
+    broken: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts
+) -> Sighting:
     """Describe the origin of inf and nan by the first step with any."""
-    weights = sum(tensor == "weight" for _, tensor in found)
+    weights = sum(tensor == "weight" for _, tensor in broken)
     if before is not None and weights > 1:  # an optimizer's step has spread it, so the first layer is only the first
         first = before + 1
         steps = f"in step {iteration}" if first == iteration else f"in the steps {first} to {iteration}"
@@ -110,12 +112,12 @@ def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, it
             f" {steps}: run from step {first} on again to find the layer"
         )
         return Sighting((), "", "nonfinite_num", seen, iteration)
-    layer, tensor = min(found, key=lambda place: facts.place(*place))
-    others = len({name for name, _ in found} - {layer})
+    layer, tensor = min(broken, key=lambda place: facts.place(*place))
+    others = len({name for name, _ in broken} - {layer})
     have = "has" if others == 1 else "have"
     inherit = f"; {many(others, 'more layer')} {have} some in the same step" if others else ""
     remedy = _REMEDY_OF_WEIGHT if tensor == "weight" else ""
-    return Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, iteration, remedy=remedy)
+    return Sighting((layer,), tensor, "nonfinite_num", broken[layer, tensor] + inherit, iteration, remedy=remedy)
 
 
 class _OfQuantized(Judge):
@@ -284,12 +286,12 @@ def loses(
     overflows: Callable[[Column], float | npt.NDArray[np.float64]],
 ) -> npt.NDArray[np.bool_]:
     """[layers of a column]: whether too many elements are lost, given the least percent that is too many."""
-    found = np.zeros(len(column.layers), bool)
+    lossy = np.zeros(len(column.layers), bool)
     for statistic, most in (("underflows%", underflows), ("overflows%", overflows)):
         lost = numbers.one(statistic, column.family.tensor, facts)
         if lost is not None:
-            found |= np.isin(column.layers, lost.layers[lost.values >= most(lost)])
-    return found
+            lossy |= np.isin(column.layers, lost.layers[lost.values >= most(lost)])
+    return lossy
 
 
 RULES = (

@@ -50,12 +50,12 @@ class Hole(Judge):
             if len(low) < LEAST_LOW or len(holes) >= len(low):
                 continue
             for reason in dict.fromkeys(layer.reasons["fprop"] for layer in holes):
-                found = [layer.name for layer in holes if layer.reasons["fprop"] == reason]
+                with_reason = [layer.name for layer in holes if layer.reasons["fprop"] == reason]
                 text = Reason[reason[0]].value if reason[0] in Reason.__members__ else reason[0]
                 exactly = f" ({reason[1]})" if reason[1] and reason[1] != text else ""
                 count = f"{len(low)} alike layers are in low precision, such as {in_sentence(low[0].name)}"
                 seen = f"it runs in high precision: {text}{exactly}; {count}"
-                yield Sighting(tuple(found), "", "", seen, None, key=f"{form_of(found[0])} {reason[0]}")
+                yield Sighting(tuple(with_reason), "", "", seen, None, key=f"{form_of(with_reason[0])} {reason[0]}")
 
 
 def _is_hole(layer: LayerFacts) -> bool:
@@ -141,9 +141,9 @@ class Mxfp8Hybrid(Judge):
         of_recipe = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
         self.applies = bool(of_recipe)
         self.judged = self.applies
-        found = [layer.name for layer in of_recipe if layer.formats.get("gradient") == "MXFP8 E5M2"]
-        if found:
-            yield Sighting(tuple(found), "gradient", "", "gradients are in E5M2: the recipe has Format.HYBRID", None)
+        names = [layer.name for layer in of_recipe if layer.formats.get("gradient") == "MXFP8 E5M2"]
+        if names:
+            yield Sighting(tuple(names), "gradient", "", "gradients are in E5M2: the recipe has Format.HYBRID", None)
 
 
 class Nvfp4Tail(Judge):

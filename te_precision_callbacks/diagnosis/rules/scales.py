@@ -112,11 +112,11 @@ class ScaleNeverUpdated(_OfScaleAndAmax):
             self.saw(numbers.iteration)
             amaxes = amax.at(scales.layers, np.nan)
             counts, initial = self._count_unmoved(scales, amaxes, largest)
-            found = counts >= UNMOVED_STEPS
+            unmoved = counts >= UNMOVED_STEPS
             since = self._since.setdefault(tensor, numbers.iteration)
-            if not found.any():
+            if not unmoved.any():
                 continue
-            layers = facts.in_order(np.array(numbers.names_of(scales))[found].tolist(), tensor)
+            layers = facts.in_order(np.array(numbers.names_of(scales))[unmoved].tolist(), tensor)
             place = numbers.names_of(scales).index(layers[0])
             value = "1, its initial value," if initial[place] else f"{scales.values[place]:.3g}"
             seen = f"its scale is {value} in all {counts[place]:.0f} collection steps; amax is {amaxes[place]:.3g}"
@@ -148,28 +148,28 @@ class StaleScale(_OfScaleAndAmax):
         self._from_zero.note(numbers, facts)
         for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
-            found = amax.at(scales.layers, np.nan)
+            amaxes = amax.at(scales.layers, np.nan)
             before = self._last.get(tensor, amax).at(scales.layers, np.inf)  # the same at first: it does not rise
             self._last[tensor] = amax
             with np.errstate(divide="ignore", invalid="ignore"):
-                above = np.log2(largest * scales.values / found)
+                above = np.log2(largest * scales.values / amaxes)
             above[~np.isfinite(above)] = np.nan
             if np.isfinite(above).any():
                 self.saw(numbers.iteration)
             lost = numbers.one("underflows%", tensor, facts)
             losing = np.zeros(len(scales.layers)) if lost is None else lost.at(scales.layers, 0.0)
             with np.errstate(invalid="ignore"):
-                rises = (found > before) & (tensor != "weight")
+                rises = (amaxes > before) & (tensor != "weight")
                 rises &= above <= -RISING
                 begin = self._begins.get(tensor, amax).at(scales.layers, np.nan)
                 begin = np.where(rises, np.where(np.isfinite(begin) & (begin > 0), begin, before), np.nan)
-                begin = np.where(rises & (begin == 0), found, begin)
-                risen = rises & (found >= 2**RISEN * begin)
+                begin = np.where(rises & (begin == 0), amaxes, begin)
+                risen = rises & (amaxes >= 2**RISEN * begin)
                 self._begins[tensor] = scales._replace(values=begin)
                 overflows = loses(numbers, facts, scales, overflows=lambda lost: most_overflow(lost.family.tensor))
                 small = (above <= -FAR) | ((above <= -TOO_SMALL) & overflows)
                 large = (above >= TOO_LARGE) & (losing >= LOST)
-            counts, initial = self._count_unmoved(scales, found, largest)
+            counts, initial = self._count_unmoved(scales, amaxes, largest)
             follows = ~initial & (counts < UNMOVED_STEPS)  # else the rule scale-never-updated has it
             is_new = self._from_zero.grow(numbers, scales)
             small, rises, large = small & follows & ~is_new, rises & follows & ~is_new, large & follows
@@ -252,9 +252,9 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[
     def make() -> npt.NDArray[np.float64]:
         names = numbers.names_of(column)
         formats = (facts.format_of(name, tensor) for name in names)
-        found = [_LARGEST.get(text, np.nan) for text in formats]
+        largest = [_LARGEST.get(text, np.nan) for text in formats]
         of_delayed = [facts.recipe_of(name) == "fp8_delayed_scaling" for name in names]
-        return np.where(of_delayed, found, np.nan)
+        return np.where(of_delayed, largest, np.nan)
 
     return facts.once("largest number", tensor, column.layers, make)
 

@@ -79,19 +79,19 @@ class ComparedNumbers:
         """Begin to collect values of the series that pair; returns the function that collects them."""
         self.a, self.b, self.subjects = a, b, Subjects(a.run)
         numbers = [a.series[subject] for subject in paired if subject.layer]
-        families = [_of_series(one, np.isin(one.series, numbers)) for one in self.subjects.families]
-        families = [one for one in families if len(one.series)]
-        columns = Columns.for_rows(a.run, sum(len(one.rows) * len(one.ranks) for one in families))
-        for one in families:
-            unit = "spreads" if has_noise else scale_of(one.family.tensor, one.family.statistic).unit
-            made = DifferenceMap(Overview(one, columns, math.nan), unit)
+        families = [_of_series(family, np.isin(family.series, numbers)) for family in self.subjects.families]
+        families = [family for family in families if len(family.series)]
+        columns = Columns.for_rows(a.run, sum(len(family.rows) * len(family.ranks) for family in families))
+        for family in families:
+            unit = "spreads" if has_noise else scale_of(family.family.tensor, family.family.statistic).unit
+            made = DifferenceMap(Overview(family, columns, math.nan), unit)
             self._maps.append(made)
-            self._map_of.update(dict.fromkeys(one.series.tolist(), made))
+            self._map_of.update(dict.fromkeys(family.series.tolist(), made))
         return self._collect
 
     @property
     def heat_maps(self) -> list[DifferenceMap]:
-        return [each for each in self._maps if not math.isnan(each.bound)]
+        return [heat_map for heat_map in self._maps if not math.isnan(heat_map.bound)]
 
     @property
     def curves(self) -> list[ComparedSeries]:
@@ -122,6 +122,6 @@ class ComparedNumbers:
                 self._curves = self.curves[:_MOST_CURVES]
 
 
-def _of_series(one: FamilySeries, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> FamilySeries:
-    columns = {name: getattr(one, name)[chosen] for name in ("series", "layer", "rank", "count")}
-    return replace(one, **columns)
+def _of_series(family: FamilySeries, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> FamilySeries:
+    columns = {name: getattr(family, name)[chosen] for name in ("series", "layer", "rank", "count")}
+    return replace(family, **columns)

@@ -58,7 +58,7 @@ def write_comparison(
 def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
     layer_of = {layer.name: place for place, layer in enumerate(numbers.subjects.layers)}
     loss = _loss(result, numbers, packed)
-    families = [_heat_map(each, packed) for each in numbers.heat_maps]
+    families = [_heat_map(heat_map, packed) for heat_map in numbers.heat_maps]
     curves = [_curve(curve, layer_of, packed) for curve in numbers.curves]
     return {
         "version": version("te-precision-callbacks"),
@@ -76,7 +76,7 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> di
         "parted": [_parting(parting, layer_of) for parting in result.parted[:_MOST_PARTINGS]],
         "parted_total": len(result.parted),
         "loss": loss,
-        "layers": [each.content for each in numbers.subjects.layers],
+        "layers": [layer.content for layer in numbers.subjects.layers],
         "families": families,
         "worst_layers": list(_first_family(result, families)),
         "curves": [curve for curve in curves if curve is not None],
@@ -177,7 +177,8 @@ def _loss(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[
         "stable_since": result.loss.stable_since,
         "floor": None if result.loss.floor is None else 100 * result.loss.floor,
         "yardsticks": [
-            {"name": each.name, "bound": 100 * each.bound, "holds": each.holds} for each in result.loss.yardsticks
+            {"name": yardstick.name, "bound": 100 * yardstick.bound, "holds": yardstick.holds}
+            for yardstick in result.loss.yardsticks
         ],
         "arrays": arrays,
     }

@@ -33,12 +33,12 @@ def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
     ours, theirs = _settings(a), _settings(b)
     if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
         ours = theirs = {}
-    found = [
+    settings = [
         FactDifference(name, ours.get(name, ""), theirs.get(name, ""))
         for name in sorted({*ours, *theirs} - {"config_hash"}, key=_rank)
         if ours.get(name) != theirs.get(name)
     ]
-    return [*found, *_of_states(a, b), *_of_products(a, b)]
+    return [*settings, *_of_states(a, b), *_of_products(a, b)]
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -70,10 +70,10 @@ def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
 
 
 def _types(run: RecordedRun) -> dict[str, str]:
-    found: dict[str, set[str]] = defaultdict(set)
+    types: dict[str, set[str]] = defaultdict(set)
     for row in run.states.to_pylist():
-        found[row["subject"] or ""].add(row["dtype"] or "")
-    return {subject: ", ".join(sorted(types)) for subject, types in found.items()}
+        types[row["subject"] or ""].add(row["dtype"] or "")
+    return {subject: ", ".join(sorted(dtypes)) for subject, dtypes in types.items()}
 
 
 def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:

@@ -51,9 +51,9 @@ class NoiseScale:
         otherwise its ordinary size.
         """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            found = self.onto(values, magnitudes)
-        found = np.where(np.isinf(values), np.copysign(_INFINITE, values), found)
-        return np.where(np.isnan(values), _NAN, found)
+            places = self.onto(values, magnitudes)
+        places = np.where(np.isinf(values), np.copysign(_INFINITE, values), places)
+        return np.where(np.isnan(values), _NAN, places)
 
     def values(self, places: Values, magnitudes: Values) -> Values:
         with np.errstate(over="ignore", invalid="ignore"):

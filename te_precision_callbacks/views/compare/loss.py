@@ -149,21 +149,21 @@ def _smooth(values: Floats, steps: int, window: int) -> Floats:
     """The running median over ``window`` steps, of fewer at both ends; nan where they have no number, and behind the
     first ``steps``.
     """
-    found = np.full(len(values), np.nan)
+    medians = np.full(len(values), np.nan)
     if steps:
         padded = np.pad(values[:steps], (window // 2, window - 1 - window // 2), constant_values=np.nan)
         windows = np.lib.stride_tricks.sliding_window_view(padded, window)
         some = np.flatnonzero(~np.isnan(windows).all(axis=1))
         with np.errstate(invalid="ignore"):
-            found[some] = np.nanmedian(windows[some], axis=1)
-    return found
+            medians[some] = np.nanmedian(windows[some], axis=1)
+    return medians
 
 
 def _relative(x: Floats, y: Floats) -> Floats:
     """(y - x) / |x|; nan where either is no number, inf where only x is 0, and 0 where both are."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.where(x == y, 0.0, (y - x) / np.abs(x))
-    return np.where(np.isfinite(x) & np.isfinite(y), found, np.nan)
+        relative = np.where(x == y, 0.0, (y - x) / np.abs(x))
+    return np.where(np.isfinite(x) & np.isfinite(y), relative, np.nan)
 
 
 def _stable(steps: int) -> slice:

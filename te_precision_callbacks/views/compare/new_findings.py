@@ -37,8 +37,8 @@ class ComparedVerdicts:
         if not self.b.judged:
             return f"Not enough checked in B.{unread}"
         gone = f" A has {many(len(self.only_a), 'finding')} that B has not." if self.only_a else ""
-        found = many(len(self.only_b), "finding") if self.only_b else "no finding"
-        return f"B has {found} that A has not.{gone}{unread}"
+        new = many(len(self.only_b), "finding") if self.only_b else "no finding"
+        return f"B has {new} that A has not.{gone}{unread}"
 
     def in_words(self) -> Iterator[str]:
         for finding in self.only_b:

@@ -60,7 +60,7 @@ class Side:
             if self.run.thinned:  # an extreme says nothing of the steps around it, of which the other side may have all
                 table = table.filter(pa.array(table["flags"].fill_null(0).to_numpy() & EXTREME == 0))
             place = np.full(max(wanted) + 1, -1, np.int64)
-            place[wanted] = [number for number, found in enumerate(numbers) if found >= 0]
+            place[wanted] = [number for number, series_number in enumerate(numbers) if series_number >= 0]
             parts.append((place[table["series"].to_numpy()], table["iteration"].to_numpy(), table["value"].to_numpy()))
         for number, subject in enumerate(subjects):
             if subject in self.scalars:

@@ -49,10 +49,10 @@ def grouped_quantile(groups: Ints, values: Floats, number: int, share: float) ->
     counts = np.bincount(groups, minlength=number)
     ordered = values[np.lexsort((values, groups))]
     ranks = np.cumsum(counts) - counts + np.minimum((counts * share).astype(np.int64), counts - 1)
-    found = np.full(number, np.nan)
+    quantiles = np.full(number, np.nan)
     has = counts > 0
-    found[has] = ordered[ranks[has]]
-    return found
+    quantiles[has] = ordered[ranks[has]]
+    return quantiles
 
 
 def grouped_spread(groups: Ints, values: Floats, number: int) -> Floats:

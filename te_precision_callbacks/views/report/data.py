@@ -87,25 +87,25 @@ class PageData:
             "scalars": _scalars(run, subjects, packed),
             # A block of NVFP4 has a scale in E4M3, so all blocks together reach that much further down.
             "formats": {
-                each.name: {
-                    "max": each.max,
-                    "least": each.min_subnormal,
-                    "reach": E4M3.min_subnormal / E4M3.max if each is E2M1 else 1.0,
+                form.name: {
+                    "max": form.max,
+                    "least": form.min_subnormal,
+                    "reach": E4M3.min_subnormal / E4M3.max if form is E2M1 else 1.0,
                 }
-                for each in _FORMATS
+                for form in _FORMATS
             },
             "verdict": _verdict(verdict, run, subjects),
             "speed": speed_facts(run, device),
-            "worst_layers": worst_layers([one.overview for one in made]),
+            "worst_layers": worst_layers([family.overview for family in made]),
         }
-        found = {layer for finding in content["verdict"]["findings"] for layer in finding["places"]}
-        worst = {*found, *(item["layer"] for listed in content["worst_layers"] for item in listed["items"])}
+        with_findings = {layer for finding in content["verdict"]["findings"] for layer in finding["places"]}
+        worst = {*with_findings, *(item["layer"] for listed in content["worst_layers"] for item in listed["items"])}
         content["histograms"] = _histograms(run, subjects, packed, worst)
         curves = _put_curves(run, made, packed, verdict)
-        content["families"] = [one.content for one in made]
+        content["families"] = [family.content for family in made]
         content["exact"] = {
             "curves": curves,
-            "series": sum(len(one.overview.of.series) for one in made),
+            "series": sum(len(family.overview.of.series) for family in made),
             "widest": int(np.max(columns.last - columns.first) + 1) if len(columns) else 0,
         }
         return cls(content, packed.texts)
@@ -122,7 +122,7 @@ def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
         for overview in made
     }
     values = {family: {layer: number.value for layer, number in numbers.items()} for family, numbers in worst.items()}
-    found = []
+    listed_families = []
     for place, overview in enumerate(made):
         family = overview.family
         if not family.has_direction or family.request is None:
@@ -135,14 +135,14 @@ def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
                 continue
             item: dict[str, Any] = {"layer": layer, "rank": rank, "value": value, "at": at}
             items.append(item if lost is None else {**item, "lost": lost._asdict()})
-        found.append({"family": place, "items": items, "counted": bool(worst[family])})
+        listed_families.append({"family": place, "items": items, "counted": bool(worst[family])})
 
     def gravity(listed: dict[str, Any]) -> tuple[int, int]:
         request = made[listed["family"]].family.request
         name = "" if request is None else request.statistic.name
         return (_FIRST.index(name) if name in _FIRST else len(_FIRST), listed["family"])
 
-    return sorted(found, key=gravity)
+    return sorted(listed_families, key=gravity)
 
 
 MOST_PLACES = 200
@@ -165,7 +165,7 @@ def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str
 
 def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, Any]:
     """A finding for a page; ``places``: layer, as in records -> its place in the page's list of layers."""
-    content = {name: visible(each) if isinstance(each, str) else each for name, each in finding.as_json().items()}
+    content = {name: visible(value) if isinstance(value, str) else value for name, value in finding.as_json().items()}
     content["patch"] = "\n".join(map(visible, finding.patch.splitlines()))
     layers = [places[layer] for layer in finding.layers if layer in places]
     del content["layers"]
@@ -175,18 +175,18 @@ def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, An
 def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], Columns, list[str]]:
     kept: list[FamilySeries] = []
     rows = 0
-    for one in sorted(subjects.families, key=lambda one: not one.has_direction):
-        more = len(one.rows) * len(one.ranks)
+    for family in sorted(subjects.families, key=lambda family: not family.has_direction):
+        more = len(family.rows) * len(family.ranks)
         if kept and not has_room_for(rows + more):
             continue
-        kept.append(one)
+        kept.append(family)
         rows += more
-    left_out = [one for one in subjects.families if one not in kept]
+    left_out = [family for family in subjects.families if family not in kept]
     notes = []
     if left_out:
-        named = ", ".join(f"{one.family.statistic} of {one.family.tensor}" for one in left_out[:5])
+        named = ", ".join(f"{family.family.statistic} of {family.family.tensor}" for family in left_out[:5])
         notes.append(f"{len(left_out)} of {len(subjects.families)} statistics do not fit, such as {named}.")
-    return [one for one in subjects.families if one in kept], Columns.for_rows(run, rows), notes
+    return [family for family in subjects.families if family in kept], Columns.for_rows(run, rows), notes
 
 
 class FamilyOnPage:
@@ -259,17 +259,19 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
     with_findings: dict[tuple[str, str], set[str]] = {}
     for finding in verdict:
         with_findings.setdefault((finding.tensor, finding.statistic), set()).update(finding.layers)
-    places = {(id(one), *entry): place for one in made for place, entry in enumerate(one.overview.worst_rows(WORST))}
-    layers = {int(one.overview.layers[row]) for one in made for row, _ in one.overview.worst_rows(WORST)}
+    places = {
+        (id(shown), *entry): place for shown in made for place, entry in enumerate(shown.overview.worst_rows(WORST))
+    }
+    layers = {int(shown.overview.layers[row]) for shown in made for row, _ in shown.overview.worst_rows(WORST)}
     keyed: list[tuple[tuple[bool, int, bool, bool], _CurvePlace]] = []
-    for one in made:
-        overview = one.overview
+    for shown in made:
+        overview = shown.overview
         counts = dict(zip(overview.of.series.tolist(), overview.of.count.tolist(), strict=True))
         named = with_findings.get((overview.family.tensor, overview.family.statistic), set())
         for rank, numbers in overview.series.items():
             for row, number in enumerate(numbers.tolist()):
                 if number >= 0:
-                    place = places.get((id(one), row, rank), WORST)
+                    place = places.get((id(shown), row, rank), WORST)
                     other = place < WORST and not overview.of.has_direction
                     key = (
                         run.subjects[number].layer not in named,
@@ -277,43 +279,43 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
                         other,
                         int(overview.layers[row]) not in layers,
                     )
-                    keyed.append((key, (one, row, rank, number, counts[number])))
+                    keyed.append((key, (shown, row, rank, number, counts[number])))
     return [place for _, place in sorted(keyed, key=lambda entry: entry[0])]
 
 
 def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Collection[int]) -> list[dict[str, Any]]:
     """Pack the histograms, first of some layers, in a third of the room that is left."""
-    families = [one for one in subjects.histograms if (one.layer >= 0).all()]
+    families = [family for family in subjects.histograms if (family.layer >= 0).all()]
     content: list[dict[str, Any]] = []
-    for one in families:
-        bins, request = one.family.bins, one.family.request
+    for family in families:
+        bins, request = family.family.bins, family.family.request
         content.append(
             {
-                "tensor": visible(one.family.tensor),
-                "statistic": visible(one.family.statistic),
+                "tensor": visible(family.family.tensor),
+                "statistic": visible(family.family.statistic),
                 "base": None if request is None else request.statistic.name,
                 "unit": "" if request is None else request.statistic.unit,
                 "lowest": bins.lowest,
                 "steps": bins.steps,
-                "ranks": one.ranks,
-                "layers": sorted({int(layer) for layer in one.layer}),
+                "ranks": family.ranks,
+                "layers": sorted({int(layer) for layer in family.layer}),
                 "counts": {},
             }
         )
     columns = Columns.of(run, _HISTOGRAM_COLUMNS) if families else None
     most = packed.size + (packed.most - packed.size) // 3
     for is_worst in (True, False):
-        for one, entry in zip(families, content, strict=True):
+        for family, entry in zip(families, content, strict=True):
             wanted = {
                 int(series)
-                for series, layer in zip(one.series, one.layer, strict=True)
+                for series, layer in zip(family.series, family.layer, strict=True)
                 if (int(layer) in worst) == is_worst
             }
-            for place, used, lowest, counts in histograms(run, one, columns, wanted) if columns is not None else ():
+            for place, used, lowest, counts in histograms(run, family, columns, wanted) if columns is not None else ():
                 arrays = packed.try_put(narrowed(counts), used.first, used.last) if packed.size <= most else None
                 if arrays is None:
                     return content
-                entry["counts"][f"{one.layer[place]}:{one.rank[place]}"] = {"arrays": arrays, "lowest": lowest}
+                entry["counts"][f"{family.layer[place]}:{family.rank[place]}"] = {"arrays": arrays, "lowest": lowest}
     return content
 
 

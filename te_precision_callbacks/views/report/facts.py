@@ -55,28 +55,28 @@ def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
 
 
 def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, Any]] = {}
     for row in run.layers.to_pylist():
         name = layer_name(row["scope"], row["layer"])
-        known = found.setdefault(name, {})
+        known = layers.setdefault(name, {})
         for key in ("given", "class", "family", "exec_fwd", "exec_bwd", "params", "weight_dtype", "primary_weights"):
             if row[key] is not None:
                 known[key] = row[key]
         known["refused"] = row["refused"] or known.get("refused")
         known["sections"] = row["sections"] or known.get("sections") or []
-    return found
+    return layers
 
 
 def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
-    found = run.events_of_ranks()
+    all_events = run.events_of_ranks()
     rows = []
-    for row in found[-_MOST_EVENTS:]:
+    for row in all_events[-_MOST_EVENTS:]:
         row["ranks"] = ", ".join(map(str, row["ranks"]))
         row["layer"] = layer_name(row.pop("scope"), row["layer"])
         time = row.pop("wall_time")
         row["time"] = time.isoformat(timespec="seconds") if time else ""
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
-    return rows, len(found)
+    return rows, len(all_events)
 
 
 def duration(run: RecordedRun) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     if not len(steps):
         return {}
     bounds = pc.min_max(steps["iteration"]).as_py()
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "steps": len(pc.unique(steps["iteration"])),
         "first": bounds["min"],
         "last": bounds["max"],
@@ -93,18 +93,18 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     columns = (steps[name].to_pylist() for name in ("segment", "iteration", "wall_time"))
     rows = [row for row in zip(*columns, strict=True) if row[2] is not None]
     if rows:
-        found["from"], found["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
+        facts["from"], facts["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
     durations = [
         (time - earlier).total_seconds() / (iteration - before)  # records may be of every tenth step
         for (segment, before, earlier), (other, iteration, time) in pairwise(rows)
         if segment == other and iteration > before
     ]
     if durations:
-        found["median_step_seconds"] = float(np.median(durations))
+        facts["median_step_seconds"] = float(np.median(durations))
     observing = steps["observe_seconds"].drop_null().to_numpy()
     if observing.size:
-        found["median_observe_seconds"] = float(np.median(observing))
-    return found
+        facts["median_observe_seconds"] = float(np.median(observing))
+    return facts
 
 
 def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
@@ -116,7 +116,7 @@ def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
 
 
 def segments(run: RecordedRun) -> list[dict[str, Any]]:
-    return [{**vars(one), "facts": readable(one.facts)} for one in run.segments]
+    return [{**vars(segment), "facts": readable(segment.facts)} for segment in run.segments]
 
 
 def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,9 +128,9 @@ def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan(run: RecordedRun) -> list[dict[str, Any]]:
-    found: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+    sections: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for row in run.plan.to_pylist():
         key = tuple(row[name] for name in ("section", "file", "line", "feature", "since", "until"))
-        found[key].add(row["layer"])
+        sections[key].add(row["layer"])
     names = ("section", "file", "line", "feature", "since", "until")
-    return [{**dict(zip(names, key, strict=True)), "layers": len(layers)} for key, layers in found.items()]
+    return [{**dict(zip(names, key, strict=True)), "layers": len(layers)} for key, layers in sections.items()]

@@ -138,15 +138,15 @@ class Overview:
         return self
 
     def worst_of_rows(self) -> dict[int, WorstNumber]:
-        found: dict[int, WorstNumber] = {}
+        worst: dict[int, WorstNumber] = {}
         bad: dict[int, float] = {}
         for rank in self.of.ranks:
             key = badness(self.worst[rank], self.sign).tolist()
             for row in np.flatnonzero(self.worst_at[rank] >= 0).tolist():
-                if row not in found or key[row] > bad[row]:
-                    found[row] = WorstNumber(float(self.worst[rank][row]), rank, int(self.worst_at[rank][row]))
+                if row not in worst or key[row] > bad[row]:
+                    worst[row] = WorstNumber(float(self.worst[rank][row]), rank, int(self.worst_at[rank][row]))
                     bad[row] = key[row]
-        return found
+        return worst
 
     def worst_rows(self, most: int) -> list[tuple[int, int]]:
         worst = self.worst_of_rows()
@@ -168,10 +168,10 @@ def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
 
 def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Columns) -> Iterator[Overview]:
     """Return the overviews of families, in order. The run is read once, in pieces of bounded size."""
-    numbers = [number for one in families for number in one.series.tolist()]
-    counts = np.array([count for one in families for count in one.count.tolist()], np.int64)
-    last = {one.series[-1]: one for one in families}  # after its last series, a family is complete
-    owner = {number: one for one in families for number in one.series.tolist()}
+    numbers = [number for family in families for number in family.series.tolist()]
+    counts = np.array([count for family in families for count in family.count.tolist()], np.int64)
+    last = {family.series[-1]: family for family in families}  # after its last series, a family is complete
+    owner = {number: family for family in families for number in family.series.tolist()}
     made: Overview | None = None
     for piece in pieces(counts):
         table = run.values(numbers[piece])
@@ -179,9 +179,9 @@ def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Colum
         values, flags = table["value"].to_numpy(), table["flags"].to_numpy()
         for number in numbers[piece]:
             begin, end = np.searchsorted(series, (number, number + 1)).tolist()
-            one = owner[number]
-            made = made or Overview(one, columns)
-            counting = ~one.family.leaves_out(flags[begin:end])
+            family = owner[number]
+            made = made or Overview(family, columns)
+            counting = ~family.family.leaves_out(flags[begin:end])
             if begin < end:
                 made.add(number, iterations[begin:end][counting], values[begin:end][counting])
             if number in last:

@@ -71,11 +71,11 @@ class PackedScale:
         width = high - low
         place = self._place(np.where(inner, values, self.low))
         level = np.rint((place - low) / width * (LEVELS - 1)) if width > 0 else np.zeros(values.shape)
-        found = np.where(inner, np.clip(level, 0, LEVELS - 1) + 1, 0)
-        found = np.where(finite & ~inner, ZERO, found)
-        found = np.where(present & np.isnan(values), NAN, found)
-        found = np.where(present & np.isposinf(values), INF, found)
-        return np.where(present & np.isneginf(values), MINUS_INF, found).astype(np.uint8)
+        codes = np.where(inner, np.clip(level, 0, LEVELS - 1) + 1, 0)
+        codes = np.where(finite & ~inner, ZERO, codes)
+        codes = np.where(present & np.isnan(values), NAN, codes)
+        codes = np.where(present & np.isposinf(values), INF, codes)
+        return np.where(present & np.isneginf(values), MINUS_INF, codes).astype(np.uint8)
 
     def _place(self, values: Floats) -> Floats:
         if self.kind == "log":

@@ -35,33 +35,33 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
     """
     known = run_speed(run, estimate_step, device=device, most_trace_bytes=_MOST_TRACE_BYTES)
     speed = known.expected
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "summary": "The speed of this run is unknown",
         "device": None,
         "unknown": "",
         "trace": _trace(known),
     }
     if speed is None:
-        found["unknown"] = str(known.why_not)
+        facts["unknown"] = str(known.why_not)
         if isinstance(known.why_not, DeviceError):
-            found["unknown"] += " Make the report again with it: te-precision report RUN --device h200"
+            facts["unknown"] += " Make the report again with it: te-precision report RUN --device h200"
     else:
         json = speed.as_json()
-        found |= {
+        facts |= {
             "summary": f"The matrix products of a step: {in_short(speed)}",
             "device": speed.device.title,
             "kinds": _kinds(speed, known.measured_layers),
             **{key: plain(json[key]) for key in ("total", "advice", "notes")},
         }
-    return {key: _visible(value) for key, value in found.items()}
+    return {key: _visible(value) for key, value in facts.items()}
 
 
 def _visible(value: Any) -> Any:
     """Return facts for JSON, without characters that cannot be seen, and with None for numbers that are not finite."""
     if isinstance(value, Mapping):
-        return {key: _visible(each) for key, each in value.items()}
+        return {key: _visible(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_visible(each) for each in value]
+        return [_visible(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return "\n".join(map(visible, value.split("\n"))) if isinstance(value, str) else value

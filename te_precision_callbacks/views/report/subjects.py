@@ -103,15 +103,17 @@ class Subjects:
         members: dict[Family, list[int]] = {}
         for row, subject in enumerate(run.subjects):
             members.setdefault(family_of(subject.tensor, subject.statistic, subject.gemm or None), []).append(row)
-        found = []
+        all_series = []
         for family, listed in members.items():
             rows = np.array(listed)
-            found.append(FamilySeries(family, number[rows], layer[rows], rank[rows], count[rows]))
+            all_series.append(FamilySeries(family, number[rows], layer[rows], rank[rows], count[rows]))
         places: dict[str, int] = {tensor: place for place, tensor in enumerate(TENSORS)}
-        found.sort(key=lambda one: places.get(one.family.tensor, len(places)))  # which one was seen first is by chance
-        self.families = [one for one in found if not one.is_histogram and (one.layer >= 0).all()]
-        self.histograms = [one for one in found if one.is_histogram]
-        self.free = [one for one in found if not one.is_histogram and (one.layer < 0).any()]
+        # The order in which they were seen first is by chance.
+        all_series.sort(key=lambda series: places.get(series.family.tensor, len(places)))
+        numbers = [series for series in all_series if not series.is_histogram]
+        self.histograms = [series for series in all_series if series.is_histogram]
+        self.families = [series for series in numbers if (series.layer >= 0).all()]
+        self.free = [series for series in numbers if (series.layer < 0).any()]
 
 
 def layer_name(scope: str | None, layer: str | None) -> str:
@@ -123,7 +125,7 @@ def layer_name(scope: str | None, layer: str | None) -> str:
 
 def folder_name(run: RecordedRun) -> str:
     path = Path(os.path.abspath(run.path))  # without dots; links stay as they are
-    above = next((each.parent for each in path.parents if each.name == FOLDER), path)
+    above = next((parent.parent for parent in path.parents if parent.name == FOLDER), path)
     return (above.parent if above.name == FOLDER else above).name or run.run_id
 
 
@@ -141,5 +143,5 @@ def _layers(run: RecordedRun, of_series: list[str]) -> list[ReportLayer]:
 
 
 def _block(name: str) -> str:
-    found = _BLOCK.match(name)
-    return found[1] if found else ""
+    match = _BLOCK.match(name)
+    return match[1] if match else ""

@@ -132,11 +132,11 @@ def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterat
     left = dict(scalars)
     while left:
         name, curve = next(iter(left.items()))
-        alike = [other for other, each in left.items() if curve.equals(each)]
+        alike = [other for other, other_curve in left.items() if curve.equals(other_curve)]
         yield _scalar(name, curve, width, names)
         if len(alike) > 1:
             yield Paragraph(f"  equal to it: {', '.join(alike[1:])}", "dim")
-        left = {other: each for other, each in left.items() if other not in alike}
+        left = {other: other_curve for other, other_curve in left.items() if other not in alike}
 
 
 def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
