@@ -108,10 +108,8 @@ class ContractKeeper:
         self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
     ) -> str | None:
         """Check the contract at its step, and after a change of precision on any rank. Returns the message of a broken
-        contract, or an empty string; None if the check was not due or not possible.
-
-        Raises:
-            PrecisionContractError: the contract is broken and does not only warn; on all ranks.
+        contract, or an empty string; None if the check was not due or not possible. Raises PrecisionContractError on
+        all ranks.
         """
         first = iteration if self._first is None else self._first
         asks = iteration == first or (iteration > first and iteration % ASKING == 0)
@@ -164,10 +162,7 @@ class ContractKeeper:
             coverage_at: returns this rank's products in a step.
             coverage: the products of the last step, with known products of other ranks.
             why_not: the reason if there is nothing to check.
-            raises: False if another exception ends the run.
-
-        Raises:
-            PrecisionContractError: the contract is broken, or was never checked.
+            raises: False if another exception ends the run; else a PrecisionContractError is raised.
         """
         raises = raises and self._on_broken == "raise"
         for step in self._incomplete:  # later steps may have shown what these ran

@@ -1,8 +1,7 @@
-"""The calls of a model, and their kinds. Calls with equal evidence run equal products.
+"""The calls of a model, and their kinds: calls with equal evidence run equal products, so one of each kind is counted.
 
 The evidence is cheap, so every call leaves it: the shapes, dtypes and flags of the input, the modules that the call
-reaches with the shapes of their inputs, and the number of nodes that it adds to the autograd graph. One call of each
-kind is counted.
+reaches with the shapes of their inputs, and the number of nodes that it adds to the autograd graph.
 """
 
 from __future__ import annotations

@@ -86,13 +86,11 @@ def plan_products(
     ran: Ran | None = None,
     unconverted: Mapping[str, str] | None = None,
 ) -> PlannedProducts:
-    """Plan the products of a training step.
+    """Plan the products of a training step: of ``tokens`` on this rank, or of a step that ran.
 
     Args:
         acting: layer -> the sections of the config that act on it.
         recipe: one of Transformer Engine's recipes; None for high precision.
-        tokens: the tokens of a step on this rank.
-        ran: the products of a step, in place of its tokens.
         unconverted: layers that a trainer's conversion left without Transformer Engine, and why.
     """
     return _ProductPlanner(model, modules, operations, acting, recipe, tokens, ran, unconverted or {}).planned()

@@ -50,10 +50,8 @@ class SeenProduct:
         layer: the path of its module, with the name of the weight unless it is ``weight``.
         role: its purpose, if known; ``wgrad`` and ``dgrad`` only if the forward has a weight.
         kind: the kernel or class, for a reason.
-        weight: the parameter that a product of the forward multiplies by.
         of: the product of the forward, for a backward by torch, which also has its mask_share.
         gradients: the number of its products in the backward, except dgrad.
-        call: its model call; None outside of calls.
         not_counted: the operator and the reason if it is not counted.
     """
 

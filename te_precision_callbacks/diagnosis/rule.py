@@ -27,7 +27,6 @@ class Sighting(NamedTuple):
         seen: a description with values, of the first layer.
         since: its first iteration; None for a problem from the start.
         severity, remedy: by default those of the rule.
-        patch: a section for a config that applies the remedy; may be empty.
         key: distinguishes findings of a rule and a tensor.
     """
 

@@ -140,9 +140,7 @@ def run_speed(
         most_trace_bytes: size limit for the run's own trace.
 
     Raises:
-        DeviceError: the given device is unknown.
-        CalibrationError: measured times cannot be used.
-        TraceError: the given trace cannot be read.
+        DeviceError, CalibrationError, TraceError: the given device, measured times or trace cannot be used.
     """
     expected, why_not = None, None
     chosen = device_named(device) if isinstance(device, str) else device

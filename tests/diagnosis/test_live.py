@@ -92,7 +92,7 @@ def test_a_run_that_fails_in_its_first_step_counts_the_same_rules(tmp_path: Path
 
 
 def test_each_finding_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, steps=51)
+    train(tmp_path)
     said = [record for record in caplog.records if "(sibling" in record.message]
     assert len(said) == 1
     assert said[0].levelno == logging.WARNING

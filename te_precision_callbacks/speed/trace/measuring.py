@@ -26,8 +26,8 @@ class MeasuredProduct:
         gemm: the GEMM of a Transformer Engine layer; empty for other layers and kinds.
         of_pass: empty outside of forward, backward and optimizer.
         kind: None if the kernel's name is unknown.
-        format: the format of a GEMM's operands, from the kernel's name; empty for other kinds.
-        ms: milliseconds per step, the mean over iterations; concurrent kernels count fully.
+        format: the format of a GEMM's operands, from the kernel's name.
+        ms: the mean over iterations; concurrent kernels count fully.
         calls: kernels, or operators of the host, per step.
     """
 

@@ -32,16 +32,12 @@ def compare(
     """Compare two runs.
 
     Values pair by scope, layer, tensor, statistic and step. Statistics of quantized tensors pair only within a recipe,
-    statistics of the tensors themselves always.
+    statistics of the tensors themselves always. Raises ComparisonError if a run has no values, or nothing pairs.
 
     Args:
-        a: the reference.
         noise: baseline runs that differ from a by the seed, for example: their differences are the noise floor.
         lasting: the minimum number of steps of a difference.
         numbers: collects values for :func:`te_precision_callbacks.views.compare.write_comparison`.
-
-    Raises:
-        ComparisonError: a run has no values, or nothing pairs.
     """
     if lasting < 1:
         raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")

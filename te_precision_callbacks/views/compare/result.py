@@ -31,7 +31,6 @@ class StatisticDeparture:
     """A statistic that departs, and stays away.
 
     Attributes:
-        iteration, until: the first and the last iteration.
         steps: the number of steps of the series.
         to_the_end: whether it lasts to the end of the comparison.
         a, b: the medians of both sides over these steps.
@@ -189,9 +188,9 @@ class LossComparison:
         stable_since: the first iteration of the stable phase, the last quarter.
         a, b: the means in the stable phase.
         relative: the mean of (b - a) / |a| in the stable phase.
-        largest: the largest |b - a| / |a| of the last three quarters, and ``largest_at`` its iteration.
-        floor: the largest magnitude of ``relative`` of a baseline; None without one.
-        spike: a spike that the running median hides; None without one, or if the noise has as much.
+        largest: the largest |b - a| / |a| of the last three quarters.
+        floor: the largest magnitude of ``relative`` of a baseline.
+        spike: a spike that the running median hides; None if the noise has as much.
         precisions: the low precision of A and B, or else the most frequent one; empty if unknown.
         lost_a, lost_b: the steps in which the loss of A and of B is lost.
     """
@@ -230,12 +229,10 @@ class Comparison:
     Attributes:
         facts: other differences: config, versions, recipe, environment, coverage.
         lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
-        floor: the noise floor; None without one.
         ordered: whether the order of execution is known; otherwise layers are in the order of their first values.
         parted: the tensors that depart, by iteration, and within one by the order of execution.
-        loss: the losses; None if a side has no loss.
+        loss: None if a side has no loss.
         notes: missing or damaged parts.
-        same_run: whether a run is compared with itself.
         verdicts: the findings of the rules on both sides; None for a run with itself.
         layers_apart: why only metrics of the trainer were compared, and the remedy; otherwise empty.
     """

@@ -88,7 +88,6 @@ class Overview:
     Values of delayed scaling's first step, with the scale 1, are left out: they would hide all others.
 
     Attributes:
-        sign: see :func:`~te_precision_callbacks.statistics.series.sign_of`; by default from the statistic.
         layers: [rows], the layers with the statistic, in the order of execution.
         cells: rank -> [rows, columns]: the worst value of the column; nan also without a value.
         present: rank -> [rows, columns], bool: whether there is a value.

@@ -65,10 +65,9 @@ class PageTemplate:
 def write_report(
     run: RecordedRun, path: str | os.PathLike[str], *, most: int = MOST_BYTES, device: Device | None = None
 ) -> Path:
-    """Write the page of a run.
+    """Write the page of a run into an ``.html`` file.
 
     Args:
-        path: an ``.html`` file in a folder that exists.
         most: the maximum size of the page, in bytes, unless the overview alone needs more.
         device: the device for expected times, from :func:`~te_precision_callbacks.speed.device_named`; by default the
             run's own GPU.

@@ -32,12 +32,8 @@ class ReportError(PrecisionDebugError, ValueError):
 
 @dataclass(frozen=True)
 class ReportLayer:
-    """A layer of the run.
-
-    Attributes:
-        name: with the scope in front, unless it begins with the scope.
-        block: its repeated part of the model, such as ``layers.3``; may be empty.
-        short: a short name for plots that distinguishes it from other layers, without control characters.
+    """A layer of the run; ``block`` is its repeated part of the model, such as ``layers.3``, and may be empty. The
+    short names distinguish layers in plots, without control characters.
     """
 
     name: str
@@ -52,13 +48,8 @@ class ReportLayer:
 
 @dataclass(frozen=True)
 class FamilySeries:
-    """A statistic of a tensor, with its series in all layers and ranks.
-
-    Attributes:
-        series: [n], the numbers of the series in the run.
-        layer: [n], the index of each one's layer in :attr:`Subjects.layers`; -1 for a number without a layer.
-        rank: [n], :data:`REDUCED` for a number that is reduced over ranks.
-        count: [n], the numbers that each has.
+    """A statistic of a tensor: the numbers of its series in all layers and ranks, each with the index of its layer in
+    :attr:`Subjects.layers` (-1 without one), its rank (:data:`REDUCED` if reduced) and its count; all [n].
     """
 
     family: Family

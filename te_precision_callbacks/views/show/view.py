@@ -79,7 +79,7 @@ class RunCheck(NamedTuple):
     """Results that are too slow to compute for each view of a run that is followed.
 
     Attributes:
-        until: the last iteration that was checked; None without one.
+        until: the last iteration that was checked.
         speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
         next_at: the time of the next check, by ``time.monotonic()``.
     """
@@ -98,7 +98,6 @@ class RunView:
         more: the command that prints the whole verdict.
         outcome: a failure, and broken clauses of the contract, in lines.
         facts: integration, recipes, GPU and ranks of the last process start.
-        first, last: the first and the last iteration with values; None without any.
         coverage: precision -> its share of the multiply-adds; empty if it was not recorded.
         other_steps: lines on steps with other products in low precision than the last one.
         notes: missing, unmeasured or damaged parts.
