@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, ComparedSeries, DifferenceMap
 from te_precision_callbacks.views.compare.loss import loss_curves
@@ -64,19 +63,19 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> di
         "version": version("te-precision-callbacks"),
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "levels": LEVELS,
-        "a": visible(result.a),
-        "b": visible(result.b),
-        "floor": None if result.floor is None else [visible(side) for side in result.floor.sides],
-        "lost": [visible(sentence) for sentence in first_lines(result)],
+        "a": result.a,
+        "b": result.b,
+        "floor": None if result.floor is None else result.floor.sides,
+        "lost": list(first_lines(result)),
         "verdicts": None if result.verdicts is None else _verdicts(result.verdicts, layer_of),
-        "facts": [[visible(text) for text in (fact.name, fact.a, fact.b)] for fact in result.facts],
-        "what": [visible(sentence) for sentence in what_was_compared(result)],
-        "first": [visible(sentence) for sentence in where_first(result)],
-        "notes": [visible(note) for note in result.notes],
+        "facts": [(fact.name, fact.a, fact.b) for fact in result.facts],
+        "what": list(what_was_compared(result)),
+        "first": list(where_first(result)),
+        "notes": result.notes,
         "parted": [_parting(parting, layer_of) for parting in result.parted[:_MOST_PARTINGS]],
         "parted_total": len(result.parted),
         "loss": loss,
-        "layers": [layer.content for layer in numbers.subjects.layers],
+        "layers": numbers.subjects.layers,
         "families": families,
         "worst_layers": list(_first_family(result, families)),
         "curves": [curve for curve in curves if curve is not None],
@@ -97,18 +96,18 @@ def _verdicts(verdicts: ComparedVerdicts, layer_of: dict[str, int]) -> dict[str,
 def _parting(parting: Parting, layer_of: dict[str, int]) -> dict[str, Any]:
     return {
         "layer": layer_of.get(layer_name(parting.scope, parting.layer), -1),  # -1 for a metric of the trainer
-        "tensor": visible(parting.tensor),
+        "tensor": parting.tensor,
         "rank": REDUCED if parting.rank is None else parting.rank,
         "iteration": parting.iteration,
-        "name": visible(parting.name),
-        "origin": visible(origin(parting)),
+        "name": parting.name,
+        "origin": origin(parting),
         "departures": [_departure(departure) for departure in parting.departures],
     }
 
 
 def _departure(departure: StatisticDeparture) -> dict[str, Any]:
     return {
-        "statistic": visible(departure.statistic),
+        "statistic": departure.statistic,
         "gemm": departure.gemm,
         "iteration": departure.iteration,
         "until": departure.until,
@@ -128,9 +127,9 @@ def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> d
     subject = curve.subject
     return {
         "layer": layer_of.get(layer_name(subject.scope, subject.layer), -1),
-        "tensor": visible(subject.tensor),
+        "tensor": subject.tensor,
         "gemm": subject.gemm,
-        "statistic": visible(subject.statistic),
+        "statistic": subject.statistic,
         "rank": REDUCED if subject.rank is None else subject.rank,
         "departs": curve.departs,
         "every": curve.every,
@@ -156,7 +155,7 @@ def _heat_map(difference: DifferenceMap, packed: Packed) -> dict[str, Any]:
 def _first_family(result: Comparison, families: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     if result.first is None:
         return
-    wanted = (visible(result.first.tensor), visible(result.first.strongest.statistic))
+    wanted = (result.first.tensor, result.first.strongest.statistic)
     for place, family in enumerate(families):
         if (family["tensor"], family["statistic"]) == wanted:
             yield {"family": place, "items": [{}]}
@@ -170,8 +169,8 @@ def _loss(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[
     columns = (curves.a, curves.b, curves.smooth_a, curves.smooth_b, 100 * curves.relative)
     arrays = packed.try_put(steps_between(curves.iterations), *(narrowed(column) for column in columns))
     return {
-        "name": visible(curves.name.statistic),
-        "sentences": [visible(sentence) for sentence in of_losses(result.loss)],
+        "name": curves.name.statistic,
+        "sentences": list(of_losses(result.loss)),
         "finding": result.loss.is_finding,
         "window": curves.window,
         "stable_since": result.loss.stable_since,

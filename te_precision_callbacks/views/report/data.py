@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
-from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
@@ -81,7 +80,10 @@ class PageData:
             "levels": LEVELS,
             "run": _run(run),
             "notes": [
-                visible(note) for note in (*no_step_in_words(run), *run.notes, *not_measured_in_words(run), *left_out)
+                *no_step_in_words(run),
+                *run.notes,
+                *not_measured_in_words(run),
+                *left_out,
             ],
             "layers": _layers(run, subjects),
             "scalars": _scalars(run, subjects, packed),
@@ -165,10 +167,9 @@ def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str
 
 def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, Any]:
     """A finding for a page; ``places``: layer, as in records -> its place in the page's list of layers."""
-    content = {name: visible(value) if isinstance(value, str) else value for name, value in finding.as_json().items()}
-    content["patch"] = "\n".join(map(visible, finding.patch.splitlines()))
-    layers = [places[layer] for layer in finding.layers if layer in places]
+    content = finding.as_json()
     del content["layers"]
+    layers = [places[layer] for layer in finding.layers if layer in places]
     return {**content, "places": layers[:MOST_PLACES], "layers_total": len(finding.layers)}
 
 
@@ -200,8 +201,8 @@ class FamilyOnPage:
             shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
             scale = PackedScale.of(shown, centred=family.is_signed)
         self.content: dict[str, Any] = {
-            "tensor": visible(family.tensor),
-            "statistic": visible(family.statistic),
+            "tensor": family.tensor,
+            "statistic": family.statistic,
             "gemm": family.gemm,
             "base": None if row is None else row.name,
             "recipe": None if request is None else request.recipe,
@@ -291,8 +292,8 @@ def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Col
         bins, request = family.family.bins, family.family.request
         content.append(
             {
-                "tensor": visible(family.family.tensor),
-                "statistic": visible(family.family.statistic),
+                "tensor": family.family.tensor,
+                "statistic": family.family.statistic,
                 "base": None if request is None else request.statistic.name,
                 "unit": "" if request is None else request.statistic.unit,
                 "lowest": bins.lowest,
@@ -321,16 +322,16 @@ def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Col
 
 def _run(run: RecordedRun) -> dict[str, Any]:
     return {
-        "path": visible(str(run.path)),
-        "id": visible(run.run_id),
+        "path": str(run.path),
+        "id": run.run_id,
         "source": run.source,
         "segments": facts.segments(run),
-        "name": visible(folder_name(run)),
+        "name": folder_name(run),
         "duration": facts.duration(run),
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
-        "outcome": [visible(line) for line in outcome_in_words(run)],
-        "other_steps": [visible(line) for line in other_steps_of_run(run)],
+        "outcome": list(outcome_in_words(run)),
+        "other_steps": other_steps_of_run(run),
         "states": run.states.to_pylist(),
         "plan": facts.plan(run),
         **dict(zip(("events", "events_total"), facts.events(run), strict=True)),
@@ -341,7 +342,7 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
     known: Mapping[str, dict[str, Any]] = facts.layer_facts(run)
     products = facts.gemms(run)
     return [
-        {**layer.content, "facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
+        {**vars(layer), "facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
         for layer in subjects.layers
     ]
 
@@ -358,5 +359,5 @@ def _scalars(run: RecordedRun, subjects: Subjects, packed: Packed) -> list[dict[
         shown = facts.thinned(values)
         arrays = packed.try_put(iterations[shown], narrowed(values[shown]))
         if arrays is not None:
-            content.append({"name": visible(name), "total": len(values), "shown": len(shown), "arrays": arrays})
+            content.append({"name": name, "total": len(values), "shown": len(shown), "arrays": arrays})
     return content

@@ -50,8 +50,8 @@ class PageTemplate:
     def filled(self, title: str, content: Mapping[str, Any], arrays: Sequence[str]) -> str:
         filled = {
             **self._filled,
-            "TITLE": html.escape(title),
-            "DATA": compressed(json.dumps(plain(content), separators=(",", ":"), allow_nan=False).encode()),
+            "TITLE": html.escape(visible(title)),
+            "DATA": compressed(json.dumps(_visible(plain(content)), separators=(",", ":"), allow_nan=False).encode()),
             "ARRAYS": "\n".join(arrays),
         }
         first, *others = self._frame.split("{{")
@@ -60,6 +60,15 @@ class PageTemplate:
             name, _, rest = other.partition("}}")
             pieces += [filled[name], rest]
         return "".join(pieces)
+
+
+def _visible(content: Any) -> Any:
+    """JSON values without control characters, in texts of several lines but for their ends."""
+    if isinstance(content, dict):
+        return {name: _visible(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return list(map(_visible, content))
+    return "\n".join(map(visible, content.split("\n"))) if isinstance(content, str) else content
 
 
 def write_report(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.terminal import plain, visible
+from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.speed.devices import Device
@@ -53,18 +52,7 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
             "kinds": _kinds(speed, known.measured_layers),
             **{key: plain(json[key]) for key in ("total", "advice", "notes")},
         }
-    return {key: _visible(value) for key, value in facts.items()}
-
-
-def _visible(value: Any) -> Any:
-    """Return facts for JSON, without characters that cannot be seen, and with None for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: _visible(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_visible(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return "\n".join(map(visible, value.split("\n"))) if isinstance(value, str) else value
+    return facts
 
 
 def _trace(known: RunSpeed) -> dict[str, Any] | None:

@@ -41,10 +41,6 @@ class ReportLayer:
     short: str
     block_short: str
 
-    @property
-    def content(self) -> dict[str, str]:
-        return {**vars(self), "name": visible(self.name), "block": visible(self.block)}
-
 
 @dataclass(frozen=True)
 class FamilySeries:
