@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from te_precision_callbacks.views.compare.wording import (
     where_first,
 )
 from te_precision_callbacks.views.report.data import FamilyOnPage, finding_on_page
-from te_precision_callbacks.views.report.packing import LEVELS, Packed, PackedScale, narrowed, steps_between
+from te_precision_callbacks.views.report.packing import Packed, PackedScale, narrowed, steps_between
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
 from te_precision_callbacks.views.report.subjects import layer_name
 
@@ -60,9 +58,6 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> di
     families = [_heat_map(heat_map, packed) for heat_map in numbers.heat_maps]
     curves = [_curve(curve, layer_of, packed) for curve in numbers.curves]
     return {
-        "version": version("te-precision-callbacks"),
-        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "levels": LEVELS,
         "a": result.a,
         "b": result.b,
         "floor": None if result.floor is None else result.floor.sides,

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -33,7 +31,7 @@ from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.histograms import histograms
 from te_precision_callbacks.views.report.overview import Columns, Overview, has_room_for, overviews, pieces
-from te_precision_callbacks.views.report.packing import LEVELS, Packed, PackedScale, narrowed, steps_between
+from te_precision_callbacks.views.report.packing import Packed, PackedScale, narrowed, steps_between
 from te_precision_callbacks.views.report.speed import speed_facts
 from te_precision_callbacks.views.report.subjects import (
     FamilySeries,
@@ -75,9 +73,6 @@ class PageData:
             overview.cells.clear()
             overview.present.clear()
         content: dict[str, Any] = {
-            "version": version("te-precision-callbacks"),
-            "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "levels": LEVELS,
             "run": _run(run),
             "notes": [
                 *no_step_in_words(run),

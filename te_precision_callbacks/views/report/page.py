@@ -6,7 +6,9 @@ import html
 import json
 import os
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from functools import cache
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.views.report.data import PageData
-from te_precision_callbacks.views.report.packing import compressed
+from te_precision_callbacks.views.report.packing import LEVELS, compressed
 from te_precision_callbacks.views.report.subjects import ReportError
 
 MOST_BYTES = 10_000_000
@@ -48,6 +50,12 @@ class PageTemplate:
         self.size = len(self._frame) + sum(map(len, self._filled.values()))
 
     def filled(self, title: str, content: Mapping[str, Any], arrays: Sequence[str]) -> str:
+        content = {
+            "version": version("te-precision-callbacks"),
+            "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "levels": LEVELS,
+            **content,
+        }
         filled = {
             **self._filled,
             "TITLE": html.escape(visible(title)),
