@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from te_precision_callbacks.views.compare import ComparedNumbers, Comparison, co
 from te_precision_callbacks.views.compare.compared_numbers import ComparedSeries
 from te_precision_callbacks.views.report.subjects import REDUCED
 from tests.compare.recorded import Values, layers, record
-from tests.report.conftest import Look, look, opened_window  # noqa: F401  # a fixture
+from tests.report.conftest import Look
 
 EVIL = 'fc<script>alert(1)</script>"$x$'
 NAMES = [*layers(4), EVIL]
@@ -39,12 +38,6 @@ def loss(off: float) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
-    with opened_window(tmp_path_factory.mktemp("window")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compared")
 
@@ -64,7 +57,7 @@ def page(folder: Path, compared: tuple[Comparison, ComparedNumbers]) -> Path:
 
 
 @pytest.mark.slow
-def test_every_plot_of_every_page_is_drawn(look: Look, page: Path) -> None:  # noqa: F811
+def test_every_plot_of_every_page_is_drawn(look: Look, page: Path) -> None:
     look.open(page, "page=nowhere", dark=True)
     for address, plots in (("heatmap", 1), ("layer", 1), ("layer&layer=layers.0.fc", 4), ("summary", 2)):
         look.turn(f"page={address}")
@@ -77,7 +70,7 @@ def test_every_plot_of_every_page_is_drawn(look: Look, page: Path) -> None:  # n
 
 @pytest.mark.slow
 def test_a_finding_leads_to_both_curves(
-    look: Look,  # noqa: F811
+    look: Look,
     page: Path,
     compared: tuple[Comparison, ComparedNumbers],
 ) -> None:
@@ -103,7 +96,7 @@ def test_a_finding_leads_to_both_curves(
 
 @pytest.mark.slow
 def test_the_heat_map_is_the_difference_in_spreads(
-    look: Look,  # noqa: F811
+    look: Look,
     page: Path,
     compared: tuple[Comparison, ComparedNumbers],
 ) -> None:
@@ -125,7 +118,7 @@ def test_the_heat_map_is_the_difference_in_spreads(
 
 
 @pytest.mark.slow
-def test_losses_have_their_yardsticks(look: Look, page: Path) -> None:  # noqa: F811
+def test_losses_have_their_yardsticks(look: Look, page: Path) -> None:
     look.open(page)
     traces = look.page.evaluate("[...document.querySelectorAll('.plot')][1].data.map((t) => [t.name, Array.from(t.y)])")
     apart = dict(traces)
@@ -135,7 +128,7 @@ def test_losses_have_their_yardsticks(look: Look, page: Path) -> None:  # noqa: 
 
 
 @pytest.mark.slow
-def test_a_lost_loss_is_the_first_thing_on_the_page(look: Look, tmp_path: Path) -> None:  # noqa: F811
+def test_a_lost_loss_is_the_first_thing_on_the_page(look: Look, tmp_path: Path) -> None:
     lost = np.where(np.arange(STEPS) < 30, np.linspace(4, 1, STEPS), np.nan)
     runs = [record(tmp_path / name, values(0), scalars={"loss": each})
             for name, each in (("a", lost), ("b", loss(0)["loss"]))]  # fmt: skip
