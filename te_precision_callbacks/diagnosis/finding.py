@@ -106,10 +106,12 @@ class Finding:
 
     @property
     def when(self) -> str:
+        """The first step, in words; empty for a problem from the start."""
         return "" if self.since is None else f"since step {self.since}"
 
     @property
     def where(self) -> str:
+        """The ranks, in words; empty for reduced values."""
         if not self.ranks:
             return ""
         more = len(self.ranks) - 1
@@ -121,6 +123,7 @@ class Finding:
         return f"{self.subject}: {self.seen_in_words} ({details})"
 
     def as_json(self) -> dict[str, Any]:
+        """All attributes, the GEMM, the subject, and the description with its place."""
         return {
             **asdict(self),
             "layers": list(self.layers),
@@ -220,10 +223,12 @@ class Verdict(Sequence[Finding]):
 
     @property
     def wrong(self) -> tuple[Finding, ...]:
+        """The errors and warnings."""
         return tuple(finding for finding in self.findings if finding.severity != "note")
 
     @property
     def severity(self) -> str:
+        """The worst severity of the findings; empty without findings."""
         return min((finding.severity for finding in self.findings), key=SEVERITIES.index, default="")
 
     @property
@@ -237,10 +242,12 @@ class Verdict(Sequence[Finding]):
 
     @property
     def healthy(self) -> bool:
+        """True if no problems were found, and enough was checked for an all-clear."""
         return self.state == "no problems found"
 
     @property
     def summary(self) -> str:
+        """The verdict in one line, without the findings."""
         total = len(self.judged) + len(self.not_judged)
         partial = "; a part of the run cannot be read" if self.is_partial else ""
         partial += f"; by the numbers of rank {self.rank} alone" if self.rank is not None else ""

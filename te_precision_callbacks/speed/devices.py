@@ -111,6 +111,7 @@ class Device(BaseModel):
 
     @property
     def fitted(self) -> Constants:
+        """Its constants."""
         return constants()[self.constants] if isinstance(self.constants, str) else self.constants
 
     @property

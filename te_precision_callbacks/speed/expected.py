@@ -62,6 +62,7 @@ class Times:
 
     @property
     def speedup(self) -> float:
+        """The speed-up over BF16."""
         return self.high_ms / self.low_ms if self.low_ms else math.nan
 
     @property

@@ -116,6 +116,7 @@ class Memory:
 
     @property
     def layers(self) -> tuple[str, ...]:
+        """The layers that have rows."""
         return tuple(dict.fromkeys(row.layer for row in self.rows))
 
     def bytes(self, kind: str | None = None, *, lives: Lives | None = None, layer: str | None = None) -> Bytes:
@@ -138,6 +139,7 @@ class Memory:
         return low - high
 
     def by_kind(self) -> dict[str, Bytes]:
+        """Return the bytes of each kind that occurs."""
         kinds = {row.kind for row in self.rows}
         return {kind: self.bytes(kind) for kind in KINDS if kind in kinds}
 
