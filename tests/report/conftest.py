@@ -17,6 +17,8 @@ pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 import pandas  # noqa: F401  # pyarrow imports it at the first write, which the thread that writes may do for 10 s only
 from playwright.sync_api import Locator, Page, sync_playwright
 
+from tests.accelerate.conftest import offline_trackers  # noqa: F401
+
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
@@ -98,16 +97,25 @@ def test_what_report_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         InspectSession(report=True)
 
 
-def test_wandb_gets_it_as_an_artifact(tmp_path: Path) -> None:
-    """tests/accelerate has a real run of Weights & Biases, offline, whose start takes ten seconds."""
-    import wandb
+@pytest.mark.usefixtures("offline_trackers")
+def test_wandb_gets_it_as_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real run of Weights & Biases, offline."""
     from lightning.pytorch.loggers import WandbLogger
 
-    run = MagicMock(spec=wandb.Run, id="run")
+    given: list[Any] = []
+    import wandb
+
+    real = wandb.Run.log_artifact
+
+    def log_artifact(run: Any, artifact: Any, *rest: Any, **keywords: Any) -> Any:
+        given.append(artifact)
+        return real(run, artifact, *rest, **keywords)
+
+    monkeypatch.setattr(wandb.Run, "log_artifact", log_artifact)
     callback = PrecisionDebugCallback(statistics(), log_dir=tmp_path, report=True)
     trainer = L.Trainer(
         max_steps=1,
-        logger=WandbLogger(save_dir=tmp_path, experiment=run),
+        logger=WandbLogger(save_dir=tmp_path),
         callbacks=[callback],
         accelerator="cpu",
         enable_progress_bar=False,
@@ -115,7 +123,8 @@ def test_wandb_gets_it_as_an_artifact(tmp_path: Path) -> None:
         enable_checkpointing=False,
     )
     trainer.fit(Plain(), loader(4))
-    (artifact,) = run.log_artifact.call_args.args
+    wandb.finish()
+    (artifact,) = given
     assert artifact.type == "report"
     assert "report.html" in artifact.manifest.entries
 
