@@ -56,9 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST_STILL = 30.0
-"""The maximum seconds without progress that the end of a run waits for the disk."""
-
 _WEIGHT = "weight"
 
 Report = Callable[[str, str, Exception], None]
@@ -206,13 +203,7 @@ class Recorder:
         if decides:
             self._decide()
         writer = self._writer
-        if not writer.drain(LONGEST_STILL):
-            logger.error(
-                "The disk does not answer: %s bytes of tensors that wait to be written to %s may be lost. The session"
-                " ends without waiting any longer.",
-                f"{writer.pending:,}",
-                writer.folder,
-            )
+        writer.finish()
         if writer.files:
             logger.info("%d tensors were dumped (%s bytes), in %s.", writer.files, f"{writer.nbytes:,}", writer.folder)
         self._report_failure()

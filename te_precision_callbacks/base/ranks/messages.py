@@ -19,7 +19,7 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -32,7 +32,16 @@ from pydantic import TypeAdapter
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import meeting, ranks_in_words
 from te_precision_callbacks.base.ranks.group import Group
-from te_precision_callbacks.base.ranks.meeting import Meeting, MeetingFailed, Place, below, connect, shared_store
+from te_precision_callbacks.base.ranks.meeting import (
+    MeetingFailed,
+    Place,
+    below,
+    connect,
+    keys_of_meeting,
+    meet,
+    refuse,
+    shared_store,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +119,8 @@ class Messages:
         rank, size: this rank in the group, and the number of ranks.
         meetings: how often the ranks have met.
         departure: why the ranks are separated.
-        note: a request to all ranks, sent with the values of a step.
-        wants_stop: a request to stop, sent likewise.
-        stop_is_wanted: whether any rank wanted to stop in the last step.
+        note, wants_stop: requests of this rank, for a check and to stop, sent with the values of a step.
+        noted, stop_is_wanted: whether any rank had the request in the last step; ``noted`` is None without a message.
         timeout: the timeout of a message in seconds.
     """
 
@@ -121,9 +129,8 @@ class Messages:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.meetings = 0
         self.departure = Departure(self.rank, "they have not met yet")
-        self.note = False
-        self.wants_stop = False
-        self.stop_is_wanted = False
+        self.note = self.wants_stop = self.stop_is_wanted = False
+        self.noted: bool | None = None
         self._purpose = purpose
         self._ranks = range(self.size) if group is None else dist.get_process_group_ranks(group)
         self._at = Place(self.rank, self.size, self.name)
@@ -131,7 +138,6 @@ class Messages:
         self._keys: Any = None
         self._count = 0
         self.timeout = EXCHANGING
-        self._noted: bool | None = None
         self._on_one_machine = False
         self._return: _Return | None = None
 
@@ -142,10 +148,6 @@ class Messages:
     def number(self, rank: int) -> int:
         """Return the global rank of a rank of the group."""
         return self._ranks[rank]
-
-    @property
-    def _group_name(self) -> str:
-        return "all" if self.group is None else "-".join(map(str, self._ranks))
 
     @property
     def is_open(self) -> bool:
@@ -167,40 +169,36 @@ class Messages:
         Raises:
             RanksLostError: the ranks have not met, and stay separated.
         """
-        called: Meeting | None = None
+        keys: Any = None
         try:
             self.close()
             self._return = None
             if dist.get_backend(self.group) == "fake":
                 raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
             wait = _patience(self.group)
-            called = self._meeting()
-            self._on_one_machine = called.meet(wait, why)
-            self._connect(called.keys, CONNECTING)
+            keys = self._new_meeting()
+            self._on_one_machine = meet(keys, self._at, wait, why)
+            self._connect(keys, CONNECTING)
             self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
         except RanksLostError as error:
             raise self._apart(error.departure.text) from error
         except Exception as error:  # it must not be on this rank alone that anything is raised
-            self.decline(error, called)
+            self.decline(error, keys)
             raise self._apart(f"The ranks have not met: {_reason(error)}") from error
         except BaseException as error:
-            self.decline(error, called)
+            self.decline(error, keys)
             raise
 
-    def decline(self, error: BaseException, called: Meeting | None = None) -> None:
-        """Refuse to meet the other ranks because of a failure.
-
-        Args:
-            error: the failure.
-            called: the meeting, if it has begun.
-        """
+    def decline(self, error: BaseException, keys: Any = None) -> None:
+        """Refuse to meet the other ranks because of a failure; ``keys`` are those of the meeting, if it has begun."""
         reason = _reason(error)
         own = reason if isinstance(error, MeetingFailed) else f"{self.name(self.rank)} has failed ({reason})"
         with contextlib.suppress(Exception):
-            (called or self._meeting()).refuse(own)
+            refuse(self._new_meeting() if keys is None else keys, own)
 
-    def _meeting(self) -> Meeting:
-        return Meeting(shared_store(f"te_precision_callbacks/{self._purpose}/{self._group_name}"), self._at)
+    def _new_meeting(self) -> Any:
+        group = "all" if self.group is None else "-".join(map(str, self._ranks))
+        return keys_of_meeting(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self._at)
 
     def settle(self) -> None:
         """Allow reconnecting, and use short timeouts after the next message, which may still wait for compilation."""
@@ -296,8 +294,8 @@ class Messages:
             RanksLostError: the ranks are separated.
         """
         text = _written(own, of)
-        found: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
-        return found
+        entries: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
+        return entries
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
         """Return the numbers of each global rank; for error messages only, since the size grows with the ranks.
@@ -305,8 +303,8 @@ class Messages:
         Raises:
             RanksLostError: the ranks are separated.
         """
-        found = self.pooled([(self._ranks[self.rank], tuple(numbers))], kind, why, tuple[int, tuple[int, ...]])
-        return dict(sorted(found))
+        own = self._ranks[self.rank], tuple(numbers)
+        return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
 
     def _exchange(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
         """Reduce numbers, and return the union of texts."""
@@ -315,25 +313,25 @@ class Messages:
             raise RanksLostError(self.departure, self._in_words(self.departure))
         self._count += 1
         try:
-            found = self._exchanged(group, _Waiting(self, self._keys, self._count, why), kind, numbers, sums, text, of)
+            finish = functools.partial(group.finish, _Wait(self, self._keys, self._count, why).check)
+            union = self._exchanged(group, finish, kind, numbers, sums, text, of)
             if self._return is not None:
                 self.timeout = EXCHANGING
-            return found
-        except RanksLostError as error:
-            self._leave(error.departure)
-            raise RanksLostError(error.departure, self._in_words(error.departure)) from error
-        except _GroupFailed as error:
-            self._leave(self._departure_of_another(error))
-            raise RanksLostError(self.departure, self._in_words(self.departure)) from error
-        except Exception as error:  # the others cannot know how far this rank has come: they go on, and it does too
-            self.leave(error)
+            return union
+        except Exception as error:
+            if isinstance(error, RanksLostError):
+                self._leave(error.departure)
+            elif type(error) is RuntimeError or isinstance(error, dist.DistError):  # of gloo, or of the store
+                self._leave(self._departure_of_another(error))
+            else:  # the others cannot know how far this rank has come: they go on, and it does too
+                self.leave(error)
             raise RanksLostError(self.departure, self._in_words(self.departure)) from error
         except BaseException as error:
             self.leave(error)
             raise
 
     def _exchanged(
-        self, group: Group, waiting: _Waiting, kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
+        self, group: Group, finish: Callable[[], None], kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
     ) -> bytes:
         ranked = _ranked(numbers[sums:])
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
@@ -342,7 +340,7 @@ class Messages:
         header[:_HEADER] = *equal, *(-number for number in equal), len(text)
         header[_HEADER : _HEADER + ranked.size] = ranked[:_ROOM]
         group.maximum(header)
-        waiting.finish(group)
+        finish()
         alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
         if not alike[:-1].all():
             remedy = "Every rank must call step() for the same optimizer steps"
@@ -351,53 +349,25 @@ class Messages:
             group.add(numbers[:sums])
         if ranked.size > _ROOM:
             group.maximum(ranked[_ROOM:])
-        waiting.finish(group)
+        finish()
         ranked[:_ROOM] = header[_HEADER : _HEADER + ranked.size]
         numbers[sums:] = _numbers_of(ranked)
-        return text if alike[-1] else self._union(group, waiting, text, int(header[_HEADER - 1]), of)
-
-    def _union(self, group: Group, waiting: _Waiting, text: bytes, longest: int, of: Any) -> bytes:
-        padded = np.frombuffer(text.ljust(longest), np.uint8).copy()  # JSON may end with blanks
-        gathered = group.gather(padded)
-        waiting.finish(group)
-        union = b""
-        if gathered:
-            texts = dict.fromkeys(each.tobytes() for each in gathered)
-            union = _written((entry for each in texts for entry in _read(each, of)), of)
-        size = np.array([len(union)])
-        group.broadcast(size)
-        waiting.finish(group)
-        shared = np.frombuffer(union.ljust(int(size[0])), np.uint8).copy()
-        group.broadcast(shared)
-        waiting.finish(group)
-        return shared.tobytes()
+        return text if alike[-1] else _union(group, finish, text, int(header[_HEADER - 1]), of)
 
     def _departure_of_another(self, error: Exception) -> Departure:
         """Return why another rank has left, as it wrote into the store, or that it cannot be reached."""
         try:
             if self._keys.check([_LEFT]):
-                found = json.loads(self._keys.get(_LEFT))
-                return Departure(int(found["rank"]), str(found["text"]), str(found["kind"]), bool(found["raises"]))
+                return TypeAdapter(Departure).validate_json(self._keys.get(_LEFT))
         except Exception as failure:  # of the store, which may be gone with the rank
             logger.info("Why a rank has left is unknown: %s.", _reason(failure))
-        why = str(error).partition("]")[2].partition(". This is")[0].strip() or str(error)
+        line = str(error).partition("\n")[0]
+        why = line.partition("]")[2].partition(". This is")[0].strip() or line
         return Departure(self.rank, f"A rank cannot be reached any more: {why}")
 
     def _in_words(self, departure: Departure) -> str:
         who = self.name(departure.rank).capitalize()
         return f"{who} has failed: {departure.text}" if departure.kind else departure.text
-
-    # ------------------------------------------------------------------ notes
-
-    def take_noted(self) -> bool | None:
-        """Return whether any rank had a :attr:`note` since the last call; None without a message."""
-        noted, self._noted = self._noted, None
-        return noted
-
-    def put_noted(self, noted: bool, *, stops: bool) -> None:
-        """Set the combined requests of all ranks."""
-        self._noted = noted
-        self.stop_is_wanted = stops
 
     # ------------------------------------------------------------------ together again
 
@@ -414,16 +384,15 @@ class Messages:
         Returns:
             The largest iteration of all ranks, if they have reconnected; else None.
         """
-        found = self._return
-        if self._group is not None or found is None:
+        attempts = self._return
+        if self._group is not None or attempts is None:
             return None
         try:
-            if not found.is_time(self._at, iteration, optimizer_steps):
+            if not attempts.is_time(self._at, iteration, optimizer_steps):
                 return None
-            self._connect(found.keys_of_attempt(), RECONNECTING)
+            self._connect(attempts.keys_of_attempt(), RECONNECTING)
         except Exception as error:  # the store may be gone, or a rank
-            with contextlib.suppress(Exception):
-                found.keys_of_attempt().set("gone", f"{self.name(self.rank)} has failed ({_reason(error)})")
+            self.decline(error, attempts.keys_of_attempt())
             logger.info("%s has not met the other ranks again: %s.", self.name(self.rank).capitalize(), _reason(error))
             self._leave(Departure(self.rank, _reason(error)))
             return None
@@ -511,8 +480,25 @@ def _written(entries: Iterable[Hashable], of: Any) -> bytes:
 
 
 def _read(text: bytes, of: Any) -> list[Any]:
-    found: list[Any] = _adapter(of).validate_python(json.loads(text))
-    return found
+    entries: list[Any] = _adapter(of).validate_python(json.loads(text))
+    return entries
+
+
+def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, of: Any) -> bytes:
+    padded = np.frombuffer(text.ljust(longest), np.uint8).copy()  # JSON may end with blanks
+    gathered = group.gather(padded)
+    finish()
+    union = b""
+    if gathered:
+        texts = dict.fromkeys(array.tobytes() for array in gathered)
+        union = _written((entry for own in texts for entry in _read(own, of)), of)
+    size = np.array([len(union)])
+    group.broadcast(size)
+    finish()
+    shared = np.frombuffer(union.ljust(int(size[0])), np.uint8).copy()
+    group.broadcast(shared)
+    finish()
+    return shared.tobytes()
 
 
 def _ranked(numbers: Numbers) -> npt.NDArray[np.int64]:
@@ -526,12 +512,8 @@ def _numbers_of(ranked: npt.NDArray[np.int64]) -> Numbers:
     return bits.view(np.float64)
 
 
-class _GroupFailed(Exception):
-    """An operation of the group failed, because another rank has left or died."""
-
-
-class _Waiting:
-    """Timing of one message: a warning after a while, then a timeout."""
+class _Wait:
+    """The wait for one message: a warning after a while, then a timeout."""
 
     def __init__(self, messages: Messages, keys: Any, count: int, why: str) -> None:
         self._messages, self._keys, self._count = messages, keys, str(count)
@@ -539,21 +521,8 @@ class _Waiting:
         self._begun = time.monotonic()
         self._is_noted = self._has_warned = False
 
-    def finish(self, group: Group) -> None:
-        """Wait for the operations of a group.
-
-        Raises:
-            RanksLostError: timeout.
-            _GroupFailed: an operation failed.
-        """
-        try:
-            group.finish(self._check)
-        except RuntimeError as error:
-            if isinstance(error, RanksLostError):
-                raise
-            raise _GroupFailed(str(error).partition("\n")[0]) from error
-
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise RanksLostError after the timeout."""
         messages, passed = self._messages, time.monotonic() - self._begun
         if passed >= min(meeting.WAITING, messages.timeout) / 2 and not self._is_noted:
             self._is_noted = True
@@ -586,7 +555,7 @@ def _patience(group: dist.ProcessGroup | None) -> float:
     """
     try:
         training: Any = dist.group.WORLD if group is None else group
-        found = [training._get_backend(device).options._timeout for device in training._device_types]
-        return float(min(found).total_seconds()) / 2
+        timeouts = [training._get_backend(device).options._timeout for device in training._device_types]
+        return float(min(timeouts).total_seconds()) / 2
     except (RuntimeError, AttributeError, ValueError):  # a backend without options
         return timedelta(minutes=5).total_seconds()

@@ -212,17 +212,11 @@ class Ranks:
         self.any("agreement", "judging", own=False)
         return not self.several or self.are_together
 
-    @property
-    def note(self) -> bool:
-        """Whether this rank wants a check; sent with the next values of a step."""
-        return self._note
-
-    @note.setter
-    def note(self, note: bool) -> None:
+    def put_note(self, *, note: bool) -> None:
+        """Set whether this rank wants a check; sent with the next values of a step."""
         self._note = note
         if self.messages is not None:
-            self.messages.note = note
-            self.messages.take_noted()
+            self.messages.note, self.messages.noted = note, None
 
     def noted(self, *, asks: bool) -> bool:
         """Return whether any rank wants a check. In a step without values, a message is sent only with ``asks``."""
@@ -230,10 +224,9 @@ class Ranks:
             return self._note
         if self.messages is None or not self.messages.is_open:
             return False
-        noted = self.messages.take_noted()
-        if noted is None and asks:
-            noted = self.any("notes", "to ask whether precision has changed", own=self._note)
-        return bool(noted) and self.are_together
+        if self.messages.noted is None and asks:
+            self.messages.noted = self.any("notes", "to ask whether precision has changed", own=self._note)
+        return bool(self.messages.noted) and self.are_together
 
     def stop_together(self, *, own: bool) -> bool:
         """Return whether all ranks stop now. Requests are sent with the next values; all receive them in one step."""
