@@ -14,8 +14,7 @@ class BeforeCalls:
     """Call a method before each call of another object's method, with the same arguments, until it is removed.
 
     Args:
-        owner: the object that gets the replacement in its ``__dict__``; other objects of its class keep their method.
-        name: the method's name.
+        owner: gets the replacement in its ``__dict__``; other objects of its class keep their method.
         before: a bound method; its object is not kept alive.
     """
 

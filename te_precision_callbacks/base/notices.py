@@ -10,8 +10,6 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class Notices:
-    """The messages that were logged already, of a run or another owner."""
-
     def __init__(self) -> None:
         self._said: set[Hashable] = set()
 

@@ -12,7 +12,6 @@ def keep_high(*layers: str, others: Iterable[str] = ()) -> str:
     """Return a section that keeps layers in high precision.
 
     Args:
-        layers: their names.
         others: names that the pattern must not match; if they have no other number of a numbered layer, the pattern
             accepts all numbers.
     """

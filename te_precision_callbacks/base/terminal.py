@@ -1,11 +1,7 @@
 """Printing of tables, text and JSON by the commands of ``te-precision``.
 
-    rows = table("layer", "tensor")
-    rows.add_row(cell("fc1"), cell("activation"))
-    show(rows)                        # fitted to a terminal; in a file or pipe every line stays whole
-    show_json({"rows": []})
-
-Colour and bold are for terminals only. Text from files and configs is printed without markup and control characters.
+Colour and bold are for terminals only; in a file or pipe every line stays whole. Text from files and configs is printed
+without markup and control characters.
 """
 
 from __future__ import annotations
@@ -116,7 +112,6 @@ def fitted_table(made: Table, width: int) -> Table | None:
 
 
 def _texts(made: Table) -> list[list[str]]:
-    """Return the texts of each column, heading first."""
     return [
         [text.plain if isinstance(text, Text) else render(str(text)).plain for text in (column.header, *column.cells)]
         for column in made.columns
@@ -124,8 +119,6 @@ def _texts(made: Table) -> list[list[str]]:
 
 
 class Paragraph:
-    """A wrapped text; names break only after a separator."""
-
     def __init__(self, text: str, style: str = "") -> None:
         self._text, self._style = visible(text), style
 
@@ -135,9 +128,7 @@ class Paragraph:
 
 
 def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False) -> None:
-    """Print a paragraph, wrapped to the terminal, or to 80 columns in a file or pipe, unless COLUMNS is set.
-    Further lines are indented by ``hanging`` more spaces. ``err`` prints to stderr.
-    """
+    """Print a paragraph, wrapped to the terminal, or to 80 columns in a file or pipe, unless COLUMNS is set."""
     width = min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
     first = " " * indent
     typer.echo(
@@ -154,13 +145,11 @@ def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False
 
 
 def show_as_it_is(text: str, indent: int = 0) -> None:
-    """Print lines without wrapping, such as YAML."""
     for line in text.splitlines():
         typer.echo(" " * indent + visible(line))
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Print each note as a paragraph, and keep its line breaks."""
     for note in notes:
         typer.echo()
         for number, line in enumerate(note.splitlines()):
@@ -168,7 +157,6 @@ def show_notes(notes: Iterable[str]) -> None:
 
 
 def show_json(what: Any) -> None:
-    """Print JSON; numbers that are not finite become "nan", "inf" or "-inf"."""
     typer.echo(as_json(what))
 
 
@@ -184,12 +172,10 @@ def visible(text: str) -> str:
 
 
 def cell(what: object) -> str:
-    """Escape a text for a table cell."""
     return escape(visible(str(what)))
 
 
 def cell_lines(lines: Iterable[str]) -> str:
-    """Escape several texts as the lines of one cell."""
     return "\n".join(map(cell, lines))
 
 

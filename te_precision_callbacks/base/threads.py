@@ -20,14 +20,7 @@ def started(what: str, call: Callable[[], object]) -> threading.Thread | None:
 
 
 def within(seconds: float, call: Callable[[], ResultT]) -> ResultT:
-    """Return the result of a disk access, with a timeout.
-
-    Args:
-        call: runs in a daemon thread, which continues after the timeout.
-
-    Raises:
-        TimeoutError: the disk did not respond in time.
-    """
+    """Return the result of a disk access in a daemon thread; raises TimeoutError if the disk does not respond."""
     found: list[ResultT] = []
     failed: list[BaseException] = []
 

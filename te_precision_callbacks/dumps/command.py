@@ -1,11 +1,5 @@
 """``te-precision dumps``: lists, shows and compares dumped tensors.
 
-Usage::
-
-    te-precision dumps list logs/tensor_dumps
-    te-precision dumps show fc1_activation.safetensors
-    te-precision dumps diff a.safetensors b.safetensors
-
 ``list`` and ``show`` return exit code 0; ``diff`` returns 0 if the dumps are equal and 1 if they differ. Wrong use,
 such as a file that is not a dump, returns 2. ``--json`` prints one JSON object; non-finite numbers are strings.
 """

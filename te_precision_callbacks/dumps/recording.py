@@ -1,11 +1,5 @@
 """Records tensors for DumpTensors: holds or drops them, and writes them within the budget.
 
-    recorder = Recorder(log_dir, report=failures.report)
-    recorder.note(seen, wanted)             # in a forward or backward: an asynchronous snapshot
-    recorder.learn(measured)                # the statistics of the step
-    recorder.end_step()                     # writes or drops held dumps
-    recorder.close()                        # waits until everything is written
-
 :meth:`Recorder.note` and :meth:`Recorder.end_step` wait for the disk only if the queue exceeds ``max_memory`` bytes. On
 CUDA the condition ``nonfinite`` makes ``end_step`` wait for the device, once per step.
 
@@ -68,8 +62,7 @@ class Wanted:
 
     Attributes:
         schedule: the steps in which to dump.
-        high_precision, quantized, internals: the parts of the tensor to dump.
-        conditions: one of these must hold; without conditions, the tensor is always dumped.
+        conditions: at least one must hold; without conditions, the tensor is always dumped.
         limits: the budget.
         gemm: the GEMM, for a record of a GEMM; empty for a tensor.
     """
@@ -84,7 +77,6 @@ class Wanted:
 
     @classmethod
     def of_gemm(cls, gemm: DumpTensorsGemmItem, options: DumpTensors) -> Wanted:
-        """Return the options for one GEMM."""
         return cls(
             schedule=gemm.schedule,
             high_precision=True,
@@ -97,7 +89,6 @@ class Wanted:
 
     @classmethod
     def of(cls, tensor: DumpTensorsItem, options: DumpTensors) -> Wanted:
-        """Return the options for one tensor."""
         return cls(
             schedule=tensor.schedule,
             high_precision=tensor.high_precision_tensor,
@@ -109,8 +100,6 @@ class Wanted:
 
 
 class _OnStatistic(NamedTuple):
-    """A condition with its collected statistic."""
-
     condition: Threshold
     collected: Collected
 
@@ -120,7 +109,6 @@ class _WaitingDump:
     """A dump that is held until the end of its step.
 
     Attributes:
-        job: the dump to write.
         nonfinite: whether the tensor has inf or nan, on its device; None without this condition.
         statistics: the conditions on statistics of this step.
         overflow: whether the dump is written after an overflow.
@@ -133,7 +121,7 @@ class _WaitingDump:
 
 
 class Recorder:
-    """See the module docstring.
+    """Receives tensors in a forward or backward, as asynchronous snapshots, and decides on them at the end of the step.
 
     Args:
         folder: the log folder; dumps go to ``tensor_dumps/rank_R/iter_XXXXXX`` in it.
@@ -164,18 +152,13 @@ class Recorder:
         self._learned: list[Measured] = []
 
     def end_step(self) -> None:
-        """Write the held dumps if their conditions hold, drop the others, and report failures.
-
-        Raises:
-            Exception: any exception of ``report``.
-        """
+        """Write the held dumps if their conditions hold, drop the others, and report failures."""
         self._follow_fork()
         self._decide()
         self._micro_batches.clear()
         self._report_failure()
 
     def flush(self) -> None:
-        """Wait until all queued dumps are written."""
         self._writer.drain()
         self._report_failure()
 
@@ -186,13 +169,8 @@ class Recorder:
 
     def close(self, *, decides: bool = True) -> None:
         """End the run: write or drop held dumps, and wait until all are written, or until the disk no longer responds,
-        which is logged. Closing twice does nothing.
-
-        Args:
-            decides: False drops held dumps without reading their conditions from a device.
-
-        Raises:
-            Exception: see :meth:`end_step`.
+        which is logged. Closing twice does nothing. ``decides=False`` drops held dumps without reading their conditions
+        from a device.
         """
         self._follow_fork()
         if self._closed:
@@ -213,7 +191,6 @@ class Recorder:
             self._begin()
 
     def stopped(self, limits: Limits) -> bool:
-        """Return whether writing has ended, or these limits are exhausted."""
         return self._writer.stopped(limits)
 
     # ------------------------------------------------------------------ a tensor
@@ -310,7 +287,6 @@ class Recorder:
         return nonfinite, tuple(statistics), overflow
 
     def _statistic(self, condition: Threshold, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:
-        """Return the statistic of a condition, if it is collected in this step."""
         found = read_by(condition, collected, _recipe_of_quantized(seen))
         if found is None:
             self._complain(condition, seen, missing_statistic(condition, collected, [seen.layer], seen.tensor))
@@ -352,7 +328,6 @@ class Recorder:
     # ------------------------------------------------------------------ the end of a step
 
     def learn(self, measured: Measured) -> None:
-        """Receive the statistics of the step."""
         if any(held.statistics for held in self._held):
             self._learned.append(measured)
 
@@ -421,7 +396,6 @@ def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
 
 
 def _recipe_of_quantized(seen: Watched) -> str | None:
-    """Return the recipe of a quantized tensor; None if it is not quantized."""
     quantized, _ = _quantized_form(seen)
     if quantized is None or not kind_is_known(quantized):
         return None

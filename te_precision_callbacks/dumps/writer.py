@@ -35,20 +35,12 @@ _MOST_HEADERS = 10_000
 
 
 class Job(NamedTuple):
-    """A dump to be written within limits."""
-
     dump: Dump
     limits: Limits
 
 
 class Writer:
-    """Writes dumps to a log folder.
-
-    Attributes:
-        folder: the log folder.
-        files, nbytes: the number of files and bytes written so far.
-        written: the headers of the last files, until the caller removes them.
-    """
+    """Writes dumps to a log folder; ``written`` has the headers of the last files, until the caller removes them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,7 +54,6 @@ class Writer:
 
     @property
     def pending(self) -> int:
-        """The bytes in the queue or being written."""
         return self._thread.queued
 
     def stopped(self, limits: Limits) -> bool:
@@ -80,7 +71,6 @@ class Writer:
         self._thread.wait(lambda: not self.pending or self.pending + nbytes <= limits.max_memory)
 
     def drain(self) -> None:
-        """Wait until everything is written."""
         self._thread.wait(self._thread.hurry())
 
     def finish(self) -> None:
@@ -88,7 +78,6 @@ class Writer:
         self._thread.finish(LONGEST_STILL)
 
     def take_failure(self) -> Exception | None:
-        """Return the first failure since the last call, if any."""
         noted, self._failure = self._failure, None
         failure = self._thread.take_failure() if noted is None else None
         if failure is None or isinstance(failure, DumpError):
@@ -150,5 +139,5 @@ class Writer:
 
 
 def _most_bytes(dump: Dump) -> int:
-    """Return an upper bound of the size of a dump's file: its tensors, its header, and the format's overhead."""
+    """Return an upper bound of the size of a dump's file."""
     return dump.nbytes + len(json.dumps(dump.header.to_json())) + 500 + 200 * len(dump.tensors)

@@ -44,10 +44,7 @@ def no_step_in_words(run: RecordedRun) -> list[str]:
 
 
 def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
-    """Map precision, and whether the product is of the backward, to the multiply-adds per step at the end of the run.
-
-    The precision is empty where unknown; the result is empty without coverage.
-    """
+    """Map precision (or empty), and whether a product is of the backward, to its multiply-adds per step."""
     counts: dict[tuple[str, bool], int] = defaultdict(int)
     for row in at_the_end(run.gemms).select(["precision", "backward", "macs"]).to_pylist():
         if row["macs"]:
@@ -84,14 +81,14 @@ def words_of(name: str) -> set[str]:
 
 
 def is_loss(name: str) -> bool:
-    """Return whether a scalar's name is a loss, such as ``train/loss``; ``loss_scale`` is not."""
     words = words_of(name)
     return "loss" in words and "scale" not in words
 
 
 def is_loss_of_training(name: str) -> bool:
-    """Return whether a scalar's name can only be the training loss. Other losses may be nan or inf in a healthy run: a
-    part such as ``aux_loss``, the mean of an epoch before the epoch ends, ``best_loss`` at the start."""
+    """Return whether a scalar can only be the training loss. Others, such as ``best_loss``, may be inf in a healthy
+    run.
+    """
     return is_loss(name) and words_of(name) <= _OF_TRAINING
 
 

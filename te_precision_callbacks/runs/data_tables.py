@@ -23,11 +23,7 @@ _TIMES = {"iteration", "logging_step", "since", "until", "wall_time"}
 
 
 def write_table(table: pa.Table, path: Path) -> int:
-    """Write a Parquet file atomically, and return its size.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a Parquet file atomically, and return its size."""
     names = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
     replace_whole(
         path,
@@ -45,12 +41,8 @@ def write_table(table: pa.Table, path: Path) -> int:
 
 
 def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
-    """Read columns of a Parquet file, or of an Arrow stream up to its last whole batch.
-
-    Args:
-        path: the file; for a stream that was closed since, its Parquet file is read.
-        schema: the types of the columns.
-        series: only the rows of these series; None for all.
+    """Read columns of a Parquet file, or of an Arrow stream up to its last whole batch; or the Parquet file of a stream
+    that was closed since.
 
     Raises:
         OSError, pyarrow.ArrowException, ValueError, KeyError: it is damaged.

@@ -64,8 +64,7 @@ class ScalingState:
 
     Attributes:
         scale, history: hashes of the scales and of the amax history.
-        has_unit_scales: whether all scales are 1.
-        is_new: whether the state is also otherwise the initial one, with a history of zeros.
+        is_new: whether the state is the initial one: scales of 1, and a history of zeros.
         steps: the length of the history.
     """
 
@@ -106,8 +105,6 @@ class LayerFingerprint:
     """The state of one layer.
 
     Attributes:
-        scope, name: as in :class:`te_precision_callbacks.layers.naming.Layer`.
-        weights: its primary weights.
         forward, backward: its state of delayed scaling, if it has one.
         unsaved: whether the checkpoint lacks this state: Transformer Engine 2.20 saves an empty ``_extra_state`` after
             a forward outside of FP8 (``pytorch/module/base.py: get_extra_state``).
@@ -130,12 +127,9 @@ class Fingerprint:
     Attributes:
         iteration: the next debug iteration.
         run: identifies the session that took the fingerprint.
-        rank, world_size: of torch.distributed.
         config: a hash of the config.
         versions: package -> version.
         recipes: the recipes of all layers, without duplicates.
-        layers: the layers of this rank.
-        schema: the version of this format.
     """
 
     iteration: int
@@ -152,16 +146,11 @@ class Fingerprint:
         return None if layer.recipe is None else self.recipes[layer.recipe]
 
     def to_text(self) -> str:
-        """Return the fingerprint as JSON."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str) -> Fingerprint:
-        """Parse the result of :meth:`to_text`.
-
-        Raises:
-            FingerprintError: the text is damaged, or has another version.
-        """
+        """Parse the result of :meth:`to_text`; raises FingerprintError if it is damaged, or of another version."""
         from pydantic import TypeAdapter, ValidationError
 
         try:
@@ -190,21 +179,13 @@ def file_name(rank: int) -> str:
 
 
 def write(fingerprint: Fingerprint, folder: Path) -> None:
-    """Write a fingerprint atomically.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a fingerprint atomically; raises OSError."""
     text = fingerprint.to_text().encode()
     replace_whole(folder / file_name(fingerprint.rank), lambda file: file.write(text))
 
 
 def read(folder: Path, rank: int) -> Fingerprint | None:
-    """Read a rank's fingerprint from a checkpoint, else the fingerprint of rank 0; None without fingerprints.
-
-    Raises:
-        FingerprintError: the file cannot be read, is damaged, or has another version.
-    """
+    """Read a rank's fingerprint from a checkpoint, else that of rank 0, if any; raises FingerprintError."""
     for path in (folder / file_name(rank), folder / FILE_NAME):
         if path.exists():
             try:
@@ -238,8 +219,6 @@ def with_recipes(
     """Add the recipes of the layers, which the first forward decides.
 
     Args:
-        fingerprint: has the layers.
-        modules: the modules of this rank.
         trained_in_fp8: returns whether a layer trained in FP8 in its last step; None if unknown. (A module's state
             describes its last forward, which may have been an evaluation in another precision.)
     """
@@ -294,7 +273,6 @@ def _states(module: torch.nn.Module, direction: str, layers: int) -> list[Scalin
 
 
 def weights_of(module: Any, number: int) -> list[Any]:
-    """Return the weights of one of a module's layers, as they are on this rank."""
     if "LayerNormMLP" in class_names(module):
         names = [("fc1_weight", "fc2_weight")[number]]
     else:
@@ -317,8 +295,7 @@ def _weights(module: Any, number: int) -> Weights:
 
 
 def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
-    """Return the codes and scales of one direction; nothing for an unknown class, or data that follow from the other
-    direction."""
+    """Return codes and scales; nothing for an unknown class, or data that follow from the other direction."""
     held = gemm_operand(weight, columnwise=columnwise)
     if not is_quantized(held) or (columnwise and scaling_mode(held) == PER_TENSOR):
         return []
@@ -357,7 +334,6 @@ class Finding:
     """A difference between a checkpoint and the restored state.
 
     Attributes:
-        what: the difference.
         layers: the affected layers, in the order of the model; empty for a difference of the run.
         all_layers: whether all compared layers are affected.
         of_rank: whether other ranks may differ in it, since it concerns restored data and not the code.
@@ -411,11 +387,10 @@ def for_log(report: ResumeReport) -> ResumeReport:
 
 
 def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
-    """Compare a checkpoint's fingerprint with the state of this rank; layers that only one side has are skipped.
+    """Compare a checkpoint's fingerprint, of this rank or of rank 0, with the state of this rank.
 
-    Args:
-        saved: the fingerprint of this rank, or of rank 0.
-        now: states and weights as restored, before any forward; recipes as in the first step.
+    Layers that only one side has are skipped. ``now`` has states and weights as restored, before any forward, and
+    recipes as in the first step.
     """
     layers = {(layer.scope, layer.name): layer for layer in saved.layers}
     found: dict[tuple[str, bool], list[str]] = {}
@@ -495,7 +470,6 @@ def _of_direction(
 
 
 def unsaved_layers(fingerprint: Fingerprint) -> Finding | None:
-    """Return the layers without scales and amax histories in the checkpoint, if any."""
     has_state = [layer for layer in fingerprint.layers if layer.forward is not None and not layer.forward.is_new]
     lacking = tuple(layer.name for layer in has_state if layer.unsaved)
     what = "The checkpoint does not have the scales and amax histories of these layers"

@@ -18,11 +18,7 @@ _PIECE = 1 << 23
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading.
-
-    Raises:
-        OSError: it cannot be read, or is a folder, a pipe or a device.
-    """
+    """Open a file for reading; raises OSError also for a folder, a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

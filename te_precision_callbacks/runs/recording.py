@@ -95,7 +95,6 @@ class Recording:
     # ------------------------------------------------------------------ what is handed over
 
     def take(self, job: Step | Event | Scalars | Facts) -> None:
-        """Take a job, which is on disk after :meth:`flush`."""
         match job:
             case Step():
                 self._take_step(job)
@@ -181,26 +180,14 @@ class Recording:
     # ------------------------------------------------------------------ to the disk
 
     def flush(self) -> None:
-        """Write everything to disk, and show readers that the process lives.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write everything to disk, and show readers that the process lives."""
         self._writer.flush()
         if self._run.rank == 0:
             self._writer.show_life()
         self._size_limit.keep()
 
     def end(self, error: BaseException | None, last: int = -1) -> None:
-        """Write everything, and how the segment has ended.
-
-        Args:
-            error: the error that ended it, if any.
-            last: the last iteration, which may have had no records; -1 if unknown.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write everything, and how the segment has ended; ``last`` is the last iteration, -1 if unknown."""
         self._take_event(end_of(error, max(self._latest, last)))
         self._writer.close("ended" if error is None else "failed")
 
@@ -208,7 +195,6 @@ class Recording:
         self._writer.leave()
 
     def lose(self, error: BaseException) -> None:
-        """Record in the files, if possible, that the recording is incomplete."""
         self._writer.put_lost(error)
 
     def _warn(self, kind: str, text: str) -> None:
@@ -217,7 +203,6 @@ class Recording:
 
 
 def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:
-    """[values]: whether each value belongs to this rank only."""
     if not records.own:
         return np.ones(len(records), bool)
     return np.fromiter(records.own, bool, len(records))
@@ -231,7 +216,6 @@ class _Numbers:
         self._of: dict[int | None, npt.NDArray[np.int32]] = {}
 
     def of(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
-        """Return the file's series; ``rank`` is None for reduced values."""
         known = self._of.get(rank, np.empty(0, np.int32))
         if len(known) < len(table):
             known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]

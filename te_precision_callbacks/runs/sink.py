@@ -48,18 +48,13 @@ _Job = Step | Event | Scalars | Facts | _End
 class RecordSink(EventSink):
     """Records a run. The training thread queues jobs, and another thread writes them.
 
-    Args:
-        log_dir: the session's folder.
-        limit: the most bytes for this rank.
-
     Attributes:
         writes_reduced: whether this rank writes reduced values, steps, scalars and facts. Other ranks write only local
             values, failures and dumps, and create no file before that.
         is_alone: whether this rank checks the contract alone.
-        place: the segment. None in a run that ends before its first step, and on a rank that does not reduce with
-            rank 0: rank 0 begins one with the first content, and the other ranks look for it.
+        place: the segment. None in a run that ends before its first step, and on a rank that does not reduce with rank
+            0: rank 0 begins one with the first content, and the other ranks look for it.
         last: the last iteration at the end of the run; -1 before.
-        has_recorded: whether anything was written.
         has_content: whether anything was written besides the start and the end.
     """
 
@@ -92,20 +87,12 @@ class RecordSink(EventSink):
         return self._run_id if self.place is None else self.place.run_id
 
     def go_on_with(self, run_id: str) -> None:
-        """Continue a recorded run, or begin one if the folder does not have it; no-op after the segment has begun.
-
-        Raises:
-            RecordingError: the disk does not respond.
-        """
+        """Continue a recorded run, or begin one if the folder does not have it; no-op after the segment has begun."""
         is_there = Path(run_id).name == run_id != "" and self._ask((self._runs / run_id).is_dir)
         self._run_id, self._is_new = (run_id, False) if is_there else (new_run_id(), True)
 
     def begin(self) -> Place:
-        """Begin a segment of the run.
-
-        Raises:
-            RecordingError: the folder cannot be created.
-        """
+        """Begin a segment of the run; raises RecordingError."""
         if self._is_new:
             return Place(self._run_id, 0)
         return Place(self._run_id, self._ask(lambda: make_segment(self._runs / self._run_id)))
@@ -122,7 +109,6 @@ class RecordSink(EventSink):
         self._thread.hurry()  # a process that is killed soon leaves a run, and not an earlier one as the last
 
     def put_facts(self, facts: Facts) -> None:
-        """Write facts, replacing earlier ones."""
         self._put(facts)
 
     def write(self, records: StepRecords) -> None:
@@ -145,15 +131,10 @@ class RecordSink(EventSink):
             self._put(scalars)
 
     def hurry(self) -> Callable[[], bool]:
-        """Write the queue immediately, as :meth:`WriterThread.hurry` does."""
         return self._thread.hurry()
 
     def close(self, error: BaseException | None) -> None:
-        """Wait until everything is written; after an interruption, a second call continues.
-
-        Raises:
-            RecordingError: writing has failed.
-        """
+        """Wait until everything is written; after an interruption, a second call continues."""
         self._put(_End(error, self.last))
         self._run = None
         self._thread.finish()
@@ -174,7 +155,6 @@ class RecordSink(EventSink):
     # ------------------------------------------------------------------ in the sink's own thread
 
     def take(self, job: _Job) -> bool:
-        """Write a job, once this rank has a segment."""
         with self._losing():
             return self._take(job)
 
@@ -211,11 +191,6 @@ class RecordSink(EventSink):
         return True
 
     def _find_place(self) -> Place | None:
-        """Look for the segment of rank 0.
-
-        Raises:
-            RecordingError: there is no segment after a long search.
-        """
         self._searching_since = self._searching_since or time.monotonic()
         place = find_segment(self._runs, self._info.rank, self._made_at)
         if place is not None:
@@ -231,7 +206,6 @@ class RecordSink(EventSink):
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """Record a failure in the files."""
         try:
             yield
         except BaseException as error:

@@ -2,16 +2,15 @@
 
 Where the limit is reached, an old file is rewritten with every second step of each series, together with its neighbor
 if that has the same interval. Files with the shortest interval go first, then the oldest, so the interval of old steps
-doubles each time. The latest statistics, half of the limit, are rewritten only when no older ones are left.
-
-A rewritten file also keeps the *extremes* of each series, flagged
-:data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum, its maximum, and its first non-finite value.
+doubles each time. The latest statistics, half of the limit, are rewritten only when no older ones are left. A rewritten
+file also keeps the *extremes* of each series, flagged :data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum,
+its maximum, and its first non-finite value.
 
 The kept steps depend on iterations only: for a series with a value every ``g`` iterations, ``iteration // g`` is even.
-Series with the same schedule, layers, and runs with the same config keep the same steps.
+So series with the same schedule, and runs with the same config, keep the same steps.
 
-The new file is written atomically. Its name contains the numbers of the files that it replaces for readers from then
-on (``runs/run_files.py``), so a killed process neither duplicates nor loses steps.
+The new file is written atomically, and its name contains the numbers of the files that it replaces
+(``runs/run_files.py``), so a killed process neither duplicates nor loses steps.
 """
 
 from __future__ import annotations
@@ -60,13 +59,9 @@ class SizeLimit:
     """Keeps the files of a rank within a limit, in the thread that writes them.
 
     Args:
-        writer: the writer of this process's segment.
-        files: its closed files with their sizes, oldest first; those of earlier segments are added.
+        files: the writer's closed files with their sizes, oldest first; those of earlier segments are added.
         limit: the most bytes for the rank, in all segments.
         say: receives an event's kind and text.
-
-    Attributes:
-        is_full: whether there is no room for more statistics.
     """
 
     def __init__(
@@ -138,7 +133,6 @@ class SizeLimit:
         return used, max(self._limit - (everything - used), _LEAST * self._limit)
 
     def _choose(self, room: float) -> list[DataFile]:
-        """Choose the files to merge next, if any."""
         files = {file: size for file, size in self._files.items() if file.table in _TABLES}
         newest, old = self._writer.open_bytes, list(files)
         while old and newest + files[old[-1]] <= _RECENT * room:
@@ -158,7 +152,6 @@ class SizeLimit:
     # ------------------------------------------------------------------ rewriting
 
     def _rewrite(self, group: list[DataFile]) -> None:
-        """Replace files by one with every second step."""
         first, last = group[0], group[-1]
         schema, folder = _TABLES[first.table], first.path.parent
         tables = []
@@ -205,13 +198,10 @@ Mask = npt.NDArray[np.bool_]
 
 
 def every_second_step(table: pa.Table, end: int) -> pa.Table:
-    """Keep every second step of each series, and its extremes; sorted by series and iteration.
+    """Keep every second step of each series, and its extremes, before the iteration ``end``; sorted by series and
+    iteration.
 
     The first step of delayed scaling is kept, but is not an extreme.
-
-    Args:
-        table: of :data:`VALUES` or :data:`VECTORS`.
-        end: the first iteration of a later segment; rows from there on are dropped.
     """
     iterations = table["iteration"].to_numpy()
     table = table.filter(arrow_array(iterations < end, pa.bool_())).unify_dictionaries()

@@ -143,11 +143,7 @@ class _Table:
         self.waiting += waiting
 
     def flush(self) -> None:
-        """Append the new rows as one batch, and close a file that is large or old.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Append the new rows as one batch, and close a file that is large or old."""
         if self._rows:
             if self._file is None:
                 self._number += 1
@@ -162,11 +158,7 @@ class _Table:
             self.close()
 
     def close(self) -> None:
-        """Rewrite the open file as Parquet, sorted by series and iteration.
-
-        Raises:
-            OSError: it cannot be written; the open file remains.
-        """
+        """Rewrite the open file as Parquet, sorted by series and iteration; it remains after an OSError."""
         if self._file is None:
             return
         written = self.open_bytes
@@ -192,18 +184,16 @@ class _Table:
 
 
 class RunWriter:
-    """Writes a rank's files of a segment of a run; the module docstring has an example.
+    """Writes a rank's files of a segment of a run. Methods that write raise OSError.
 
     Args:
         run_folder: the folder of the run.
         segment: the number of the segment, whose folder exists.
-        rank: the rank that writes.
         close_bytes: close open files at this size, at most :data:`CLOSE_BYTES`.
         small_bytes: the minimum of this size for steps and scalars, which are never thinned.
         closed: receives closed files with their sizes, oldest first.
 
     Attributes:
-        run_id, segment, folder, rank: the run, its segment with the folder, and the rank.
         own: the folder of the rank in the segment.
         status: the status of the segment for run.json.
     """
@@ -244,7 +234,7 @@ class RunWriter:
     def begin(
         cls, log_dir: str | os.PathLike[str], *, run_id: str | None = None, rank: int = 0, **facts: Any
     ) -> RunWriter:
-        """Begin a segment of a new run, or of the run ``run_id``; ``facts`` are for run.json. Raises OSError."""
+        """Begin a segment of a new run, or of the run ``run_id``; ``facts`` are for run.json."""
         run_folder = Path(log_dir) / FOLDER / (run_id or new_run_id())
         writer = cls(run_folder, make_segment(run_folder), rank)
         writer.put_run(**facts)
@@ -261,14 +251,7 @@ class RunWriter:
     # ------------------------------------------------------------------ facts
 
     def put_run(self, **facts: Any) -> None:
-        """Add facts to run.json, atomically.
-
-        Args:
-            **facts: JSON values; docs/records.md lists the keys that readers use.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Add facts to run.json, atomically: JSON values; docs/records.md lists the keys that readers use."""
         if not self._facts:
             self._facts = {
                 "schema": SCHEMA_VERSION,
@@ -289,15 +272,7 @@ class RunWriter:
         return json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Replace a table of facts, atomically.
-
-        Args:
-            name: one of :data:`~te_precision_callbacks.runs.tables.FACTS`.
-            rows: all rows; missing columns are null.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
         columns = _columns_of(FACTS[name], [writable(dict(row)) for row in rows])
         folder = self.own if self.rank else self.folder
         table = pa.Table.from_arrays(columns, schema=FACTS[name])
@@ -326,9 +301,7 @@ class RunWriter:
         scope: str = "",
         rank: int | None = None,
     ) -> int:
-        """Return the number of a series, new or known, with the arguments of
-        :data:`~te_precision_callbacks.runs.tables.SUBJECT`, with None for the rank of reduced values.
-        """
+        """Return the number of a series, new or known; ``rank`` is None for reduced values."""
         return self._names.number((scope, layer, tensor, gemm or "", statistic), rank)
 
     def add_step(
@@ -342,12 +315,7 @@ class RunWriter:
         local: bool = False,
         ranks: int = 1,
     ) -> None:
-        """Add a debug iteration; see :data:`~te_precision_callbacks.runs.tables.STEPS`.
-
-        Args:
-            logging_step: the trainer's own step; by default the iteration.
-            wall_time: when the step ended, in seconds since the epoch; by default now.
-        """
+        """Add a debug iteration; ``wall_time`` is in seconds since the epoch, by default now."""
         row = {
             "segment": self.segment,
             "iteration": iteration,
@@ -426,9 +394,6 @@ class RunWriter:
             wall_time: in seconds since the epoch; by default now.
             data: details, as JSON.
             **subject: further columns: ``phase``, ``scope``, ``layer``, ``tensor``, ``gemm``.
-
-        Raises:
-            TypeError: unknown column.
         """
         unknown = subject.keys() - set(EVENTS.names)
         if unknown:
@@ -464,16 +429,11 @@ class RunWriter:
         return sum(self._tables[name].waiting for name in ("values", "vectors"))
 
     def flush(self) -> None:
-        """Append all new rows to the open files; raises OSError."""
         for table in self._tables.values():
             table.flush()
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
-        """Write and close all files; rank 0 records the end in run.json, even after a failure.
-
-        Raises:
-            OSError: something cannot be written.
-        """
+        """Write and close all files; rank 0 records the end in run.json, even after a failure."""
         self.status = status
         try:
             self.flush()
@@ -487,7 +447,6 @@ class RunWriter:
             raise
 
     def leave(self) -> None:
-        """Close all files as they are."""
         for table in self._tables.values():
             table.leave()
 

@@ -25,11 +25,7 @@ LATER_PLACES = 50
 
 
 class SeriesChoice:
-    """The series that go to loggers; one object for a run.
-
-    Attributes:
-        crowded: whether more than :data:`MOST_SERIES` series were seen.
-    """
+    """The series that go to loggers, of a run; ``crowded`` once there are more than :data:`MOST_SERIES`."""
 
     def __init__(self) -> None:
         self.crowded = False
@@ -42,7 +38,7 @@ class SeriesChoice:
         Args:
             families: the values of the step, and its histograms with any value.
             telling: the values that count for the worst of the run, see
-            :func:`~te_precision_callbacks.sinks.worst.judged`.
+                :func:`~te_precision_callbacks.sinks.worst.judged`.
         """
         new = {family: values.keys() - self.logged(family) for family, values in families.items()}
         if not self.crowded:
@@ -65,7 +61,6 @@ class SeriesChoice:
             self._add(family, lost, PLACES + LATER_PLACES)
 
     def logged(self, family: Family) -> Set[str]:
-        """The layers of a family that are logged."""
         return self._logged.get(family, frozenset())
 
     def _add(self, family: Family, layers: Iterable[str], most: int) -> None:

@@ -1,11 +1,7 @@
 """A log as a text file that one process appends to, within a limit; for the thread that writes it.
 
-log = LogFile(path, limit)      # touches no file
-log.append("a line\\n")
-log.flush()                     # opens, or makes, the file: "<path>", or "<path>.1" if another process is writing that
-log.close()
-
-At half of the limit the file is renamed to ``<name>.old``, in place of the older half, and a new file begins.
+If another process is writing the file, ``<name>.1`` is written. At half of the limit the file is renamed to
+``<name>.old``, in place of the older half, and a new file begins.
 """
 
 from __future__ import annotations
@@ -39,11 +35,8 @@ class LogFileError(PrecisionDebugError, OSError):
 def claim(path: Path) -> io.FileIO:
     """Open a file for appending that no other process writes, without a buffer.
 
-    Existing content is kept. If another running process has claimed the file, the first free one of ``<name>.1``,
-    ``<name>.2`` and so on is opened. On a file system without locks, every file counts as free.
-
-    Raises:
-        OSError: the file cannot be created or appended to.
+    If another running process has claimed the file, the first free one of ``<name>.1``, ``<name>.2`` and so on is
+    opened. On a file system without locks, every file counts as free.
     """
     for name in itertools.chain([path.name], (f"{path.name}.{count}" for count in itertools.count(1))):
         file = _claimed(path.with_name(name))
@@ -73,7 +66,6 @@ def _claimed(path: Path) -> io.FileIO | None:
 
 
 def older_half(path: Path) -> Path:
-    """Return the path of the older half of a log."""
     return path.with_name(path.name + OLDER_HALF)
 
 
@@ -103,21 +95,13 @@ class LogFile:
         self._lines = bytearray()
 
     def append(self, text: str) -> None:
-        """Append lines. :meth:`flush` writes them.
-
-        Raises:
-            LogFileError: see :meth:`flush`, which is called after many lines.
-        """
+        """Append lines, which :meth:`flush` writes."""
         self._lines += text.encode(errors="backslashreplace")
         if len(self._lines) >= _CHUNK:
             self.flush()
 
     def flush(self) -> None:
-        """Write the lines.
-
-        Raises:
-            LogFileError: the file cannot be made, was deleted, or cannot be written.
-        """
+        """Write the lines; raises LogFileError."""
         if not self._lines:
             return
         data, self._lines = bytes(self._lines), bytearray()
@@ -137,7 +121,7 @@ class LogFile:
             ) from error
 
     def _current(self) -> io.FileIO:
-        """The file, with a mark where the new part begins in an existing one."""
+        """Return the file, with a mark where the new part begins in an existing one."""
         if self._file is not None:
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 raise FileNotFoundError("it was deleted while it was written")

@@ -45,10 +45,7 @@ LogFilter = str | Sequence[str] | Callable[[str], bool] | None
 
 
 def metric_name(prefix: str, row: Row) -> str:
-    """``te.<layer>/<tensor>/<statistic>``, with the GEMM before the statistic if the number belongs to a GEMM.
-
-    A number without a layer, of a user's own feature, belongs to the whole model: ``te/<name>``.
-    """
+    """Return ``te.<layer>/<tensor>/<statistic>``, with the GEMM before the statistic if there is one."""
     group = f"{prefix}.{row.layer}" if prefix and row.layer else prefix or row.layer
     return "/".join(part for part in (group, row.tensor, row.gemm, row.statistic) if part)
 
@@ -63,21 +60,16 @@ def _histograms(records: StepRecords) -> Iterator[tuple[Series, tuple[float, ...
 
 
 def overall_name(prefix: str, name: str) -> str:
-    """``te/<name>``: a metric of the whole model."""
     return f"{prefix}/{name}" if prefix else name
 
 
 def prefix_of(prefix: str, *, local: bool) -> str:
-    """The first part of the names of a step's metrics; ``te.local`` for numbers of one rank alone."""
+    """Return the first part of the names of a step's metrics; ``te.local`` for numbers of one rank alone."""
     return ".".join(part for part in (prefix, "local" if local else "") if part)
 
 
 class Histogram(tuple[float, ...]):
-    """The counts of a histogram over powers of two, with their bins.
-
-    Attributes:
-        bins: the bin of each count.
-    """
+    """The counts of a histogram over powers of two, with their bins."""
 
     bins: Bins
 
@@ -113,7 +105,7 @@ class MetricSelection:
         return dict(self._chosen(records))
 
     def histograms(self, records: StepRecords) -> dict[str, Histogram]:
-        """The histograms of a step that go to the loggers: name -> counts with their bins."""
+        """Return the histograms of a step that go to the loggers: name -> counts with their bins."""
         self._chosen(records)
         prefix = prefix_of(self._prefix, local=records.local)
         named = {

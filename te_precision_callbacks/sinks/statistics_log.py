@@ -46,19 +46,13 @@ def log_file_name(rank: int) -> str:
 
 
 def format_value(value: float) -> str:
-    """The shortest decimal that reads back as the same float64, without an exponent, since tools expect none."""
+    """Return the shortest decimal that reads back as the same float64, without an exponent, as tools expect."""
     text = repr(value)
     return format(Decimal(text), "f") if "e" in text else text
 
 
 class _LoggedStep(NamedTuple):
-    """A step, for the thread.
-
-    Attributes:
-        at: the time, in the format of the logging module.
-        names: the names of all series, by their numbers; may grow.
-        records: the values.
-    """
+    """A step: its time in the format of the logging module, and the names of all series, which may grow."""
 
     at: str
     names: Sequence[str]
@@ -96,22 +90,16 @@ class StatisticsLog:
         self._thread = writing.thread
 
     def write(self, records: StepRecords) -> None:
-        """Hand over a step's numbers, one line each. They are dropped while more than :data:`MOST_WAITING` wait.
-
-        Raises:
-            LogFileError: the file cannot be created, was deleted, or could not be written since; an OSError.
-        """
+        """Hand over a step's numbers. They are dropped while more than :data:`MOST_WAITING` wait."""
         self._raise_failure()
         count = sum(records.own) if self.own_only else len(records)
         if self._thread is not None and count:
             self._thread.put(_LoggedStep(time_now(), self._names_in(records.table), records), count)
 
     def hurry(self) -> Callable[[], bool]:
-        """Flush the log soon; see :meth:`WriterThread.hurry`."""
         return (lambda: True) if self._thread is None else self._thread.hurry()
 
     def _names_in(self, table: SeriesTable) -> Sequence[str]:
-        """The names of a table's series, each made once."""
         if self._named is not table or self._named_as != self._given_names:
             self._named, self._named_as, self._names = table, dict(self._given_names), []
         for number in range(len(self._names), len(table)):
@@ -121,12 +109,7 @@ class StatisticsLog:
         return self._names
 
     def close(self, error: BaseException | None) -> None:
-        """Wait until everything is written, and the file is closed, or until the disk no longer answers, which is
-        logged. An interruption may end the waiting, and a second call goes on with it.
-
-        Raises:
-            LogFileError: something could not be written.
-        """
+        """Wait until everything is written, or the disk no longer answers; an interrupted call can be repeated."""
         if self._thread is not None:
             self._thread.finish()
         self._raise_failure()
@@ -140,14 +123,7 @@ class StatisticsLog:
 
 
 class _Writing:
-    """The part of the log that runs in its thread.
-
-    Args:
-        path: the file.
-        limit: its maximum number of bytes; 0 for no limit.
-        own_only: as in :class:`StatisticsLog`.
-        mark: the end of a line with a local value, although statistics are reduced.
-    """
+    """The part of the log that runs in its thread; ``mark`` ends a line with a local value."""
 
     def __init__(self, path: Path, limit: int, *, own_only: bool, mark: str) -> None:
         self.thread: WriterThread[_LoggedStep] = WriterThread("statistics log", self, MOST_WAITING)

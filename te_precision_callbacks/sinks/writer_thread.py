@@ -1,12 +1,7 @@
 """A thread that writes jobs of the training thread, every few seconds.
 
-thread = WriterThread("records", writing)   # writing.take(job), flush() and leave() run in the thread
-thread.put(job, count)                      # returns at once: False if the queue is full, and the job is dropped
-is_written = thread.hurry()                 # flush soon; is_written() is True when all is written
-thread.finish()                             # waits until everything is written, or the disk does not respond
-thread.take_failure()                       # the exception that has ended the thread, if any
-
-The training thread touches no file and never waits for a disk, except in ``finish``, which has a deadline.
+The training thread touches no file and never waits for a disk, except in ``wait`` and ``finish``, which have a
+deadline.
 """
 
 from __future__ import annotations
@@ -96,15 +91,12 @@ class WriterThread(Generic[JobT]):
         return 0 if self.has_failed else self._given - self._taken
 
     def put(self, job: JobT, count: int = 0) -> bool:
-        """Hand over a job.
-
-        Args:
-            job: for :meth:`Writing.take`.
-            count: the numbers in it. A job without numbers is never dropped.
+        """Hand over a job with ``count`` numbers; a job without numbers is never dropped.
 
         Returns:
             False if the job is dropped because the disk is too slow. After a failure, and in a process that was forked
-            from this one, nothing happens.
+                from
+            this one, nothing happens.
         """
         if self.has_failed or os.getpid() != self._process:
             return True
@@ -157,13 +149,11 @@ class WriterThread(Generic[JobT]):
         return True
 
     def finish(self, still: float | None = None) -> None:
-        """Wait until everything is written, as long as there is progress within :data:`LONGEST_STILL` seconds.
+        """Wait until everything is written, as long as there is progress within ``still`` or :data:`LONGEST_STILL`
+        seconds.
 
         Otherwise an error names the missing values, and the thread may still write while the process lives. After an
         interruption, a second call continues to wait.
-
-        Args:
-            still: replaces :data:`LONGEST_STILL`.
         """
         if os.getpid() != self._process:
             return
@@ -190,7 +180,6 @@ class WriterThread(Generic[JobT]):
             )
 
     def take_failure(self) -> BaseException | None:
-        """Return the exception that has ended the thread, once."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -217,7 +206,7 @@ class WriterThread(Generic[JobT]):
                 self._writing.leave()
 
     def _wait(self) -> Iterable[threading.Event]:
-        """Wait for the next time; returns what to set when it is over."""
+        """Wait for the next time; return what to set when it is over."""
         asked = []
         with contextlib.suppress(queue.Empty):
             asked.append(self._asked.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))
@@ -241,7 +230,6 @@ class WriterThread(Generic[JobT]):
 
 
 def all_within(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
-    """Wait until everything is written, for at most some seconds; return whether it is."""
     until = time.monotonic() + seconds
     left = list(written)
     while left and time.monotonic() < until:

@@ -27,15 +27,7 @@ class Specials(Enum):
 
 @dataclass(frozen=True)
 class Bits:
-    """A format with at most 8 bits.
-
-    Attributes:
-        name: the name in the specification.
-        exponent_bits: number of exponent bits.
-        mantissa_bits: number of mantissa bits that are stored.
-        specials: which codes are not numbers.
-        signed: whether there is a sign bit.
-    """
+    """A format with at most 8 bits; the mantissa bits are those that are stored."""
 
     name: str
     exponent_bits: int
@@ -49,7 +41,6 @@ class Bits:
 
     @property
     def bias(self) -> int:
-        """Exponent bias."""
         return int(2 ** (self.exponent_bits - 1) - 1)
 
     @property

@@ -30,7 +30,6 @@ def number(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
 
 
 def padded(matrix: torch.Tensor, block: tuple[int, int], filler: float) -> torch.Tensor:
-    """Pad a matrix to multiples of the block; return it unchanged if its sides already are."""
     below, right = (-side % of_block for side, of_block in zip(matrix.shape, block, strict=True))
     return torch.nn.functional.pad(matrix, (0, right, 0, below), value=filler) if below or right else matrix
 
@@ -43,11 +42,7 @@ def tiled(matrix: torch.Tensor, block: tuple[int, int], filler: float = 0.0) -> 
 
 
 def in_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float = math.nan) -> torch.Tensor:
-    """Split a matrix into blocks, along a row of blocks first: [blocks, elements of a block].
-
-    Args:
-        filler: pads a partial block; by default nan, which statistics ignore.
-    """
+    """Split a matrix into [blocks, elements], along a row of blocks first; ``filler`` pads partial blocks."""
     height, width = block
     return tiled(matrix, block, filler).transpose(1, 2).reshape(-1, height * width)
 
@@ -68,7 +63,7 @@ def spread(of_blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, ..
 
 
 def times_blocks(matrix: torch.Tensor, of_blocks: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Multiply each element by the number of its block, [rows of blocks, columns of blocks]; return a new tensor."""
+    """Multiply each element by the number of its block, [rows of blocks, columns of blocks]."""
     (height, width), (rows, columns) = block, matrix.shape
     if rows % height or columns % width:
         return matrix * spread(of_blocks, block, matrix.shape)

@@ -56,9 +56,7 @@ def layer_sizes(gemm: str, rows: int, columns: int, summed: int) -> tuple[int, i
     """Return tokens, in_features and out_features of the layer of a GEMM, or the equivalents for other products.
 
     Args:
-        gemm: ``fprop``, ``dgrad`` or ``wgrad``, or another product.
-        rows: rows of the result, as ``Product.n``.
-        columns: columns of the result, as ``Product.m``.
+        rows, columns: of the result, as ``Product.n`` and ``Product.m``.
         summed: the terms of each sum, ``k``.
     """
     if gemm == "dgrad":
@@ -68,11 +66,10 @@ def layer_sizes(gemm: str, rows: int, columns: int, summed: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class ShapeRule:
-    """A size of a GEMM must be a multiple of a number.
+    """A size of a GEMM must be a multiple of a number of elements.
 
     Attributes:
         size: ``m``, ``n`` or ``k``, or the leading dimension of an operand in memory: ``lda``, ``ldb``.
-        multiple: the number, in elements.
         asked_by: the software that requires it.
     """
 
@@ -83,13 +80,7 @@ class ShapeRule:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A dimension of a layer that prevents one of its GEMMs from running.
-
-    Attributes:
-        dimension: the dimension; ``tokens`` is the product of all dimensions of the input except the last.
-        multiple: the size must be a multiple of this.
-        asked_by: the software that requires it.
-    """
+    """A dimension of a layer that prevents one of its GEMMs from running; ``asked_by`` requires the multiple."""
 
     gemm: GemmName
     dimension: Dimension
@@ -124,8 +115,7 @@ def rules(
     Args:
         scaling: one of :mod:`te_precision_callbacks.base.numerics.scaling_modes`; None for high precision, which
             accepts any size.
-        capability: the compute capability of the GPU.
-        result_bytes: bytes per element of the result: 2 for bfloat16, 4 for float32.
+        result_bytes: bytes per element of the result.
         b_in_rows: whether operand B in FP8 blocks has 1D blocks, as activations and gradients have.
     """
     result = ShapeRule("m", max(1, ROW_BYTES // result_bytes), _CUBLAS)
@@ -164,16 +154,12 @@ def refusals(
 
     Args:
         recipe: one of :data:`SCALING_OF_RECIPE`.
-        capability: the compute capability of the GPU.
         tokens: the product of all dimensions of the layer's input except the last; with 0 nothing is multiplied.
         in_features, out_features: the layer's, on this rank.
         gemms: the GEMMs that run in the recipe.
         result_bytes: bytes per element of the results.
         asserted: whether the layer checks its operands before fprop, as ``Linear``, ``LayerNormLinear`` and
             ``LayerNormMLP`` do; ``GroupedLinear`` and ``te.ops`` do not.
-
-    Raises:
-        KeyError: unknown recipe.
     """
     scaling = SCALING_OF_RECIPE[recipe]
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
@@ -201,7 +187,8 @@ _ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_featu
 
 def asserted_refusals(*, tokens: int, in_features: int, out_features: int) -> list[Refusal]:
     """Return the dimensions that prevent ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` from running under any
-    recipe, even if features run all GEMMs in high precision. Takes the arguments of :func:`refusals`."""
+    recipe, even if features run all GEMMs in high precision.
+    """
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     return [
         Refusal("fprop", dimension, sizes[dimension], multiple, _MODULE)

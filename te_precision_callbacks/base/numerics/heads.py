@@ -26,12 +26,11 @@ def to_heads(tensor: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def from_heads(tensor: torch.Tensor, form: str) -> torch.Tensor:
-    """Invert :func:`to_heads`."""
     return tensor.permute([HEADS.index(dimension) for dimension in form])
 
 
 def in_heads(tensor: Any, form: str) -> Any:
-    """View MXFP8 data in the format of its scales, for :func:`~te_precision_callbacks.base.numerics.layouts.stored`."""
+    """View MXFP8 data in the format of its scales."""
     rowwise, columnwise = (
         None if data is None else to_heads(data, form) for data in (tensor._rowwise_data, tensor._columnwise_data)
     )

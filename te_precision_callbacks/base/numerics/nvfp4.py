@@ -45,7 +45,6 @@ class Nvfp4Rules:
 
     Attributes:
         square: whether 16 x 16 elements share a scale, not 1 x 16.
-        stochastic: whether data is rounded stochastically.
         largest_scale: the largest scale in E4M3.
         better_of_two: the error, "MAE" or "MSE", by which each block chooses the better of two scales ("4over6").
         error_in_scale_units: whether that error is in units of the E4M3 scale.
@@ -96,7 +95,7 @@ def _one_scale(rows: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 def _better_of_two_scales(
     rows: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """4over6: scale each block's largest element to 6, or to 4 if that makes the block's error smaller."""
+    """4over6: scale each block's largest element to 6, or to 4 if that makes the error smaller."""
     blocks = rows.float().view(len(rows), -1, BLOCK)
     base = _block_amax(rows, rules)
     base = base / torch.full_like(base, E2M1.max) * encode_scale
@@ -111,7 +110,7 @@ def _better_of_two_scales(
 def _candidate(
     blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes for given scales, and each block's error: float32, summed in the kernel's order."""
+    """Return the codes for given scales, and each block's error, summed in the kernel's order."""
     codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules).unsqueeze(-1))
     scale = E4M3.decode(scale_codes)
     # In the order of the sum, so that each term is contiguous over all blocks.

@@ -48,11 +48,7 @@ class NoAddressError(Exception):
 
 
 def devices(*, on_one_machine: bool) -> list[Any]:
-    """Listen on the user's interface, else on loopback if all ranks share a machine, else on this machine's address.
-
-    Raises:
-        NoAddressError: the interface does not exist, or the address is unknown.
-    """
+    """Listen on the user's interface, else on loopback on one machine, else on this machine's address."""
     create = dist.ProcessGroupGloo.create_device
     names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
     try:
@@ -118,7 +114,6 @@ class Group:
         self._reduce(array, dist.ReduceOp.SUM)
 
     def maximum(self, array: npt.NDArray[np.int64]) -> None:
-        """Start a maximum over the ranks, in place."""
         self._reduce(array, dist.ReduceOp.MAX)
 
     def _reduce(self, array: npt.NDArray[Any], operation: Any) -> None:
@@ -136,7 +131,6 @@ class Group:
         return found
 
     def broadcast(self, array: npt.NDArray[Any]) -> None:
-        """Start a broadcast from rank 0, in place."""
         options: Any = dist.BroadcastOptions()
         options.rootRank = 0
         self._start(self._gloo.broadcast, [torch.from_numpy(array)], options)
@@ -146,10 +140,7 @@ class Group:
         self._running.append(operation(*arguments))
 
     def finish(self, check: Callable[[], None]) -> None:
-        """Wait for all started operations.
-
-        Args:
-            check: called repeatedly; raises an exception to give up.
+        """Wait for all started operations; ``check`` is called repeatedly, and raises an exception to give up.
 
         Raises:
             RuntimeError: an operation has failed, because another rank has closed its group or has died.
@@ -166,7 +157,7 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all connections are open, as far as this process can detect; False in a forked process."""
+        """Whether all connections are open, as far as this process can detect; False in a forked process."""
         return self._gloo is not None and _connections(self._sockets) == self._sockets
 
     def close(self) -> None:
@@ -212,7 +203,6 @@ _Ends = tuple[Any, Any]
 
 
 def _connections(descriptors: Iterable[int]) -> dict[int, _Ends]:
-    """Return the connected sockets among file descriptors, with both addresses."""
     found = {}
     for descriptor in descriptors:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:

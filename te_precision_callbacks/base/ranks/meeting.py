@@ -62,7 +62,6 @@ def shared_store(prefix: str) -> Any:
 
 
 def below(prefix: str, store: Any) -> Any:
-    """Return a part of a store: the keys that begin with a prefix."""
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
@@ -72,16 +71,7 @@ def keys_of_meeting(store: Any, at: Place) -> Any:
 
 
 def meet(keys: Any, at: Place, wait: float, why: str) -> bool:
-    """Wait for all ranks.
-
-    Args:
-        keys: the keys of the meeting.
-        at: this rank.
-        wait: timeout in seconds.
-        why: the purpose, for a warning.
-
-    Returns:
-        Whether all ranks are on one machine.
+    """Wait ``wait`` seconds for all ranks, and return whether they are on one machine; ``why`` is for a warning.
 
     Raises:
         MeetingFailed: not all came in time, one has refused, or versions differ.
@@ -109,14 +99,7 @@ def refuse(keys: Any, why: str) -> None:
 
 
 def connect(keys: Any, at: Place, wait: float, longest: float, *, on_one_machine: bool) -> Group:
-    """Connect the ranks that have met.
-
-    Args:
-        keys: the keys of the meeting, or of a later attempt.
-        at: this rank.
-        wait: timeout in seconds.
-        longest: see :class:`Group`.
-        on_one_machine: whether all ranks are.
+    """Connect the ranks that have met, in ``wait`` seconds; see :class:`Group` for ``longest``.
 
     Raises:
         MeetingFailed: a rank cannot be reached.
@@ -160,13 +143,12 @@ def _all_come(
 
 
 def _decide(keys: Any, phase: str, decision: str) -> None:
-    """Decide whether all ranks are in a phase: an empty text, or the reason why not. The first decision holds."""
+    """Decide whether all ranks are in a phase: an empty text, or the reason why not."""
     if keys.add(f"{phase}/decisions", 1) == 1:
         keys.set(f"{phase}/decision", decision)
 
 
 def _warning(at: Place, why: str) -> Callable[[], None]:
-    """Return a function that warns once, on ranks 0 and 1, after a long wait."""
     begun, has_warned = time.monotonic(), at.rank > 1
 
     def warn() -> None:

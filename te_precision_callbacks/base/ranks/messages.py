@@ -82,8 +82,6 @@ class Departure:
     """The departure of a rank.
 
     Attributes:
-        rank: the rank, in the group.
-        text: the reason.
         kind: the class name of its exception, if any.
         raises: whether the rank raises this exception to its caller, so that all ranks should.
     """
@@ -95,11 +93,7 @@ class Departure:
 
 
 class RanksLostError(PrecisionDebugError, RuntimeError):
-    """The ranks no longer exchange messages.
-
-    Attributes:
-        departure: of the first rank that left, if known.
-    """
+    """The ranks no longer exchange messages; ``departure`` is that of the first rank that left, if known."""
 
     def __init__(self, departure: Departure, message: str = "") -> None:
         super().__init__(message or departure.text)
@@ -142,11 +136,9 @@ class Messages:
         self._return: _Return | None = None
 
     def name(self, rank: int) -> str:
-        """Format a rank of the group for messages."""
         return f"rank {self._ranks[rank]}"
 
     def number(self, rank: int) -> int:
-        """Return the global rank of a rank of the group."""
         return self._ranks[rank]
 
     @property
@@ -155,7 +147,6 @@ class Messages:
 
     @property
     def leads(self) -> bool:
-        """Return whether this rank logs and writes for all."""
         return self.rank == 0
 
     # ------------------------------------------------------------------ the beginning and the end
@@ -215,22 +206,13 @@ class Messages:
         return RanksLostError(self.departure)
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
-        """Leave the group because of a failure; the other ranks then leave too.
-
-        Args:
-            error: the failure.
-            raises: whether this rank raises the exception to its caller, so that all ranks should.
-        """
+        """Leave the group because of a failure, so the others leave too; see :class:`Departure` for ``raises``."""
         if self._group is not None:
             own = str(error) if isinstance(error, PrecisionDebugError) else _reason(error)
             self._leave(Departure(self.rank, own, type(error).__name__, raises))
 
     def part(self, why: str, *, for_good: bool) -> None:
-        """Leave the group on all ranks, which do this at the same time for the same reason.
-
-        Args:
-            for_good: whether reconnecting is ruled out.
-        """
+        """Leave the group on all ranks, at the same time for the same reason; ``for_good``: without reconnecting."""
         self._leave(Departure(self.rank, why))
         if for_good:
             self._return = None
@@ -273,41 +255,23 @@ class Messages:
         self._exchange(kind, why, numbers, sums)
 
     def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
-        """Return the maximum of each number over the ranks; integers up to 2**53 are exact.
-
-        Raises:
-            RanksLostError: the ranks are separated.
-        """
+        """Return the maximum of each number over the ranks; integers up to 2**53 are exact."""
         own = np.array(numbers, np.float64)
         self.merge(kind, why, own, 0)
         return tuple(own.tolist())
 
     def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
-        """Return the union of entries, in the same order on all ranks: entries of lower ranks first.
-
-        Args:
-            own: this rank's entries.
-            kind, why: as for :meth:`merge`.
-            of: the type of an entry, which pydantic can parse from JSON.
-
-        Raises:
-            RanksLostError: the ranks are separated.
-        """
+        """Return the union of entries of a type that pydantic parses, those of lower ranks first, on all ranks."""
         text = _written(own, of)
         entries: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
         return entries
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
-        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks.
-
-        Raises:
-            RanksLostError: the ranks are separated.
-        """
+        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks."""
         own = self._ranks[self.rank], tuple(numbers)
         return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
 
     def _exchange(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
-        """Reduce numbers, and return the union of texts."""
         group = self._group
         if group is None:
             raise RanksLostError(self.departure, self._in_words(self.departure))
@@ -355,7 +319,7 @@ class Messages:
         return text if alike[-1] else _union(group, finish, text, int(header[_HEADER - 1]), of)
 
     def _departure_of_another(self, error: Exception) -> Departure:
-        """Return why another rank has left, as it wrote into the store, or that it cannot be reached."""
+        """Return why another rank has left, as it wrote into the store."""
         try:
             if self._keys.check([_LEFT]):
                 return TypeAdapter(Departure).validate_json(self._keys.get(_LEFT))
@@ -407,11 +371,7 @@ class Messages:
 
 
 class _Return:
-    """Reconnection of separated ranks.
-
-    Args:
-        keys: the keys of the last meeting.
-    """
+    """Reconnection of separated ranks; ``keys`` are those of the last meeting."""
 
     def __init__(self, keys: Any) -> None:
         self._keys = keys
@@ -431,7 +391,6 @@ class _Return:
         self._is_ready = self._has_published = False
 
     def is_time(self, at: Place, iteration: int, optimizer_steps: int) -> bool:
-        """Return whether to connect now."""
         clock = iteration if optimizer_steps < 0 else optimizer_steps
         if self._attempt > MOST_RETURNS:
             return False
@@ -540,7 +499,7 @@ class _Wait:
         return self._messages.name(self._messages.rank).capitalize()
 
     def _late(self) -> str:
-        """Return the ranks that are late, as text. Only two ranks query the store, which takes a request per rank."""
+        """Format the ranks that are late. Only two ranks query the store, which takes a request per rank."""
         messages, keys = self._messages, self._keys
         places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
         late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]

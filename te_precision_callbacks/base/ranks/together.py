@@ -28,16 +28,10 @@ def leads(group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> bool
 class Ranks:
     """The ranks that reduce their statistics together, or only this one.
 
-    From :meth:`meet` on they exchange messages (:mod:`te_precision_callbacks.base.ranks`). After a failure, each rank
-    continues with local values.
+    From :meth:`meet` on they exchange :attr:`messages`. After a failure, each rank continues with local values.
 
     Args:
-        group: the process group of these ranks; None for all.
-        reduce: whether statistics are reduced.
         report: receives failures; in a strict session it raises.
-
-    Attributes:
-        messages: the messages to the other ranks; None before :meth:`meet`.
     """
 
     def __init__(
@@ -114,8 +108,7 @@ class Ranks:
             self._errors = ()
 
     def _agree(self, doing: str) -> None:
-        """Raise if another rank failed. A failure of the exchange itself is only reported, since no other rank would
-        raise it."""
+        """Raise if another rank failed. A failure of the exchange itself no other rank would raise: it is reported."""
         try:
             self.any("agreement", doing, own=False)
         except PrecisionDebugError:  # of another rank
@@ -125,7 +118,6 @@ class Ranks:
             self._report(doing, "together with the other ranks", failure)
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
-        """Leave the other ranks after a failure on this one: see :meth:`Messages.leave`."""
         if self.messages is not None:
             self.messages.leave(error, raises=raises)
 
@@ -140,7 +132,6 @@ class Ranks:
             self._report("settling", "together with the other ranks", error)
 
     def look(self, iteration: int, optimizer_steps: int) -> int | None:
-        """Search for lost ranks: see :meth:`Messages.tick`."""
         if self.messages is None or self.messages.is_open:
             return None
         rejoined = self.messages.tick(iteration, optimizer_steps)
@@ -162,19 +153,13 @@ class Ranks:
     # ------------------------------------------------------------------ exchanges
 
     def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
-        """The entries of all ranks without duplicates; unchanged without other ranks.
-
-        Args:
-            entries: the entries of this rank.
-            kind: a name, equal on all ranks.
-            of: the type of an entry: see :meth:`Messages.pooled`.
-        """
+        """Return the entries of all ranks without duplicates. ``kind`` is equal on all ranks, here and below."""
         own = list(entries)
         why = f"to tell them: {kind}"
         return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why, of), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
-        """The sums of numbers over all ranks; unchanged without other ranks. ``kind`` is a name, equal on all ranks."""
+        """Return the sums of numbers over all ranks."""
 
         def added(messages: Messages) -> list[float]:
             sums = np.array(numbers, np.float64)
@@ -184,7 +169,7 @@ class Ranks:
         return self._exchange(f"exchanging {kind}", added, list(numbers))
 
     def largest(self, numbers: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.float64] | None:
-        """The maximum of each number over all ranks; None without other ranks, or if a rank is lost."""
+        """Return the maximum of each number over all ranks; None without other ranks, or if a rank is lost."""
 
         def merged(messages: Messages) -> npt.NDArray[np.float64] | None:
             largest = numbers.copy()
@@ -198,7 +183,7 @@ class Ranks:
         return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", float(own)) == holds, own)
 
     def _exchange(self, doing: str, exchange: Callable[[Messages], ResultT], own: ResultT) -> ResultT:
-        """Exchange with the other ranks; returns ``own`` without them, and if a rank is lost."""
+        """Exchange with the other ranks; return ``own`` without them, and if a rank is lost."""
         if self.messages is None or not self.messages.is_open:
             return own
         try:
@@ -238,7 +223,7 @@ class Ranks:
         return self.messages.stop_is_wanted
 
     def differing(self, numbers: Sequence[int], kind: str) -> dict[int, tuple[int, ...]]:
-        """Rank -> its numbers, if those of the ranks differ; else empty. A float64 must hold each number."""
+        """Return rank -> its numbers, if those of the ranks differ. A float64 must hold each number."""
         own = [*numbers, *(-number for number in numbers)]
 
         def by_rank(messages: Messages) -> dict[int, tuple[int, ...]]:
