@@ -19,7 +19,11 @@ class UnknownSubjectError(RunError):
 
 
 class SeveralRunsError(RunError):
-    """A folder holds several ``runs``, and the caller chose none."""
+    """A folder holds several runs, and the caller chose none.
+
+    Attributes:
+        runs: the names of the runs.
+    """
 
     def __init__(self, message: str, runs: Sequence[str]) -> None:
         super().__init__(message)

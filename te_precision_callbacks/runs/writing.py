@@ -194,6 +194,7 @@ class RunWriter:
         closed: receives closed files with their sizes, oldest first.
 
     Attributes:
+        run_id, segment, folder, rank: the run, its segment with the folder, and the rank.
         own: the folder of the rank in the segment.
         status: the status of the segment for run.json.
     """
