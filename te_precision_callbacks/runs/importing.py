@@ -30,7 +30,7 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.runs.errors import NotARunError
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
-from te_precision_callbacks.runs.input_files import open_regular, pieces_of
+from te_precision_callbacks.runs.input_files import pieces_of
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
@@ -145,7 +145,7 @@ def _halves(file: Path) -> list[Path]:
 def _lines_of(file: Path, advance: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
     """Yield whole lines, many at once, without an incomplete line at the end."""
     for half in _halves(file):
-        with open_regular(half) as log:
+        with half.open("rb") as log:
             for lines, nbytes in pieces_of(log):
                 advance(nbytes)
                 yield lines

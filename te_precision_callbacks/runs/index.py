@@ -122,8 +122,6 @@ def in_order(table: pa.Table) -> pa.Table:
     if not len(series):
         return table
     first, last = int(iterations.min()), int(iterations.max())
-    if (int(series.max()) + 1) * (last - first + 1) > np.iinfo(np.int64).max:  # where an iteration is damaged
-        return table.take(pa.array(np.lexsort((iterations, series))))
     keys = series.astype(np.int64) * (last - first + 1) + (iterations - first)
     if np.all(keys[1:] >= keys[:-1]):
         return table

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -17,23 +15,9 @@ _LONGEST_LINE = 1 << 24
 _PIECE = 1 << 23
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading; raises OSError also for a folder, a pipe or a device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError("it is not a regular file")
-    return os.fdopen(descriptor, "rb")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, and make its texts :func:`writable`; raises OSError or ValueError."""
-    with open_regular(path) as file:
-        text = file.read()
-    try:
-        facts = writable(json.loads(text))
-    except RecursionError:
-        raise ValueError("its objects are nested too deeply") from None
+    facts = writable(json.loads(path.read_bytes()))
     if not isinstance(facts, dict):
         raise ValueError("no JSON object")
     return facts

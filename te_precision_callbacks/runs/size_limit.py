@@ -75,7 +75,6 @@ class SizeLimit:
         self._said: set[str] = set()
         self._begins: dict[Path, int] = {}  # segment -> the first iteration with a step, of this process
         self._fixed = 0  # the bytes of what is never rewritten in other segments
-        self._damaged: set[Path] = set()
         self._incompressible: set[Path] = set()  # rewriting these alone gains nothing
         for number, segment in segments_of(run).items():
             folder = segment / writer.own.name
@@ -138,10 +137,9 @@ class SizeLimit:
         while old and newest + files[old[-1]] <= _RECENT * room:
             newest += files[old.pop()]
         for candidates in (old, list(files)):
-            sound = [file for file in candidates if file.path not in self._damaged]
-            place = {(file.table, file.path.parent, file.interval, file.first): file for file in sound}
+            place = {(file.table, file.path.parent, file.interval, file.first): file for file in candidates}
             groups = []
-            for file in sound:
+            for file in candidates:
                 neighbour = place.get((file.table, file.path.parent, file.interval, file.last + 1))
                 if neighbour is not None or file.path not in self._incompressible:
                     groups.append([file] if neighbour is None else [file, neighbour])
@@ -160,7 +158,7 @@ class SizeLimit:
                 tables.append(read_table(file.path, schema.names, schema))
             except UNREADABLE as error:
                 logger.warning("The records in %s cannot be thinned, and remain as they are: %s", file.path, error)
-                self._damaged.add(file.path)
+                self._fixed += self._files.pop(file)
                 return
         later = [begin for segment, begin in self._begins.items() if segment.name > folder.parent.name]
         table = every_second_step(pa.concat_tables(tables), min(later, default=MOST_ITERATION))
@@ -171,13 +169,10 @@ class SizeLimit:
             file.path.unlink(missing_ok=True)
         if size > _NO_GAIN * sum(self._files[file] for file in group):
             self._incompressible.add(path)
-        old = list(self._files.items())
+        merged = DataFile(first.table, first.first, last.last, interval, path)
+        files = [(merged, size) if file == first else (file, nbytes) for file, nbytes in self._files.items()]
         self._files.clear()
-        for file, nbytes in old:
-            if file == first:
-                self._files[DataFile(first.table, first.first, last.last, interval, path)] = size
-            elif file not in group:
-                self._files[file] = nbytes
+        self._files.update(item for item in files if item[0] not in group)
         self._say_once(
             "records_thinned",
             f"The records of rank {self._writer.rank} have reached their limit of {self._limit:,} bytes. Of the oldest"

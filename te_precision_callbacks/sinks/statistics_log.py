@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
-from pathlib import Path
 from typing import NamedTuple
 
 from te_precision_callbacks.sinks.log_file import LogFile, time_now
@@ -83,11 +82,16 @@ class StatisticsLog:
         self._named_as: Mapping[str, str] = {}
         self._names: list[str] = []
         self._thread: WriterThread[_LoggedStep] | None = None
+        self._file: LogFile
+        self._local_mark = ""
+        self._last: StepRecords | None = None
 
     def start(self, run: RunInfo) -> None:
         path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
-        writing = _Writing(path, self._limit, own_only=self.own_only, mark=_LOCAL_MARK.format(rank=run.rank))
-        self._thread = writing.thread
+        advice = "statistics_log='rank0, 4GiB' keeps more, 'rank0, unlimited' everything."
+        self._local_mark = _LOCAL_MARK.format(rank=run.rank)
+        self._thread = WriterThread("statistics log", self, MOST_WAITING)
+        self._file = LogFile(path, self._limit, advice, self._thread.note_progress)
 
     def write(self, records: StepRecords) -> None:
         """Hand over a step's numbers. They are dropped while more than :data:`MOST_WAITING` wait."""
@@ -121,34 +125,22 @@ class StatisticsLog:
             self._thread = None
             raise failure
 
-
-class _Writing:
-    """The part of the log that runs in its thread; ``mark`` ends a line with a local value."""
-
-    def __init__(self, path: Path, limit: int, *, own_only: bool, mark: str) -> None:
-        self.thread: WriterThread[_LoggedStep] = WriterThread("statistics log", self, MOST_WAITING)
-        advice = "statistics_log='rank0, 4GiB' keeps more, 'rank0, unlimited' everything."
-        self._file = LogFile(path, limit, advice, self.thread.note_progress)
-        self._own_only = own_only
-        self._mark = mark
-        self._last: StepRecords | None = None
+    # ------------------------------------------------------------------ in the log's own thread
 
     def take(self, job: _LoggedStep) -> bool:
-        if job.records is not self._last:  # again, if Ctrl-C came when it was handed over
-            self._last = job.records
-            self._write_step(job)
-        return True
-
-    def _write_step(self, step: _LoggedStep) -> None:
-        records, names = step.records, step.names
+        records = job.records
+        if records is self._last:  # again, if Ctrl-C came when it was handed over
+            return True
+        self._last = records
         numbers: Iterable[tuple[int, float]] = zip(records.series.tolist(), records.values, strict=True)
-        left = iter(itertools.compress(numbers, records.own) if self._own_only else numbers)
-        before, between = f"{step.at} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
-        after = f"{self._mark if records.local else ''}\n"
+        left = iter(itertools.compress(numbers, records.own) if self.own_only else numbers)
+        before, between = f"{job.at} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
+        after = f"{self._local_mark if records.local else ''}\n"
         while some := list(itertools.islice(left, _AT_ONCE)):
             self._file.append(
-                "".join(f"{before}{names[number]}{between}{format_value(value)}{after}" for number, value in some)
+                "".join(f"{before}{job.names[number]}{between}{format_value(value)}{after}" for number, value in some)
             )
+        return True
 
     def flush(self) -> None:
         self._file.flush()
