@@ -37,5 +37,4 @@ class BeforeCalls:
         return getattr, (self.owner, self._name)
 
     def remove(self) -> None:
-        """Restore the original method, unless another replacement has taken its place."""
         self._replaced.put_back()

@@ -50,7 +50,6 @@ class CppFile:
         return not self.failed and self.in_plain_torch >= self.pays_from and self.is_compiled()
 
     def leaves_to_torch(self, elements: int) -> None:
-        """Count elements that plain torch processes instead."""
         if not self.functions:
             self.in_plain_torch += elements
 

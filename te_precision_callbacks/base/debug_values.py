@@ -118,5 +118,4 @@ def given_flags(
 
 
 def naming_flags(given: Mapping[str, object]) -> AbstractContextManager[None]:
-    """Let errors about keywords name the flags that set them."""
     return named_as({flag.keyword: flag.name for flag in FLAGS if flag.keyword in given})

@@ -10,7 +10,6 @@ from torch.optim.optimizer import Optimizer
 
 
 def optimizers_of_process() -> list[Optimizer]:
-    """Return all optimizers, wrappers that derive from torch's among them."""
     return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
 
 

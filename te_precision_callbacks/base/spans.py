@@ -11,8 +11,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 FactT = TypeVar("FactT")
 
 
-class IterationError(PrecisionDebugError, LookupError):
-    """The requested iteration has not run."""
+class IterationError(PrecisionDebugError, LookupError): ...
 
 
 def whole_number(value: object) -> int | None:
@@ -26,8 +25,6 @@ def whole_number(value: object) -> int | None:
 
 
 class Iterations:
-    """The debug iterations that have run in a session."""
-
     def __init__(self) -> None:
         self._ran: list[list[int]] = []  # first and last of each span
 

@@ -44,7 +44,6 @@ _PADDING = 3
 
 
 def table(*columns: str) -> Table:
-    """Create an empty table, which :func:`show` fits to the terminal."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in columns:
         made.add_column(column, overflow="fold")
@@ -56,7 +55,6 @@ def is_terminal() -> bool:
 
 
 def show(what: RenderableType) -> None:
-    """Print a rich renderable, or a line with rich's markup."""
     console = Console(highlight=False, soft_wrap=isinstance(what, str))
     if not isinstance(what, str) and not console.is_terminal:
         console = Console(highlight=False, width=shutil.get_terminal_size((_WHOLE_LINES, 0)).columns)
@@ -67,7 +65,6 @@ def show(what: RenderableType) -> None:
 
 
 def _print(what: RenderableType, console: Console) -> None:
-    """Print; in a file or pipe, without trailing blanks."""
     if console.is_terminal:
         console.print(what)
         return

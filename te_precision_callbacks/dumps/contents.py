@@ -1,11 +1,5 @@
 """The content of a dump: named plain torch tensors, and a header that describes them.
 
-Usage::
-
-    dump = dump_of(high_precision, quantized, layer="fc1", tensor="activation", iteration=100)
-    snapshot = dump.copied()  # training may continue
-    write(snapshot, "fc1_activation.safetensors")  # dump_files.py; from any thread
-
 The names of the tensors follow Transformer Engine's pull request 2645; ``docs/dumps.md`` lists them. Scales are neither
 padded nor swizzled. Transformer Engine is not needed.
 """
@@ -238,7 +232,6 @@ def _operand(
     quantizer: Any,
     tensors: dict[str, torch.Tensor],
 ) -> DumpedOperand:
-    """Describe an operand, and add its tensors to ``tensors`` with ``name`` as prefix."""
     if not isinstance(memory, Stored):
         tensors[f"{name}.values"] = _plain(memory)
         return dataclasses.replace(operand, values=_described(memory), rounding=None)
@@ -260,7 +253,6 @@ def _described(tensor: torch.Tensor) -> Plain:
 
 
 def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
-    """Return an operand, "a" or "b", of a recorded GEMM; raises DumpError if the dump is not a record."""
     gemm = a_dump(dump).header.gemm
     if gemm is None:
         raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
@@ -312,7 +304,6 @@ def kind_is_known(tensor: Any) -> bool:
 
 
 def _plain(tensor: Any) -> torch.Tensor:
-    """Return the detached tensor if it is a plain torch tensor."""
     # Subclasses that hold other tensors: of Transformer Engine, DTensor, ...
     holds_others = hasattr(tensor, "_quantizer") or hasattr(tensor, "__tensor_flatten__")
     if not isinstance(tensor, torch.Tensor) or holds_others or tensor.layout is not torch.strided or tensor.is_meta:
@@ -326,7 +317,6 @@ def _plain(tensor: Any) -> torch.Tensor:
 def _quantized(
     quantized: Any, columnwise_from: Any, before: tuple[int, ...] | None
 ) -> tuple[Quantized, dict[str, torch.Tensor]]:
-    """Return the description and the tensors; ``before`` is the shape before quantization, if known."""
     class_name = type(quantized).__name__
     if not kind_is_known(quantized):
         tensor = _plain(quantized)

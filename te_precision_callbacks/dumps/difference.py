@@ -92,7 +92,6 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """True if no element, code or scale differs."""
         inside = self.internals
         return self.differing == 0 and (inside is None or inside.codes_differing + inside.scales_differing == 0)
 
@@ -108,7 +107,6 @@ class DumpComparison:
 
     @property
     def equal(self) -> bool:
-        """True if everything was compared and nothing differs."""
         return not self.not_compared and all(difference.equal for difference in self.differences)
 
 
@@ -172,7 +170,6 @@ def _alike(a: Dump, b: Dump) -> DumpComparison:
 
 
 def _across(high: Dump, quantized: Dump) -> DumpComparison:
-    """Compare the high-precision tensor of one dump with the quantized tensor of the other."""
     differences: list[Difference] = []
     not_compared: list[str] = []
     tensor = high.tensors.get(HIGH_PRECISION)
@@ -191,7 +188,6 @@ def _across(high: Dump, quantized: Dump) -> DumpComparison:
 
 
 def _in_one_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reshape both tensors to all dimensions, if one is the matrix of the other."""
     if leads_to(tuple(a.shape), tuple(b.shape)):
         return a, b.reshape(a.shape)
     if leads_to(tuple(b.shape), tuple(a.shape)):

@@ -1,11 +1,5 @@
 """Writes, reads and lists dump files, in the safetensors format.
 
-Usage::
-
-    save(quantized, "input.safetensors", high_precision=x, iteration=100)  # both in one file
-    write_new(dump, iteration_folder(log_dir, 0, 100))  # named after the layer; never replaces another file
-    listing = list_dumps("logs/tensor_dumps")  # reads the headers only
-
 Files are written atomically. A killed process may leave a hidden file that ends with ``.incomplete``.
 
 The safetensors format (huggingface/safetensors, "Format"): 8 bytes with the length of a JSON object, little-endian; the
@@ -162,7 +156,6 @@ def write_new(dump: Dump, folder: Path) -> int:
 
 
 def _write(dump: Dump, path: Path, appear: Callable[[Path], None]) -> int:
-    """Write a hidden file in the folder of ``path``, and let ``appear`` rename it."""
     dump.wait()
     hidden = path.parent / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
@@ -198,7 +191,6 @@ def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
 
 
 def iteration_folder(folder: Path, rank: int, iteration: int) -> Path:
-    """Return ``tensor_dumps/rank_R/iter_XXXXXX`` in a log folder, as in Transformer Engine."""
     return rank_folder(folder, rank) / f"iter_{iteration:06d}"
 
 
@@ -303,8 +295,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A file that is not a dump, with the reason."""
-
     path: Path
     why: str
 

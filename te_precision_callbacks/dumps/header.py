@@ -199,7 +199,6 @@ class DumpedGemm:
 
     @property
     def name(self) -> str:
-        """Such as ``fprop of expert 3``."""
         return self.gemm if self.expert is None else f"{self.gemm} of expert {self.expert}"
 
     def operands(self) -> dict[str, DumpedOperand]:

@@ -263,7 +263,6 @@ class Recorder:
     def _conditions_left(
         self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]
     ) -> tuple[torch.Tensor | None, tuple[_OnStatistic, ...], bool] | None:
-        """Return the conditions to check at the end of the step; None if the tensor is written anyway."""
         if not wanted.conditions:
             return None
         nonfinite: torch.Tensor | None = None
@@ -418,7 +417,6 @@ def _quantized_form(watched: Watched) -> tuple[Any, Any]:
 
 
 def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
-    """Return whether an operand is the high-precision tensor or a view of it."""
     if values is None or operand is values:
         return operand is values
     plain = {type(operand), type(values)} <= {torch.Tensor, torch.nn.Parameter}
@@ -426,7 +424,6 @@ def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
 
 
 def _has_nonfinite(watched: Watched) -> torch.Tensor | None:
-    """Return a bool on the device: whether a tensor has inf or nan; None if there is nothing to check."""
     values = watched.values
     if values is None:
         became, _ = _quantized_form(watched)

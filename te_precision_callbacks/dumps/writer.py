@@ -1,10 +1,5 @@
 """Writes dumps in a background thread, in order, with bounded memory and within the budget.
 
-    writer = Writer(log_dir)
-    writer.put(Job(dump, limits))   # blocks while the queue has more than limits.max_memory bytes
-    writer.drain()                  # waits until everything is written
-    writer.take_failure()           # the first failure since the last call, if any
-
 Every job is written, unless the budget is exhausted. A disk error ends the thread: waiting jobs are dropped, and
 :meth:`Writer.take_failure` returns the reason.
 """
@@ -57,7 +52,6 @@ class Writer:
         return self._thread.queued
 
     def stopped(self, limits: Limits) -> bool:
-        """Return whether writing has ended, or these limits are exhausted."""
         return self._thread.has_failed or limits in self._exhausted
 
     def put(self, job: Job) -> None:
@@ -74,7 +68,6 @@ class Writer:
         self._thread.wait(self._thread.hurry())
 
     def finish(self) -> None:
-        """Wait until everything is written, or until the disk no longer responds, which is logged."""
         self._thread.finish(LONGEST_STILL)
 
     def take_failure(self) -> Exception | None:
@@ -120,7 +113,6 @@ class Writer:
         return True
 
     def _write_within_budget(self, dump: Dump, limits: Limits) -> str | None:
-        """Write a file; return the reason if the budget does not allow it."""
         header = dump.header
         dump.wait()
         dump = replace(dump, tensors=dump.complete(), internals=False)
@@ -139,5 +131,4 @@ class Writer:
 
 
 def _most_bytes(dump: Dump) -> int:
-    """Return an upper bound of the size of a dump's file."""
     return dump.nbytes + len(json.dumps(dump.header.to_json())) + 500 + 200 * len(dump.tensors)

@@ -19,12 +19,10 @@ _OF_EVERY_RUN = {"segment_started", "segment_ended"}
 
 
 def has_numbers(run: RecordedRun) -> bool:
-    """Return whether a run has any values, scalars or coverage."""
     return bool(len(run.series) or len(run.scalars) or len(run.gemms))
 
 
 def why_nothing_to_show(run: RecordedRun) -> str:
-    """Return why there is nothing to show; empty if there are values, coverage, events, or an error at the end."""
     has_failed = any(segment.status == "failed" for segment in run.segments)
     if has_numbers(run) or has_failed or set(run.events["kind"].to_pylist()) - _OF_EVERY_RUN:
         return ""
@@ -36,7 +34,6 @@ def why_nothing_to_show(run: RecordedRun) -> str:
 
 
 def no_step_in_words(run: RecordedRun) -> list[str]:
-    """Return a line for a run without steps; nothing if it has steps, or unreadable parts."""
     if has_numbers(run) or len(run.steps) or run.unread:
         return []
     yet = " yet" if run.segments and run.segments[-1].status == "running" else ""
@@ -63,7 +60,6 @@ def precision_shares(run: RecordedRun) -> dict[str, float]:
 
 
 def not_measured_in_words(run: RecordedRun) -> list[str]:
-    """Return what LogGemmError did not measure in the last segment, a line per reason."""
     reasons = run.segments[-1].facts.get("not_measured") if run.segments else None
     lines = []
     for why, names in reasons.items() if isinstance(reasons, dict) else ():

@@ -1,12 +1,7 @@
 """Fingerprints: the FP8 state in a checkpoint, and the audit that a resume has restored it.
 
-    text = fingerprint.to_text()                # JSON, one line
-    fingerprint = Fingerprint.from_text(text)   # raises FingerprintError
-    report = compare(saved, now)                # ResumeReport
-
-A fingerprint is small enough for every checkpoint: it holds hashes instead of tensors. Each rank has one, as text in a
-checkpoint's state, or as a file in its folder: ``te_precision_fingerprint.json`` for rank 0,
-``te_precision_fingerprint_rank-3.json`` for rank 3.
+A fingerprint holds hashes instead of tensors, so it fits into every checkpoint. Each rank has one, as text in a
+checkpoint's state, or as a file in its folder.
 
 Read from Transformer Engine 2.20.2: ``pytorch/module/base.py`` (``fp8_meta``; the first forward replaces a restored
 recipe, and makes or adapts the state), ``pytorch/quantization.py`` (recipe states), ``common/recipe``.

@@ -274,7 +274,7 @@ def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
     """Flag the first step of delayed scaling, with a scale of 1; the logs do not have this flag.
 
     A tensor has such a step where its scale is 1 in the first iteration of a run, and later not a power of two; and in
-    iteration 0, where the name of a statistic names delayed scaling.
+    iteration 0, where a statistic names delayed scaling.
     """
     segments, iterations, series, values = (
         table[name].to_numpy() for name in ("segment", "iteration", "series", "value")

@@ -210,7 +210,6 @@ class RecordedRun:
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        """The trainer's scalars, by name."""
         names = pc.dictionary_encode(self.scalars["name"].cast(pa.string())).combine_chunks()
         numbers = names.indices.fill_null(-1).to_numpy()
         columns = self.scalars["iteration"].to_numpy(), self.scalars["value"].to_numpy()
@@ -222,7 +221,6 @@ class RecordedRun:
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:
-        """The :attr:`curves` without measures of speed."""
         return {name: curve for name, curve in self.curves.items() if not _OF_SPEED.search(name)}
 
     def select(self, **wanted: str | int | None) -> list[int]:
@@ -292,7 +290,6 @@ class RecordedRun:
 
     @cached_property
     def ordered_layers(self) -> list[str]:
-        """All layers, in the order of execution, then of the model."""
         columns = self.layers["layer"].to_pylist(), self.layers["exec_fwd"].to_pylist()
         return by_place((*zip(*columns, strict=True), *((subject.layer, None) for subject in self.subjects)))
 

@@ -28,15 +28,11 @@ _FILES, _LEAST_FILE = 32, 1 << 15
 
 
 class Place(NamedTuple):
-    """The name of a run, and the number of a segment."""
-
     run_id: str
     segment: int
 
 
 class Facts(NamedTuple):
-    """The current facts of a run: for run.json, and the rows of each table."""
-
     run: Mapping[str, Any]
     tables: Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -209,8 +205,6 @@ def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:
 
 
 class _Numbers:
-    """Maps series of the session's table to series of the files; ``scopes`` are by layer."""
-
     def __init__(self, writer: RunWriter, scopes: Mapping[str, str]) -> None:
         self._writer, self._scopes = writer, scopes
         self._of: dict[int | None, npt.NDArray[np.int32]] = {}

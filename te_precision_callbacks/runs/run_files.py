@@ -99,7 +99,6 @@ class DataFile(NamedTuple):
 
 
 def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
-    """Return the data files in a rank's folder, in order, and files that others of them replace."""
     all_files = []
     for entry in folder.iterdir():
         match = _DATA_NAME.fullmatch(entry.name)
@@ -237,6 +236,5 @@ def _started(pid: int) -> int | None:
 
 
 def time_text(seconds: float | None = None) -> str:
-    """Format a time in ISO 8601, UTC; by default now."""
     seconds = time.time() if seconds is None else seconds
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")

@@ -49,11 +49,11 @@ class RecordSink(EventSink):
     """Records a run. The training thread queues jobs, and another thread writes them.
 
     Attributes:
-        writes_reduced: whether this rank writes reduced values, steps, scalars and facts. Other ranks write only local
+        writes_reduced: whether this rank writes reduced values, steps, scalars and facts. Others write only local
             values, failures and dumps, and create no file before that.
         is_alone: whether this rank checks the contract alone.
-        place: the segment. None in a run that ends before its first step, and on a rank that does not reduce with rank
-            0: rank 0 begins one with the first content, and the other ranks look for it.
+        place: the segment, which rank 0 begins with the first content; a rank that does not reduce with it looks for
+            it.
         last: the last iteration at the end of the run; -1 before.
         has_content: whether anything was written besides the start and the end.
     """
@@ -92,7 +92,6 @@ class RecordSink(EventSink):
         self._run_id, self._is_new = (run_id, False) if is_there else (new_run_id(), True)
 
     def begin(self) -> Place:
-        """Begin a segment of the run; raises RecordingError."""
         if self._is_new:
             return Place(self._run_id, 0)
         return Place(self._run_id, self._ask(lambda: make_segment(self._runs / self._run_id)))
@@ -218,7 +217,6 @@ class RecordSink(EventSink):
             self._recording.leave()
 
     def _concerns(self, job: _Job) -> bool:
-        """Return whether this rank has to write a job."""
         if self.writes_reduced:
             return True
         if isinstance(job, Step):
@@ -235,7 +233,6 @@ class RecordSink(EventSink):
 
 
 def _is_content(job: _Job) -> bool:
-    """Return whether a view can show a job."""
     if isinstance(job, Facts):
         return len(job.tables["gemms"]) > 0
     if isinstance(job, Event):

@@ -102,7 +102,6 @@ class SizeLimit:
         self._begins.setdefault(self._writer.folder, iteration)
 
     def keep(self) -> None:
-        """Rewrite old files until the limit holds, and one ahead of time."""
         while True:
             used, room = self._used_and_room()
             if used <= _BEFORE * room:
@@ -126,7 +125,6 @@ class SizeLimit:
     # ------------------------------------------------------------------ which files
 
     def _used_and_room(self) -> tuple[int, float]:
-        """Return the bytes of statistics, and their limit."""
         everything = sum(self._files.values()) + self._fixed + self._writer.nbytes
         used = sum(size for file, size in self._files.items() if file.table in _TABLES) + self._writer.open_bytes
         return used, max(self._limit - (everything - used), _LEAST * self._limit)
@@ -232,7 +230,6 @@ def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int6
 
 
 def _extremes(series: npt.NDArray[np.int32], values: npt.NDArray[np.float64], first_step: Mask) -> Places:
-    """Select the rows with the minimum, the maximum and the first non-finite value of each series."""
     finite = np.isfinite(values)
     begins = np.flatnonzero(np.diff(series, prepend=-1))
     counts = np.diff(np.append(begins, len(series)))

@@ -1,13 +1,4 @@
-"""Writing of runs, by the session's sink or without a session.
-
-    with RunWriter.begin("logs", first_iteration=0, front_door="my loop") as run:
-        run.put_facts("layers", [{"layer": "fc1", "exec_fwd": 0, "since": 0}])
-        series = run.series("fc1", "activation", "amax")
-        for iteration in range(10):
-            run.add_step(iteration)
-            run.add_values(iteration, np.array([series]), np.array([1.0]))
-            run.add_scalars(iteration, {"loss": 2.0 / (1 + iteration)})
-        run.add_event("dump_written", "fc1_activation.safetensors", iteration=3, layer="fc1")
+"""Writing of runs, by the session's sink or without a session; docs/records.md has an example.
 
 Rows are collected until :meth:`RunWriter.flush` appends them to the open files. The writer is not thread-safe.
 """
@@ -65,8 +56,6 @@ _LONGEST_REASON = 200
 
 
 class _SeriesNames:
-    """Series of a rank, with their names as dictionary-encoded columns."""
-
     def __init__(self) -> None:
         self._numbers: dict[tuple[str | int | None, ...], int] = {}
         self._codes: list[list[int]] = []  # [series][columns of SUBJECT]
@@ -84,7 +73,6 @@ class _SeriesNames:
         return number
 
     def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
-        """Return the columns of :data:`SUBJECT` and ``rank`` for rows."""
         if len(self._arrays[0]) < len(self._codes):
             texts = [arrow_array([*texts], pa.string()) for texts in self._texts]
             self._arrays = np.array(self._codes, np.int32), texts, arrow_array(self._ranks, pa.int32())
@@ -354,7 +342,6 @@ class RunWriter:
         return pa.record_batch([*arrays, *self._names.columns(series)], schema=VALUES)
 
     def add_vector(self, iteration: int, series: int, counts: Sequence[float] | npt.NDArray[np.floating[Any]]) -> None:
-        """Add a histogram of a step: the count of each bin."""
         dense = np.asarray(counts)
         bins = np.flatnonzero(dense)
         self._tables["vectors"].add((iteration, series, bins, dense[bins]), _ROW + _BIN * len(bins))
@@ -372,7 +359,6 @@ class RunWriter:
         return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)
 
     def add_scalars(self, iteration: int, scalars: Mapping[str, float], *, logging_step: int | None = None) -> None:
-        """Add the trainer's scalars; ``logging_step`` is by default the iteration."""
         step = iteration if logging_step is None else logging_step
         row = {"segment": self.segment, "iteration": iteration, "logging_step": step}
         for name, value in scalars.items():
@@ -417,7 +403,6 @@ class RunWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but closed ones."""
         opened = sum(table.open_bytes for table in self._tables.values())
         return opened + sum(self._fact_bytes.values())
 

@@ -1,13 +1,11 @@
 """Choice of the series that go to a trainer's loggers, for a whole run: few series, without gaps.
 
-A *series* is one statistic of one tensor of one layer. Series of the same tensor and statistic are a *family*, with a
-value from each layer.
+A *series* is one statistic of one tensor of one layer; those of the same tensor and statistic are a *family*.
 
-- Until the run has had :data:`MOST_SERIES` series, all of them are logged.
-- In the first step with more, each family gets up to :data:`PLACES` layers: the worst by the table of statistics, or
-  the largest if the table has no direction. Series that were logged before stay.
+- Until the run has had :data:`MOST_SERIES` series, all of them are logged. - In the first step with more, each family
+gets up to :data:`PLACES` layers: the worst by the table of statistics, or
+  the largest if the table has no direction. Series that were logged before stay, to the end.
 - A layer joins later if its value is not finite, up to :data:`LATER_PLACES` in each family.
-- A series that is logged stays to the end.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import io
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -28,8 +28,7 @@ _CHUNK = 1 << 22
 """The bytes that are written at once."""
 
 
-class LogFileError(PrecisionDebugError, OSError):
-    """A log cannot be written."""
+class LogFileError(PrecisionDebugError, OSError): ...
 
 
 def claim(path: Path) -> io.FileIO:
@@ -48,7 +47,6 @@ def claim(path: Path) -> io.FileIO:
 
 
 def _claimed(path: Path) -> io.FileIO | None:
-    """Open and lock a file; None if another process has locked it."""
     while True:
         file = io.FileIO(path, "ab+", opener=own_file)
         try:
@@ -74,28 +72,38 @@ def time_now() -> str:
     return f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
 
 
+LogJob = Callable[[], Iterable[str]]
+"""Returns whole lines, many at once; called in the log's own thread."""
+
+
 class LogFile:
-    """See the module. Its methods are for one thread.
+    """See the module. Its methods are for one thread, such as a ``WriterThread``.
 
     Args:
         path: the file. Its folder is made with it, when there is something to write.
         limit: the most bytes of the file and its older half together; 0 for any number.
         advice: how to keep more than the limit, as a sentence; empty if there is no way.
+
+    Attributes:
         note_progress: called when the disk has taken a piece.
     """
 
-    def __init__(self, path: Path, limit: int, advice: str, note_progress: Callable[[], None]) -> None:
+    def __init__(self, path: Path, limit: int, advice: str) -> None:
         self._path = path
         self._half = max(1, limit // 2) if limit else 0
         self._advice = advice
-        self._note_progress = note_progress
+        self.note_progress: Callable[[], None] = lambda: None
         self._file: io.FileIO | None = None
         self._size = 0
         self._has_rotated = False
         self._lines = bytearray()
 
+    def take(self, job: LogJob) -> bool:
+        for text in job():
+            self.append(text)
+        return True
+
     def append(self, text: str) -> None:
-        """Append lines, which :meth:`flush` writes."""
         self._lines += text.encode(errors="backslashreplace")
         if len(self._lines) >= _CHUNK:
             self.flush()
@@ -144,10 +152,9 @@ class LogFile:
             written = os.write(file.fileno(), data)
             self._size += written
             data = data[written:]
-            self._note_progress()
+            self.note_progress()
 
     def _rotated(self, full: io.FileIO) -> io.FileIO:
-        """Make the file the older half, and go on in a new one."""
         written = Path(str(full.name))
         older = older_half(written)
         os.replace(written, older)
@@ -167,7 +174,7 @@ class LogFile:
             )
         return file
 
-    def close(self) -> None:
+    def leave(self) -> None:
         if self._file is not None:
             file, self._file = self._file, None
             with contextlib.suppress(OSError):

@@ -7,17 +7,14 @@
 ``te.<layer>/<tensor>/<statistic>``    a series of one layer
 ``te/worst_underflows%``               the worst of the step, of any layer and tensor; also ``worst_overflows%``,
                                        ``worst_sqnr_db`` and ``nonfinite_num``
-``te/findings``                        the number of errors and warnings so far, from the first step on; also
-                                       ``te/findings/<rule>``, once there are any
+``te/findings``                        the number of errors and warnings so far; also ``te/findings/<rule>``
 ``te/all/<tensor>/<statistic>/max``    over the layers, in steps in which all layers have the statistic; also ``min``
                                        and ``median``
 =====================================  ================================================================================
 
-TensorBoard and W&B group metrics by the part of the name before the first slash. Each layer is therefore a group, with
-a dot after the prefix, and the prefix alone is the group of the whole model, which comes first. With a slash instead of
-the dot, the 7,500 charts of 500 layers would be one group. :mod:`te_precision_callbacks.sinks.choice` chooses the
-layers of a large model. The statistics log always has all. If statistics are reduced over ranks, values of one rank
-alone are separate series: ``te.local.<layer>/...``, ``te.local/...``.
+TensorBoard and W&B group metrics by the part of the name before the first slash. Each layer is therefore a group, and
+the prefix alone is the group of the whole model; with a slash instead of the dot, the 7,500 charts of 500 layers would
+be one group. If statistics are reduced over ranks, values of one rank alone are ``te.local.<layer>/...``.
 """
 
 from __future__ import annotations

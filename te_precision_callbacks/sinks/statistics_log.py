@@ -3,21 +3,18 @@
 <log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-<rank>.log
     <time> - INFO - fc1_activation_max   iteration=000002   value=4.318804740905762
 
-A line ends with ``rank=<rank>`` if its number belongs to that rank alone although statistics are reduced over ranks, as
-after a reduction that failed. A run in the folder of an earlier run appends to the file. A file that has reached half
-of the log's limit becomes ``<name>.old``, in place of an older one. Lines mark both:
-    <time> - INFO - Here another run begins, of process 4711.
-    <time> - INFO - The log goes on from nvdlfw_inspect_globalrank-0.log.old.
+A line ends with ``rank=<rank>`` if its number belongs to that rank alone although statistics are reduced over ranks. A
+run in the folder of an earlier run appends to the file, after a line that names the process.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import NamedTuple
 
-from te_precision_callbacks.sinks.log_file import LogFile, time_now
+from te_precision_callbacks.sinks.log_file import LogFile, LogJob, time_now
 from te_precision_callbacks.sinks.step_records import RunInfo, StepRecords
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 from te_precision_callbacks.statistics.series import SeriesTable, log_name
@@ -50,25 +47,17 @@ def format_value(value: float) -> str:
     return format(Decimal(text), "f") if "e" in text else text
 
 
-class _LoggedStep(NamedTuple):
-    """A step: its time in the format of the logging module, and the names of all series, which may grow."""
-
-    at: str
-    names: Sequence[str]
-    records: StepRecords
-
-
 class StatisticsLog:
     """The sink that writes the statistics log of a rank.
 
-    The file is created when there is something to write. A thread writes, and alone touches the file: a step is in the
-    file ``FLUSH_SECONDS`` (``writer_thread.py``) after it was handed over at the latest, and all steps are when
-    ``close`` returns, unless the disk is too slow, which is logged.
+    A thread writes, and alone touches the file, which is created when there is something to write: a step is in it
+    after ``FLUSH_SECONDS`` (``writer_thread.py``) at the latest, and all steps when ``close`` returns, unless the disk
+    is too slow, which is logged.
 
     Args:
-        own_only: write only numbers of this rank alone, since another rank writes the reduced numbers; may be set until
+        own_only: write only numbers of this rank alone, since another rank writes the reduced ones; may be set until
             ``start``.
-        given_names: layer -> the name that the script has given to it, which the log uses. The mapping may change.
+        given_names: layer -> the name that the script has given to it. The mapping may change.
         limit: the most bytes of the log; 0 for any number.
     """
 
@@ -81,8 +70,7 @@ class StatisticsLog:
         self._named: SeriesTable | None = None
         self._named_as: Mapping[str, str] = {}
         self._names: list[str] = []
-        self._thread: WriterThread[_LoggedStep] | None = None
-        self._file: LogFile
+        self._thread: WriterThread[LogJob] | None = None
         self._local_mark = ""
         self._last: StepRecords | None = None
 
@@ -90,15 +78,17 @@ class StatisticsLog:
         path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
         advice = "statistics_log='rank0, 4GiB' keeps more, 'rank0, unlimited' everything."
         self._local_mark = _LOCAL_MARK.format(rank=run.rank)
-        self._thread = WriterThread("statistics log", self, MOST_WAITING)
-        self._file = LogFile(path, self._limit, advice, self._thread.note_progress)
+        file = LogFile(path, self._limit, advice)
+        self._thread = WriterThread("statistics log", file, MOST_WAITING)
+        file.note_progress = self._thread.note_progress
 
     def write(self, records: StepRecords) -> None:
         """Hand over a step's numbers. They are dropped while more than :data:`MOST_WAITING` wait."""
         self._raise_failure()
         count = sum(records.own) if self.own_only else len(records)
         if self._thread is not None and count:
-            self._thread.put(_LoggedStep(time_now(), self._names_in(records.table), records), count)
+            job = functools.partial(self._lines, records, time_now(), self._names_in(records.table))
+            self._thread.put(job, count)
 
     def hurry(self) -> Callable[[], bool]:
         return (lambda: True) if self._thread is None else self._thread.hurry()
@@ -125,25 +115,14 @@ class StatisticsLog:
             self._thread = None
             raise failure
 
-    # ------------------------------------------------------------------ in the log's own thread
-
-    def take(self, job: _LoggedStep) -> bool:
-        records = job.records
+    def _lines(self, records: StepRecords, at: str, names: Sequence[str]) -> Iterator[str]:
+        """Yield the lines of a step, many at once, in the log's own thread."""
         if records is self._last:  # again, if Ctrl-C came when it was handed over
-            return True
+            return
         self._last = records
         numbers: Iterable[tuple[int, float]] = zip(records.series.tolist(), records.values, strict=True)
         left = iter(itertools.compress(numbers, records.own) if self.own_only else numbers)
-        before, between = f"{job.at} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
+        before, between = f"{at} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
         after = f"{self._local_mark if records.local else ''}\n"
         while some := list(itertools.islice(left, _AT_ONCE)):
-            self._file.append(
-                "".join(f"{before}{job.names[number]}{between}{format_value(value)}{after}" for number, value in some)
-            )
-        return True
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def leave(self) -> None:
-        self._file.close()
+            yield "".join(f"{before}{names[number]}{between}{format_value(value)}{after}" for number, value in some)

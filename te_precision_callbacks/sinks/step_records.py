@@ -121,7 +121,6 @@ class StepRecords:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layer of each value."""
         return tuple(row.layer for row in self)
 
     @property
@@ -138,7 +137,6 @@ class StepRecords:
 
     @property
     def vectors(self) -> Mapping[tuple[str, str, str], tuple[float, ...]]:
-        """The histograms by layer, tensor and statistic."""
         named = ((self.table[number], counts) for number, counts in self.histograms.items())
         return {(series.layer, series.tensor, series.statistic): counts for series, counts in named}
 
@@ -152,16 +150,13 @@ class LayerInfo:
     """A layer, and its features in the config.
 
     Attributes:
-        module_class: the class of its module, such as ``LayerNormLinear``.
         sections: the sections of the config that select it.
         features: namespace -> feature -> options, as passed to nvidia-dlfw-inspect.
         scope: the first part of its name, if layers of other ranks have the same path; else empty.
-        given: the name that the script has given to the layer, used by the statistics log and ``summary``; empty
-            without such a name, or if another layer has the same name.
-        refused: the reason if Transformer Engine's debug path refuses the layer, or some of its forwards, which are
-            then not observed; else empty.
-        exec_fwd, exec_bwd: the position of its first forward and backward among those of all layers of this rank, from
-            0; None if it has not run, or was not observed.
+        given: the name that the script has given to no other layer, used by the statistics log and ``summary``.
+        refused: why Transformer Engine's debug path refuses the layer, or some of its forwards, which are not observed.
+        exec_fwd, exec_bwd: the position of its first forward and backward among those of all layers of this rank; None
+            if it has not run, or was not observed.
     """
 
     name: str
@@ -265,9 +260,7 @@ class EventSink(Sink, Protocol):
     """A sink that also receives what happens in a run, and the trainer's own numbers; on every rank."""
 
     def event(self, event: Event) -> None:
-        """Receive an event."""
         return
 
     def scalars(self, scalars: Scalars) -> None:
-        """Receive numbers that the trainer logs."""
         return

@@ -161,7 +161,6 @@ def worst_first(
 def worst_beside(
     most: int, family: Family, values: Mapping[_Place, float], families: Mapping[Family, Mapping[_Place, float]]
 ) -> dict[_Place, Lost | None]:
-    """Return the worst places as :func:`worst_first`, with the values of all families."""
     return worst_first(most, family, values, lambda label: families.get(family_of(family.tensor, label), {}))
 
 

@@ -82,7 +82,6 @@ class WriterThread(Generic[JobT]):
 
     @property
     def waiting(self) -> int:
-        """The number of values that are not written yet."""
         return self._given - self._written
 
     @property
@@ -206,7 +205,6 @@ class WriterThread(Generic[JobT]):
                 self._writing.leave()
 
     def _wait(self) -> Iterable[threading.Event]:
-        """Wait for the next time; return what to set when it is over."""
         asked = []
         with contextlib.suppress(queue.Empty):
             asked.append(self._asked.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))

@@ -1,14 +1,4 @@
-"""Splitting of matrices into blocks, with padding, and joining.
-
-Usage::
-
-    blocks = in_blocks(as_matrix(tensor), (1, 32))  # [blocks, elements]
-    from_blocks(blocks, (1, 32), (rows, columns))  # the matrix again
-    spread(factors, (128, 128), matrix.shape)  # [rows / 128, columns / 128], rounded up: one for each element
-    times_blocks(matrix, factors, (128, 128))  # each element times its block's
-
-A block is its number of rows and columns.
-"""
+"""Splitting of matrices into blocks, with padding, and joining. A block is its number of rows and columns."""
 
 from __future__ import annotations
 
@@ -19,7 +9,6 @@ import torch
 
 
 def as_matrix(values: torch.Tensor) -> torch.Tensor:
-    """Flatten a tensor to rows of its last dimension."""
     return values.reshape(-1, values.shape[-1] or 1) if values.ndim > 1 else values.reshape(1, -1)
 
 

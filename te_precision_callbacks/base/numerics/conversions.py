@@ -1,11 +1,5 @@
 """Conversion of large matrices on a CPU to FP8 and FP4 and back, in C++ (``conversions.cpp``).
 
-Usage::
-
-    amaxes = block_amaxes(matrix, (1, 32))
-    codes = encoded(matrix, factors, (1, 32), E4M3)
-    numbers = decoded(codes, E4M3, factors, (1, 32), torch.bfloat16)
-
 C++ reads the matrix once, plain torch five times or more. Plain torch is used, with the same bits, for small matrices,
 other devices, short runs, and without a C++ compiler.
 """

@@ -1,15 +1,4 @@
-"""Floating-point formats of at most one byte, with encoding and decoding.
-
-Usage::
-
-    from te_precision_callbacks.base.numerics.formats import E4M3
-
-    E4M3.max  # 448.0
-    codes = E4M3.encode(torch.tensor([1.0, 1e6, float("nan")]))  # uint8: 0x38, 0x7E, 0x7F
-    E4M3.decode(codes)  # float32: 1.0, 448.0, nan
-
-The formats as data are in ``base/numerics/bits.py``.
-"""
+"""Floating-point formats of at most one byte (``bits.py``), with encoding and decoding."""
 
 from __future__ import annotations
 
@@ -102,7 +91,6 @@ def _any_nan(values: torch.Tensor) -> bool:
 
 @functools.cache
 def table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
-    """Return the number of each code: float32, [codes]."""
     return torch.tensor([fmt.value(code) for code in range(2**fmt.bits)], dtype=torch.float32, device=device)
 
 

@@ -1,13 +1,7 @@
 """The shapes that GEMMs of quantized operands accept, for each recipe and compute capability.
 
-Usage::
-
-    for refusal in refusals("fp8_current_scaling", (9, 0), tokens=30, in_features=64, out_features=64):
-        refusal.gemm, refusal.dimension, refusal.size, refusal.multiple, refusal.next_size  # "wgrad", "tokens", 30, ...
-        str(refusal)  # wgrad: tokens is 30 and has to be a multiple of 16 (next: 32), for cuBLAS ...
-
-A linear layer runs three GEMMs. In the terms of cuBLAS, which is column-major, the result is m x n, and each element
-is a sum of k products:
+A linear layer runs three GEMMs. In the terms of cuBLAS, which is column-major, the result is m x n, and each element is
+a sum of k products:
 
 ======= ====== ============ ============ ============ ========== ==========
 GEMM    layout m            n            k            operand A  operand B

@@ -117,12 +117,10 @@ class Stored:
         return self.scale_memory.in_rows()[:rows, :columns]
 
     def elements(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Decode the codes of rows, without scale: float32."""
         codes = unpacked(self.codes[rows]) if self.element_format.bits == 4 else self.codes[rows]
         return self.element_format.decode(codes)
 
     def block_scales(self) -> torch.Tensor:
-        """Decode the scales of blocks to float32, without the tensor's factor."""
         return self.scales if self.scale_format is None else self.scale_format.decode(self.scales)
 
     def factors(self) -> torch.Tensor:
@@ -252,7 +250,6 @@ def unpacked(codes: torch.Tensor) -> torch.Tensor:
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """Pack FP4 codes two per byte, the even one in the low half."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 

@@ -110,7 +110,6 @@ def _better_of_two_scales(
 def _candidate(
     blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes for given scales, and each block's error, summed in the kernel's order."""
     codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules).unsqueeze(-1))
     scale = E4M3.decode(scale_codes)
     # In the order of the sum, so that each term is contiguous over all blocks.
@@ -140,7 +139,6 @@ def _multiplier(scale_codes: torch.Tensor, encode_scale: torch.Tensor, rules: Nv
 
 
 def _block_amax(rows: torch.Tensor, rules: Nvfp4Rules) -> torch.Tensor:
-    """Return the amax of each block: float32, [rows, blocks]; equal for all rows of a square block."""
     side = BLOCK if rules.square else 1
     amaxes = block_amaxes(rows, (side, BLOCK), nan_spreads=rules.nan_spreads)
     return amaxes.repeat_interleave(side, 0) if rules.square else amaxes

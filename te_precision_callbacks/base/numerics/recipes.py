@@ -1,11 +1,5 @@
 """Simulated quantization: rounds blocks by a recipe, without codes in memory.
 
-Usage::
-
-    settings = RECIPES["mxfp8"].defaults("gradient")
-    blocks = in_blocks(as_matrix(tensor), RECIPES["mxfp8"].block(settings))
-    rounded = round_blocks("mxfp8", blocks, tensor_amax, settings)
-
 Nothing synchronizes, and the code can be compiled into a larger pass. Rounds to nearest; NVFP4 is without the random
 Hadamard transform and without the better of two scales ("4over6"). Delayed scaling is not supported, since its scale
 depends on earlier steps.
@@ -88,7 +82,6 @@ class Recipe:
     power_of_two: bool = False
 
     def block(self, settings: QuantizerSettings) -> tuple[int, int] | None:
-        """Return rows and columns of a block; None for the whole tensor."""
         return None if self.side is None else (self.side if settings.square else 1, self.side)
 
     def defaults(self, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:

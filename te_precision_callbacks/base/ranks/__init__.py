@@ -44,7 +44,6 @@ _MOST_NAMED = 8
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Format ranks: ``ranks 0, 2-7``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

@@ -61,7 +61,6 @@ def devices(*, on_one_machine: bool) -> list[Any]:
 
 
 def _own_address() -> str:
-    """Return this machine's address towards the master, else the host name's."""
     found: list[str] = []
     with contextlib.suppress(OSError, KeyError):
         family, kind, _, _, where = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
@@ -161,7 +160,6 @@ class Group:
         return self._gloo is not None and _connections(self._sockets) == self._sockets
 
     def close(self) -> None:
-        """Close all connections; operations end here and on the other ranks."""
         gloo, self._gloo = self._gloo, None
         for descriptor, ends in self._sockets.items():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -173,7 +171,6 @@ class Group:
         self._running = []
 
     def forget(self) -> None:
-        """Close the connections in a forked process."""
         for descriptor, ends in _connections(self._sockets).items():
             if self._sockets[descriptor] == ends:
                 os.close(descriptor)

@@ -40,8 +40,7 @@ _LONGEST_PAUSE = 0.25
 _ARRIVED, _CONNECTING, _CONNECTED = _PHASES = ("arrived", "connecting", "connected")
 
 
-class MeetingFailed(Exception):
-    """The ranks have not met; the text has the reason."""
+class MeetingFailed(Exception): ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Place:
 
 
 def shared_store(prefix: str) -> Any:
-    """Clone the store of the training's process group, and limit it to keys below a prefix."""
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
     store.set_timeout(timedelta(seconds=_ANSWER))
@@ -126,7 +124,6 @@ def connect(keys: Any, at: Place, wait: float, longest: float, *, on_one_machine
 def _all_come(
     keys: Any, phase: str, at: Place, until: float, missing: str, on_wait: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait until all ranks are in a phase, polling with increasing pauses; raises MeetingFailed."""
     if keys.add(phase, 1) == at.size:
         _decide(keys, phase, "")
     pause = 0.001
@@ -162,7 +159,6 @@ def _warning(at: Place, why: str) -> Callable[[], None]:
 
 
 def _machine() -> str:
-    """Return an ID that processes of one machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

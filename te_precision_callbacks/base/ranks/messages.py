@@ -319,7 +319,6 @@ class Messages:
         return text if alike[-1] else _union(group, finish, text, int(header[_HEADER - 1]), of)
 
     def _departure_of_another(self, error: Exception) -> Departure:
-        """Return why another rank has left, as it wrote into the store."""
         try:
             if self._keys.check([_LEFT]):
                 return TypeAdapter(Departure).validate_json(self._keys.get(_LEFT))
@@ -371,8 +370,6 @@ class Messages:
 
 
 class _Return:
-    """Reconnection of separated ranks; ``keys`` are those of the last meeting."""
-
     def __init__(self, keys: Any) -> None:
         self._keys = keys
         self._attempt = 0
@@ -385,7 +382,6 @@ class _Return:
         return below(f"again/{self._attempt}", self._keys)
 
     def put_off(self) -> None:
-        """Retry later, doubling the interval."""
         self._attempt += 1
         self._ready_at = self._meets = None
         self._is_ready = self._has_published = False
@@ -472,8 +468,6 @@ def _numbers_of(ranked: npt.NDArray[np.int64]) -> Numbers:
 
 
 class _Wait:
-    """The wait for one message: a warning after a while, then a timeout."""
-
     def __init__(self, messages: Messages, keys: Any, count: int, why: str) -> None:
         self._messages, self._keys, self._count = messages, keys, str(count)
         self._why = why
@@ -481,7 +475,6 @@ class _Wait:
         self._is_noted = self._has_warned = False
 
     def check(self) -> None:
-        """Raise RanksLostError after the timeout."""
         messages, passed = self._messages, time.monotonic() - self._begun
         if passed >= min(meeting.WAITING, messages.timeout) / 2 and not self._is_noted:
             self._is_noted = True

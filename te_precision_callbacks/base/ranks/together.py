@@ -159,8 +159,6 @@ class Ranks:
         return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why, of), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
-        """Return the sums of numbers over all ranks."""
-
         def added(messages: Messages) -> list[float]:
             sums = np.array(numbers, np.float64)
             messages.merge(kind, f"to add them up: {kind}", sums, len(numbers))
@@ -183,7 +181,6 @@ class Ranks:
         return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", float(own)) == holds, own)
 
     def _exchange(self, doing: str, exchange: Callable[[Messages], ResultT], own: ResultT) -> ResultT:
-        """Exchange with the other ranks; return ``own`` without them, and if a rank is lost."""
         if self.messages is None or not self.messages.is_open:
             return own
         try:
@@ -193,12 +190,10 @@ class Ranks:
             return own
 
     def still_together(self) -> bool:
-        """Return whether all ranks are connected, so that all can raise."""
         self.any("agreement", "judging", own=False)
         return not self.several or self.are_together
 
     def put_note(self, *, note: bool) -> None:
-        """Set whether this rank wants a check; sent with the next values of a step."""
         self._note = note
         if self.messages is not None:
             self.messages.note, self.messages.noted = note, None
