@@ -188,13 +188,7 @@ def of_other_types(folder: Path) -> None:
     pq.write_table(table, folder / "values-0001.parquet")
 
 
-def nulls(folder: Path) -> None:
-    table = pq.read_table(folder / "values-0001.parquet")
-    place = table.column_names.index("series")
-    pq.write_table(table.set_column(place, "series", pa.nulls(len(table), pa.int32())), folder / "values-0001.parquet")
-
-
-@pytest.mark.parametrize("spoil", [damaged, truncated, foreign, of_other_types, nulls])
+@pytest.mark.parametrize("spoil", [damaged, truncated, foreign, of_other_types])
 def test_a_part_that_cannot_be_read_is_noted_and_the_others_are_read(tmp_path: Path, spoil: object) -> None:
     run_id = write_run(tmp_path, range(5))
     write_run(tmp_path, range(5, 8), run_id=run_id)
