@@ -52,7 +52,7 @@ class Writer:
         return self._thread.queued
 
     def stopped(self, limits: Limits) -> bool:
-        return self._thread.has_failed or limits in self._exhausted
+        return self._thread.failure is not None or limits in self._exhausted
 
     def put(self, job: Job) -> None:
         """Queue a dump; block until there is room, or until the queue is empty if the dump alone is too large."""

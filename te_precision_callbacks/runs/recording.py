@@ -67,8 +67,8 @@ class Recording:
         self._latest = run.start_iteration
         self._close_bytes = max(limit // _FILES, _LEAST_FILE)
         self._files: dict[DataFile, int] = {}
-        self._writer = self._open(place.segment, run.start_iteration, begun)
-        self._size_limit = SizeLimit(self._folder, self._writer, self._files, limit, self._warn)
+        self.writer = self._open(place.segment, run.start_iteration, begun)
+        self._size_limit = SizeLimit(self._folder, self.writer, self._files, limit, self._warn)
 
     def _open(self, segment: int, first_iteration: int, started: float) -> RunWriter:
         run = self._run
@@ -99,7 +99,7 @@ class Recording:
                 self._take_event(job)
             case Scalars():
                 self._latest = max(job.iteration, self._latest)
-                self._writer.add_scalars(job.iteration, job.values, logging_step=job.logging_step)
+                self.writer.add_scalars(job.iteration, job.values, logging_step=job.logging_step)
             case Facts():
                 self._facts = job
                 self._scopes.update((row["layer"], row["scope"]) for row in job.tables["layers"] if row["scope"])
@@ -107,12 +107,12 @@ class Recording:
 
     def _write_facts(self) -> None:
         if self._run.rank == 0:
-            self._writer.put_run(**self._facts.run)
+            self.writer.put_run(**self._facts.run)
         for name, rows in self._facts.tables.items():
-            self._writer.put_facts(name, rows)
+            self.writer.put_facts(name, rows)
 
     def _take_event(self, event: Event) -> None:
-        self._writer.add_event(
+        self.writer.add_event(
             event.kind,
             event.text,
             iteration=event.iteration,
@@ -132,7 +132,7 @@ class Recording:
         self._last_step = records.iteration
         self._latest = max(records.iteration, self._latest)
         self._size_limit.note_step(records.iteration)
-        self._writer.add_step(
+        self.writer.add_step(
             records.iteration,
             logging_step=records.logging_step,
             wall_time=step.wall_time,
@@ -146,14 +146,14 @@ class Recording:
 
     def _go_back(self, iteration: int) -> None:
         """Continue in another segment, after the training loop has returned to an earlier iteration."""
-        self._writer.close()
-        self._writer = self._open(self._writer.segment + 1, iteration, time.time())
-        self._size_limit.follow(self._writer)
+        self.writer.close()
+        self.writer = self._open(self.writer.segment + 1, iteration, time.time())
+        self._size_limit.follow(self.writer)
         if self._facts.tables:
             self._write_facts()
 
     def _take_numbers(self, records: StepRecords) -> None:
-        writer, table = self._writer, records.table
+        writer, table = self.writer, records.table
         rank = self._run.rank if self._run.world_size > 1 else None
         own = own_numbers(records)
         kept = np.ones(len(records), bool) if self._writes_reduced else own
@@ -177,25 +177,19 @@ class Recording:
 
     def flush(self) -> None:
         """Write everything to disk, and show readers that the process lives."""
-        self._writer.flush()
+        self.writer.flush()
         if self._run.rank == 0:
-            self._writer.show_life()
+            self.writer.show_life()
         self._size_limit.keep()
 
     def end(self, error: BaseException | None, last: int = -1) -> None:
         """Write everything, and how the segment has ended; ``last`` is the last iteration, -1 if unknown."""
         self._take_event(end_of(error, max(self._latest, last)))
-        self._writer.close("ended" if error is None else "failed")
-
-    def leave(self) -> None:
-        self._writer.leave()
-
-    def lose(self, error: BaseException) -> None:
-        self._writer.put_lost(error)
+        self.writer.close("ended" if error is None else "failed")
 
     def _warn(self, kind: str, text: str) -> None:
         logger.warning("%s Training goes on. The records are in %s.", text, self._folder)
-        self._writer.add_event(kind, text, iteration=self._latest, severity="warning")
+        self.writer.add_event(kind, text, iteration=self._latest, severity="warning")
 
 
 def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:
@@ -206,7 +200,7 @@ def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:
 
 class _Numbers:
     def __init__(self, writer: RunWriter, scopes: Mapping[str, str]) -> None:
-        self._writer, self._scopes = writer, scopes
+        self.writer, self._scopes = writer, scopes
         self._of: dict[int | None, npt.NDArray[np.int32]] = {}
 
     def of(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
@@ -217,7 +211,7 @@ class _Numbers:
         for number in np.unique(new).tolist() if len(new) else ():  # sorting nothing takes longer than all else here
             subject = table[number]
             scope, gemm = self._scopes.get(subject.layer, ""), subject.family.gemm
-            known[number] = self._writer.series(
+            known[number] = self.writer.series(
                 subject.layer, subject.tensor, subject.statistic, gemm=gemm, scope=scope, rank=rank
             )
         return known[series]

@@ -8,9 +8,8 @@ the training. A killed process loses later records; see docs/records.md.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -72,7 +71,6 @@ class RecordSink(EventSink):
         self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
         self._recording: Recording | None = None
         self._before: list[Event | Scalars | Facts] = []
-        self.has_recorded = False
         self.has_content = False
         self._said = Notices()
         self._last_records: StepRecords | None = None
@@ -148,16 +146,12 @@ class RecordSink(EventSink):
         if failure is not None:
             self._run = None
             why = failure if str(failure) else type(failure).__name__
-            now = "no longer recorded; what was recorded remains readable" if self.has_recorded else "not recorded"
+            now = "no longer recorded; what was recorded remains readable" if self._recording else "not recorded"
             raise RecordingError(f"{self._runs} cannot be written: {why}. The run is {now}.") from failure
 
     # ------------------------------------------------------------------ in the sink's own thread
 
     def take(self, job: _Job) -> bool:
-        with self._losing():
-            return self._take(job)
-
-    def _take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
             if self.place is None:
                 # Without a step no run is made of that alone, nor of what a trainer logs at its end, so no rank waits
@@ -176,7 +170,6 @@ class RecordSink(EventSink):
                 limit=self._limit,
                 begun=self._made_at,
             )
-            self.has_recorded = True
             for earlier in self._before:
                 self._recording.take(earlier)
         if self._recording is None:
@@ -199,22 +192,14 @@ class RecordSink(EventSink):
         return None
 
     def flush(self) -> None:
-        with self._losing():
-            if self._recording is not None:
-                self._recording.flush()
-
-    @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if self._recording is not None:
-                self._recording.lose(error)
-            raise
+        if self._recording is not None:
+            self._recording.flush()
 
     def leave(self) -> None:
         if self._recording is not None:
-            self._recording.leave()
+            if self._thread.failure is not None:
+                self._recording.writer.put_lost(self._thread.failure)
+            self._recording.writer.leave()
 
     def _concerns(self, job: _Job) -> bool:
         if self.writes_reduced:

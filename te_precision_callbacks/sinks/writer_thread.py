@@ -57,13 +57,13 @@ class WriterThread(Generic[JobT]):
         unit: what :meth:`put` counts, for messages.
 
     Attributes:
-        has_failed: whether an exception has ended the thread.
+        failure: the exception that has ended the thread, if any.
     """
 
     def __init__(
         self, what: str, writing: Writing[JobT], most_waiting: float = math.inf, *, unit: str = "numbers"
     ) -> None:
-        self.has_failed = False
+        self.failure: BaseException | None = None
         self._what = what
         self._writing = writing
         self._most_waiting = most_waiting
@@ -73,7 +73,7 @@ class WriterThread(Generic[JobT]):
         self._asked: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # also in the handler of a signal
         self._is_to_finish = False
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._is_reported = False
         self._is_flushed = True  # what was taken; changed by this thread alone
         self._given = 0  # numbers, counted by the training's thread
         self._taken = self._written = 0  # numbers, counted by this thread
@@ -87,7 +87,7 @@ class WriterThread(Generic[JobT]):
     @property
     def queued(self) -> int:
         """The number of values in memory: of jobs that wait, or are being taken."""
-        return 0 if self.has_failed else self._given - self._taken
+        return 0 if self.failure is not None else self._given - self._taken
 
     def put(self, job: JobT, count: int = 0) -> bool:
         """Hand over a job with ``count`` numbers; a job without numbers is never dropped.
@@ -97,7 +97,7 @@ class WriterThread(Generic[JobT]):
                 from
             this one, nothing happens.
         """
-        if self.has_failed or os.getpid() != self._process:
+        if self.failure is not None or os.getpid() != self._process:
             return True
         if count and self.queued > self._most_waiting:
             self._drop(count, self.queued)
@@ -133,7 +133,7 @@ class WriterThread(Generic[JobT]):
     @property
     def _is_idle(self) -> bool:
         return (
-            not self._jobs and self._is_flushed and not self.has_failed
+            not self._jobs and self._is_flushed and self.failure is None
         )  # in this order: a job is taken, then flushed
 
     def wait(self, is_done: Callable[[], bool], still: float = math.inf) -> bool:
@@ -158,7 +158,7 @@ class WriterThread(Generic[JobT]):
             return
         self._is_to_finish = True
         self.hurry()
-        if self.wait(lambda: False, LONGEST_STILL if still is None else still) and self._jobs and not self.has_failed:
+        if self.wait(lambda: False, LONGEST_STILL if still is None else still) and self._jobs and self.failure is None:
             self._run()
         dropped, self._dropped = self._dropped, []
         if dropped:
@@ -179,8 +179,10 @@ class WriterThread(Generic[JobT]):
             )
 
     def take_failure(self) -> BaseException | None:
-        failure, self._failure = self._failure, None
-        return failure
+        if self.failure is None or self._is_reported:
+            return None
+        self._is_reported = True
+        return self.failure
 
     # ------------------------------------------------------------------ in the thread
 
@@ -199,7 +201,7 @@ class WriterThread(Generic[JobT]):
                     self._writing.leave()
                     return
         except BaseException as error:  # SystemExit, no memory, ...: in a thread nobody else would see it
-            self._failure, self.has_failed = error, True
+            self.failure = error
             self._jobs.clear()
             with contextlib.suppress(Exception):  # it is known to fail
                 self._writing.leave()
