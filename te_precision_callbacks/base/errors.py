@@ -53,7 +53,7 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
     except PrecisionDebugError as error:
         if names:
             keyword = re.compile(rf"(?<![\w.'\"])({'|'.join(names)})(?==)")
-            error.args = tuple(keyword.sub(lambda found: names[found[1]], str(text)) for text in error.args)
+            error.args = tuple(keyword.sub(lambda match: names[match[1]], str(text)) for text in error.args)
         raise
 
 

@@ -165,7 +165,9 @@ def visible(text: str) -> str:
     """Escape characters that cannot be printed, such as terminal controls."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def cell(what: object) -> str:

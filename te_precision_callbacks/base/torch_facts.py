@@ -81,8 +81,8 @@ def _settings(torch: Any) -> dict[str, object]:
 
 
 def _driver(text: str) -> str | None:
-    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
-    return None if found is None else found[1]
+    version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return None if version is None else version[1]
 
 
 def _cudnn(encoded: int) -> str:

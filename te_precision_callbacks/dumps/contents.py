@@ -450,5 +450,5 @@ def _format_quantizer(quantizer: Any) -> str | None:
 
 @functools.cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    found = {name: installed_version(name) for name in ("transformer_engine", "te_precision_callbacks")}
-    return ("torch", str(torch.__version__)), *((name, version) for name, version in found.items() if version)
+    versions = {name: installed_version(name) for name in ("transformer_engine", "te_precision_callbacks")}
+    return ("torch", str(torch.__version__)), *((name, version) for name, version in versions.items() if version)

@@ -240,7 +240,7 @@ class Header:
     def to_json(self) -> str:
         text = json.dumps(dataclasses.asdict(self), ensure_ascii=False)
         # JSON has no lone surrogates, which a name on disk may have.
-        return _LONE_SURROGATE.sub(lambda found: rf"\\u{ord(found[0]):04x}", text)
+        return _LONE_SURROGATE.sub(lambda match: rf"\\u{ord(match[0]):04x}", text)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Header:

@@ -286,11 +286,11 @@ class Recorder:
         return nonfinite, tuple(statistics), overflow
 
     def _statistic(self, condition: Threshold, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:
-        found = read_by(condition, collected, _recipe_of_quantized(seen))
-        if found is None:
+        statistic = read_by(condition, collected, _recipe_of_quantized(seen))
+        if statistic is None:
             self._complain(condition, seen, missing_statistic(condition, collected, [seen.layer], seen.tensor))
             return None
-        return found if any(schedule.at(seen.iteration)[0] for schedule in found.schedules) else None
+        return statistic if any(schedule.at(seen.iteration)[0] for schedule in statistic.schedules) else None
 
     def _complain(self, condition: Condition, seen: Watched, text: str) -> None:
         if self._notices.first(condition):
@@ -353,9 +353,9 @@ class Recorder:
 
     def _statistic_that_holds(self, entry: _WaitingDump, learned: Sequence[Measured]) -> str | None:
         header = entry.job.dump.header
-        for condition, found in entry.statistics:
+        for condition, collected in entry.statistics:
             tensor = header.tensor if header.gemm is None else header.gemm.result
-            values = (one.value(header.layer, tensor, label) for label in found.labels for one in learned)
+            values = (measured.value(header.layer, tensor, label) for label in collected.labels for measured in learned)
             value = next((value for value in values if value is not None), None)
             if value is None:
                 self._warn_once(
@@ -366,8 +366,8 @@ class Recorder:
                     header.tensor,
                     header.layer,
                     header.iteration,
-                    is_of_the_layers_recipe(condition, found.request.label, header.recipe)
-                    if found.of_own_recipe
+                    is_of_the_layers_recipe(condition, collected.request.label, header.recipe)
+                    if collected.of_own_recipe
                     else "the statistic was due, but could not be computed",
                 )
             elif condition.holds(value):

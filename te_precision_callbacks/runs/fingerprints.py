@@ -258,13 +258,13 @@ def _states(module: torch.nn.Module, direction: str, layers: int) -> list[Scalin
     state = delayed_state(vars(module).get("fp8_meta"), direction)
     if state is None:
         return [None] * layers
-    found: list[ScalingState | None] = []
+    states: list[ScalingState | None] = []
     scales, histories = state.scale.detach().cpu().chunk(layers), state.amax_history.detach().cpu().chunk(layers, 1)
     for scale, history in zip(scales, histories, strict=True):
         unit = bool((scale == 1).all())
         is_new = unit and not history.any()
-        found.append(ScalingState(content_hash(scale), content_hash(history), unit, is_new, len(history)))
-    return found
+        states.append(ScalingState(content_hash(scale), content_hash(history), unit, is_new, len(history)))
+    return states
 
 
 def weights_of(module: Any, number: int) -> list[Any]:
@@ -272,7 +272,7 @@ def weights_of(module: Any, number: int) -> list[Any]:
         names = [("fc1_weight", "fc2_weight")[number]]
     else:
         names = getattr(module, "weight_names", None) or [f"weight{number}", "weight"]
-    return [found for name in names if (found := getattr(module, name, None)) is not None]
+    return [weight for name in names if (weight := getattr(module, name, None)) is not None]
 
 
 def _weights(module: Any, number: int) -> Weights:
@@ -280,7 +280,7 @@ def _weights(module: Any, number: int) -> Weights:
     local = [getattr(weight, "_local_tensor", weight) for weight in weights]  # a DTensor holds its shard (torch 2.13)
     sharded = getattr(module, "tp_size", 1) > 1 or any(hasattr(weight, "_local_tensor") for weight in weights)
     quantized = [weight for weight in local if not QUANTIZED.isdisjoint(class_names(weight))]
-    names = [type(weight).__name__ for weight in quantized] or [str(each.dtype).partition(".")[2] for each in local]
+    names = [type(weight).__name__ for weight in quantized] or [str(weight.dtype).partition(".")[2] for weight in local]
     hashes = {}
     for direction, columnwise in (("rowwise", False), ("columnwise", True)):
         parts = [part for weight in quantized for part in _data(weight, columnwise=columnwise)]
@@ -295,7 +295,7 @@ def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
     if not is_quantized(held) or (columnwise and scaling_mode(held) == PER_TENSOR):
         return []
     part = stored(held, columnwise=columnwise)
-    return [] if part is None else [each for each in (part.codes, part.scales, part.amax) if each is not None]
+    return [] if part is None else [tensor for tensor in (part.codes, part.scales, part.amax) if tensor is not None]
 
 
 def content_hash(*tensors: torch.Tensor) -> str:
@@ -308,7 +308,7 @@ def content_hash(*tensors: torch.Tensor) -> str:
     total = 0
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        found = torch.zeros((), dtype=torch.int64, device=data.device)
+        subtotal = torch.zeros((), dtype=torch.int64, device=data.device)
         for start in range(0, data.numel(), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
             words = torch.zeros(-(-chunk.numel() // 8), dtype=torch.int64, device=data.device)
@@ -316,8 +316,8 @@ def content_hash(*tensors: torch.Tensor) -> str:
             first = start // 4 + 1
             odd = torch.arange(first, first + 2 * words.numel(), 2, device=data.device)
             words ^= (words >> 32) & 0xFFFFFFFF  # torch's shift of a negative number fills in ones
-            found += (words * odd).sum()
-        total = total * 0x9E3779B97F4A7C15 + int(found) + data.numel()
+            subtotal += (words * odd).sum()
+        total = total * 0x9E3779B97F4A7C15 + int(subtotal) + data.numel()
     return f"{total % 2**64:016x}"
 
 
@@ -377,7 +377,7 @@ class ResumeReport:
 
 def for_log(report: ResumeReport) -> ResumeReport:
     """Return the part of a report that its rank logs: rank 0 logs differences that all ranks have."""
-    findings = report.findings if report.rank == 0 else tuple(each for each in report.findings if each.of_rank)
+    findings = report.findings if report.rank == 0 else tuple(finding for finding in report.findings if finding.of_rank)
     return replace(report, findings=findings)
 
 
@@ -388,17 +388,17 @@ def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
     recipes as in the first step.
     """
     layers = {(layer.scope, layer.name): layer for layer in saved.layers}
-    found: dict[tuple[str, bool], list[str]] = {}
+    layers_with: dict[tuple[str, bool], list[str]] = {}
     compared = 0
     for layer in now.layers:
         before = layers.get((layer.scope, layer.name))
         if before is not None:
             compared += 1
             for difference in _differences(saved, before, now, layer):
-                found.setdefault(difference, []).append(layer.name)
+                layers_with.setdefault(difference, []).append(layer.name)
     findings = [
         Finding(what, tuple(names), all_layers=len(names) == compared, of_rank=of_rank)
-        for (what, of_rank), names in found.items()
+        for (what, of_rank), names in layers_with.items()
     ]
     changed = _changes(saved.versions, now.versions, "none")
     if changed:
@@ -422,13 +422,13 @@ def _differences(
     if old is not None and new is not None and old != new:
         changed = f"Other values of {new.name}: {_changes(old.fields, new.fields)}"
         if old.name != new.name:
-            names = [("no recipe" if each.name == HIGH_PRECISION else each.name) for each in (old, new)]
+            names = [("no recipe" if recipe.name == HIGH_PRECISION else recipe.name) for recipe in (old, new)]
             changed = f"Another recipe: {names[0]} -> {names[1]}"
         yield changed, False
     same_rank = saved.rank == now.rank
     if new is None or not _FIELDS_WITH_STATE.isdisjoint(new.fields):
         # Contents are compared on the rank that saved them, or where ranks share them by a reduction of amax.
-        same_scales = same_rank or all(each is not None and each.fields.get("reduce_amax") for each in recipes)
+        same_scales = same_rank or all(recipe is not None and recipe.fields.get("reduce_amax") for recipe in recipes)
         of_direction: dict[str, list[str]] = {}
         for direction in ("forward", "backward"):
             states = getattr(before, direction), getattr(layer, direction)
@@ -441,7 +441,9 @@ def _differences(
         yield f"Other primary weights: {weights.name} -> {restored.name}", True
         return
     comparable = (same_rank and saved.world_size == now.world_size) or not (weights.sharded or restored.sharded)
-    if comparable and any(restored.hashes.get(direction, each) != each for direction, each in weights.hashes.items()):
+    if comparable and any(
+        restored.hashes.get(direction, content) != content for direction, content in weights.hashes.items()
+    ):
         yield "Quantized primary weights came back with other data: they were rounded anew", True
 
 

@@ -264,7 +264,9 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
     values = np.concatenate(kept)
     columns = [values["segment"], values["iteration"], np.concatenate(series), values["value"], values["local"]]
     schema = pa.schema([VALUES.field(name) for name in ("segment", "iteration", "series", "value", "flags")])
-    table = in_order(pa.Table.from_arrays([pa.array(np.ascontiguousarray(each)) for each in columns], schema=schema))
+    table = in_order(
+        pa.Table.from_arrays([pa.array(np.ascontiguousarray(column)) for column in columns], schema=schema)
+    )
     table = _with_first_steps(table, index)
     index.note(*(table[name].to_numpy() for name in ("series", "iteration", "value", "flags")))
     return index, table

@@ -338,7 +338,7 @@ class RunWriter:
     def _values_batch(self, rows: list[Any]) -> pa.RecordBatch:
         iterations, series, values, flags = (np.concatenate(column) for column in zip(*rows, strict=True))
         columns = np.full(len(series), self.segment), iterations, series, values, flags
-        arrays = [arrow_array(each, field.type) for each, field in zip(columns, VALUES, strict=False)]
+        arrays = [arrow_array(column, field.type) for column, field in zip(columns, VALUES, strict=False)]
         return pa.record_batch([*arrays, *self._names.columns(series)], schema=VALUES)
 
     def add_vector(self, iteration: int, series: int, counts: Sequence[float] | npt.NDArray[np.floating[Any]]) -> None:

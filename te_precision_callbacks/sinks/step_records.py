@@ -113,11 +113,11 @@ class StepRecords:
     @functools.cached_property
     def families(self) -> Mapping[Family, Mapping[str, float]]:
         """The numbers by tensor and statistic: family -> layer -> value."""
-        found: dict[Family, dict[str, float]] = {}
+        families: dict[Family, dict[str, float]] = {}
         for number, value in zip(self.series.tolist(), self.values, strict=True):
             layer, family = self.table[number]
-            found.setdefault(family, {})[layer] = value
-        return found
+            families.setdefault(family, {})[layer] = value
+        return families
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
 
 def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, float]]:
     """Return the worst :func:`judged` number, with its series, for each name of :data:`WORST_OF_ALL`."""
-    found: dict[str, tuple[Series, float]] = {}
+    worst: dict[str, tuple[Series, float]] = {}
     keys = {statistic: key for key, statistic in WORST_OF_ALL.items()}
     for family, values in families.items():
         if family.request is None or family.request.statistic.name not in keys:
@@ -55,9 +55,9 @@ def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, 
         for layer in _worst(1, family, values):
             value = values[layer]
             # An SQNR of inf is never the worst: the quantized tensor is exact.
-            if family.badness(value) > (found[key][0].family.badness(found[key][1]) if key in found else -math.inf):
-                found[key] = (Series(layer, family), value)
-    return found
+            if family.badness(value) > (worst[key][0].family.badness(worst[key][1]) if key in worst else -math.inf):
+                worst[key] = (Series(layer, family), value)
+    return worst
 
 
 class Worst(NamedTuple):
@@ -150,12 +150,12 @@ def worst_first(
         lost = {place: value for place, value in beside(label).items() if place in values and value != 0}
         worst = _worst(most, family_of(family.tensor, label), lost)
         lists.append([(place, Lost(label, lost[place])) for place in worst])
-    found: dict[_Place, Lost | None] = {}
+    chosen: dict[_Place, Lost | None] = {}
     for taking_turns in zip_longest(*lists):
         for turn in taking_turns:
-            if turn is not None and turn[0] not in found and len(found) < most:
-                found[turn[0]] = turn[1]
-    return found
+            if turn is not None and turn[0] not in chosen and len(chosen) < most:
+                chosen[turn[0]] = turn[1]
+    return chosen
 
 
 def worst_beside(

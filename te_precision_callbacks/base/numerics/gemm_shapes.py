@@ -159,7 +159,7 @@ def refusals(
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     if 0 in sizes.values():
         return []
-    found: dict[tuple[GemmName, Dimension], Refusal] = {}
+    refused: dict[tuple[GemmName, Dimension], Refusal] = {}
     for gemm in GEMMS:
         if gemm not in gemms:
             continue
@@ -170,10 +170,10 @@ def refusals(
         if asserted and gemm == "fprop":
             asked += [(dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
         for dimension, multiple, asked_by in asked:
-            size, before = sizes[dimension], found.get((gemm, dimension))
+            size, before = sizes[dimension], refused.get((gemm, dimension))
             if size % multiple and (before is None or before.multiple < multiple):
-                found[gemm, dimension] = Refusal(gemm, dimension, size, multiple, asked_by)
-    return list(found.values())
+                refused[gemm, dimension] = Refusal(gemm, dimension, size, multiple, asked_by)
+    return list(refused.values())
 
 
 _ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_features": 8}

@@ -77,11 +77,11 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tu
     step = -(-max(1, _ELEMENTS_AT_ONCE // columns) // BLOCK) * BLOCK
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        each = slice(None) if amax.numel() == 1 else part
+        rows_of = slice(None) if amax.numel() == 1 else part
         if rules.better_of_two is None:
-            codes[part], scales[part] = _one_scale(matrix[part], encode_scale[each], rules)
+            codes[part], scales[part] = _one_scale(matrix[part], encode_scale[rows_of], rules)
         else:
-            of_tensor = amax.view(-1, 1)[each], encode_scale[each]
+            of_tensor = amax.view(-1, 1)[rows_of], encode_scale[rows_of]
             codes[part], scales[part] = _better_of_two_scales(matrix[part], *of_tensor, rules)
     return codes, scales
 

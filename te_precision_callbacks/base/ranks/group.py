@@ -61,19 +61,19 @@ def devices(*, on_one_machine: bool) -> list[Any]:
 
 
 def _own_address() -> str:
-    found: list[str] = []
+    addresses: list[str] = []
     with contextlib.suppress(OSError, KeyError):
         family, kind, _, _, where = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)
-            found.append(probe.getsockname()[0])
+            addresses.append(probe.getsockname()[0])
     name = socket.gethostname()
     with contextlib.suppress(OSError):
-        found += [str(where[0]) for *_, where in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)]
-    for address in found:
+        addresses += [str(where[0]) for *_, where in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)]
+    for address in addresses:
         if not address.startswith("127.") and address != "::1":
             return address
-    problem = f"resolves to {found[-1]} only" if found else "does not resolve"
+    problem = f"resolves to {addresses[-1]} only" if addresses else "does not resolve"
     raise NoAddressError(f"the host name {name!r} {problem}. Set {INTERFACE} to the interface that all machines share")
 
 
@@ -101,7 +101,7 @@ class Group:
         self._longest = timedelta(seconds=longest)
         self._running: list[Any] = []
         self._gloo: Any = gloo(store, rank, size, options)
-        self._sockets = _connections(each for each, inode in _sockets().items() if inode not in before)
+        self._sockets = _connections(descriptor for descriptor, inode in _sockets().items() if inode not in before)
         if len(self._sockets) != size - 1:  # another thread has opened sockets meanwhile: which are ours is unknown
             self._sockets = {}
         _OPEN.add(self)
@@ -122,12 +122,12 @@ class Group:
 
     def gather(self, array: AnyArray) -> list[AnyArray]:
         """Start a gather of arrays of equal size; the returned arrays are filled on rank 0."""
-        found = [np.empty_like(array) for _ in range(self._size if self._is_root else 0)]
+        gathered = [np.empty_like(array) for _ in range(self._size if self._is_root else 0)]
         options: Any = dist.GatherOptions()
         options.rootRank = 0
-        tensors = [[torch.from_numpy(each) for each in found]] if found else []
+        tensors = [[torch.from_numpy(received) for received in gathered]] if gathered else []
         self._start(self._gloo.gather, tensors, [torch.from_numpy(array)], options)
-        return found
+        return gathered
 
     def broadcast(self, array: npt.NDArray[Any]) -> None:
         options: Any = dist.BroadcastOptions()
@@ -186,26 +186,26 @@ def _hold(gloo: Any, running: Sequence[Any]) -> None:
 
 def _sockets() -> dict[int, str]:
     """Return this process's sockets with their inodes; empty where the system does not list them."""
-    found = {}
+    sockets = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 inode = os.readlink(f"/proc/self/fd/{name}")
                 if inode.startswith("socket:"):
-                    found[int(name)] = inode
-    return found
+                    sockets[int(name)] = inode
+    return sockets
 
 
 _Ends = tuple[Any, Any]
 
 
 def _connections(descriptors: Iterable[int]) -> dict[int, _Ends]:
-    found = {}
+    connections = {}
     for descriptor in descriptors:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
-                found[descriptor] = _ends(connection)
-    return found
+                connections[descriptor] = _ends(connection)
+    return connections
 
 
 def _ends(connection: socket.socket) -> _Ends:
