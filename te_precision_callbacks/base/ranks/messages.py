@@ -337,8 +337,8 @@ class Messages:
     def tick(self, iteration: int, optimizer_steps: int) -> int | None:
         """Look for the other ranks, at the end of a step in which this rank is separated; costs almost nothing.
 
-        Ranks that are ready announce it in the store. Once all are, rank 0 sets the step in which they connect: an
-        optimizer step, which all ranks count equally, or else an iteration.
+        Ranks that are ready announce it in the store. The last one sets the step in which they connect: an optimizer
+        step, which all ranks count equally, or else an iteration.
 
         Args:
             iteration: the next iteration.
@@ -371,10 +371,10 @@ class Messages:
 
 class _Return:
     def __init__(self, keys: Any) -> None:
-        self._keys = keys
+        self._keys = keys  # of the last meeting
         self._attempt = 0
         self._ready_at: int | None = None
-        self._is_ready = self._has_published = False
+        self._is_ready = False
         self._polled = -1
         self._meets: tuple[bool, int] | None = None
 
@@ -382,9 +382,9 @@ class _Return:
         return below(f"again/{self._attempt}", self._keys)
 
     def put_off(self) -> None:
-        self._attempt += 1
+        self._attempt += 1  # the interval doubles
         self._ready_at = self._meets = None
-        self._is_ready = self._has_published = False
+        self._is_ready = False
 
     def is_time(self, at: Place, iteration: int, optimizer_steps: int) -> bool:
         clock = iteration if optimizer_steps < 0 else optimizer_steps
@@ -402,13 +402,11 @@ class _Return:
         if not self._is_ready:
             if optimizer_steps < 0:
                 keys.set("by_iteration", "")
-            keys.add("ready", 1)
             self._is_ready = True
-        if at.rank == 0 and not self._has_published and keys.add("ready", 0) == at.size:
-            by_iteration = keys.check(["by_iteration"])
-            when = (iteration if by_iteration else optimizer_steps) + POLLING + 2  # all others have looked until then
-            keys.set("when", f"{int(by_iteration)} {when}")
-            self._has_published = True
+            if keys.add("ready", 1) == at.size:
+                by_iteration = keys.check(["by_iteration"])
+                when = (iteration if by_iteration else optimizer_steps) + POLLING + 2  # all have looked until then
+                keys.set("when", f"{int(by_iteration)} {when}")
         if keys.check(["when"]):
             which, when = map(int, keys.get("when").split())
             self._meets = bool(which), when
