@@ -40,7 +40,7 @@ from te_precision_callbacks.runs.run_files import (
     segment_name,
     time_text,
 )
-from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, VALUES, VECTORS
 
 CLOSE_BYTES = 64 << 20
 
@@ -56,32 +56,32 @@ _LONGEST_REASON = 200
 
 
 class _SeriesNames:
+    """Numbers the series of a rank; ``columns`` gives the columns of :data:`SUBJECT` and ``rank`` for rows."""
+
     def __init__(self) -> None:
         self._numbers: dict[tuple[str | int | None, ...], int] = {}
-        self._codes: list[list[int]] = []  # [series][columns of SUBJECT]
-        self._texts: list[dict[str, int]] = [{} for _ in SUBJECT]
-        self._ranks: list[int | None] = []
-        self._arrays = np.empty((0, len(SUBJECT)), np.int32), list[pa.Array](), arrow_array([], pa.int32())
+        self._columns: list[tuple[npt.NDArray[np.int32], pa.Array]] = []  # for each series, and the different texts
+        self._ranks = arrow_array([], pa.int32())
 
     def number(self, subject: tuple[str, ...], rank: int | None) -> int:
-        number = self._numbers.get((*subject, rank))
-        if number is None:
-            number = self._numbers[(*subject, rank)] = len(self._ranks)
-            named = zip(self._texts, map(writable, subject), strict=True)
-            self._codes.append([texts.setdefault(text, len(texts)) for texts, text in named])
-            self._ranks.append(rank)
-        return number
+        return self._numbers.setdefault((*subject, rank), len(self._numbers))
 
     def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
-        if len(self._arrays[0]) < len(self._codes):
-            texts = [arrow_array([*texts], pa.string()) for texts in self._texts]
-            self._arrays = np.array(self._codes, np.int32), texts, arrow_array(self._ranks, pa.int32())
-        codes, texts, ranks = self._arrays
-        columns = (arrow_array(column, pa.int32()) for column in codes[series].T)
+        if len(self._ranks) < len(self._numbers):
+            *subjects, ranks = zip(*self._numbers, strict=True)
+            self._columns = [_encoded(texts) for texts in subjects]
+            self._ranks = arrow_array(ranks, pa.int32())
         names = [
-            pa.DictionaryArray.from_arrays(*column_and_texts) for column_and_texts in zip(columns, texts, strict=True)
+            pa.DictionaryArray.from_arrays(arrow_array(codes[series], pa.int32()), texts)
+            for codes, texts in self._columns
         ]
-        return [*names, ranks.take(arrow_array(series, pa.int32()))]
+        return [*names, self._ranks.take(arrow_array(series, pa.int32()))]
+
+
+def _encoded(texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], pa.Array]:
+    """Encode texts in the order in which they first appear, so that the dictionaries of a stream only grow."""
+    codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
+    return np.array([codes[text] for text in texts], np.int32), arrow_array([*map(writable, codes)], pa.string())
 
 
 class _Table:
