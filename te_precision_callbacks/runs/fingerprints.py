@@ -180,7 +180,7 @@ def write(fingerprint: Fingerprint, folder: Path) -> None:
 
 
 def read(folder: Path, rank: int) -> Fingerprint | None:
-    """Read a rank's fingerprint from a checkpoint, else that of rank 0, if any; raises FingerprintError."""
+    """Read the fingerprint of a rank, else of rank 0, from a checkpoint; raises FingerprintError."""
     for path in (folder / file_name(rank), folder / FILE_NAME):
         if path.exists():
             try:

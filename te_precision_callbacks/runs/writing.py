@@ -79,7 +79,7 @@ class _SeriesNames:
 
 
 def _encoded(texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], pa.Array]:
-    """Encode texts in the order in which they first appear, so that the dictionaries of a stream only grow."""
+    """Encode texts in order of first appearance, so that the dictionaries of a stream only grow."""
     codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
     return np.array([codes[text] for text in texts], np.int32), arrow_array([*map(writable, codes)], pa.string())
 

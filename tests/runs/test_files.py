@@ -348,7 +348,7 @@ def test_a_silent_process_that_lives_is_running(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_recording_does_not_import_pandas_and_reading_no_torch(tmp_path: Path) -> None:
-    """pyarrow.array imports pandas where it is installed, and the training waits for that, on a slow disk for seconds."""
+    """pyarrow.array imports pandas where it is installed. Training waits for that, and a slow disk takes seconds."""
     code = f"""
 import sys
 from pathlib import Path

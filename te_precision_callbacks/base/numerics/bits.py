@@ -19,7 +19,7 @@ class Specials(Enum):
 
 @dataclass(frozen=True)
 class Bits:
-    """A format with at most 8 bits; the mantissa bits are those that are stored."""
+    """A format with at most 8 bits, with its number of stored mantissa bits."""
 
     name: str
     exponent_bits: int

@@ -156,7 +156,7 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all connections are open, as far as this process can detect; False in a forked process."""
+        """True if all connections are open, as far as this process can detect; False in a forked process."""
         return self._gloo is not None and _connections(self._sockets) == self._sockets
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ def meet(keys: Any, at: Place, wait: float, why: str) -> bool:
 
 
 def refuse(keys: Any, why: str) -> None:
-    """Let no rank, now or later, wait for this one, and tell them why."""
+    """Record why this rank does not meet the others, so that no rank waits for it, now or later."""
     for phase in _PHASES:
         keys.add(f"{phase}/decisions", 1)
         if not keys.check([f"{phase}/decision"]):  # also where this rank failed while it decided

@@ -93,7 +93,7 @@ class Departure:
 
 
 class RanksLostError(PrecisionDebugError, RuntimeError):
-    """The ranks no longer exchange messages; ``departure`` is that of the first rank that left, if known."""
+    """The ranks no longer exchange messages; ``departure`` is of the first rank that left, if known."""
 
     def __init__(self, departure: Departure, message: str = "") -> None:
         super().__init__(message or departure.text)
@@ -181,7 +181,7 @@ class Messages:
             raise
 
     def decline(self, error: BaseException, keys: Any = None) -> None:
-        """Refuse to meet the other ranks because of a failure; ``keys`` are those of the meeting, if it has begun."""
+        """Refuse to meet the other ranks because of a failure; ``keys`` are of the meeting, if it has begun."""
         reason = _reason(error)
         own = reason if isinstance(error, MeetingFailed) else f"{self.name(self.rank)} has failed ({reason})"
         with contextlib.suppress(Exception):
@@ -261,7 +261,7 @@ class Messages:
         return tuple(own.tolist())
 
     def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
-        """Return the union of entries of a type that pydantic parses, those of lower ranks first, on all ranks."""
+        """Return the union of entries of a type that pydantic parses, on all ranks, lower ranks first."""
         text = _written(own, of)
         entries: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
         return entries

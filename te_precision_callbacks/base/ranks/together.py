@@ -218,7 +218,7 @@ class Ranks:
         return self.messages.stop_is_wanted
 
     def differing(self, numbers: Sequence[int], kind: str) -> dict[int, tuple[int, ...]]:
-        """Return rank -> its numbers, if those of the ranks differ. A float64 must hold each number."""
+        """Return rank -> its numbers, if the ranks differ. A float64 must hold each number."""
         own = [*numbers, *(-number for number in numbers)]
 
         def by_rank(messages: Messages) -> dict[int, tuple[int, ...]]:
