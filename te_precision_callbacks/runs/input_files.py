@@ -10,8 +10,6 @@ from typing import IO, Any
 MOST_ITERATION = 1 << 53
 """Upper bound of iterations: JavaScript's integers are exact up to here."""
 
-_LONGEST_LINE = 1 << 24
-
 _PIECE = 1 << 23
 
 
@@ -35,14 +33,9 @@ def writable(value: Any) -> Any:
 
 
 def pieces_of(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yield chunks of whole lines, and the number of bytes read for each.
-
-    An incomplete last line is left out. A line that is too long is replaced by NUL and its end, which is not a valid
-    line of any file.
-    """
-    rest = b""
-    while piece := file.read(_PIECE):
-        rest += piece
-        end = rest.rfind(b"\n") + 1
-        yield rest[:end], len(piece)
-        rest = rest[end:] if len(rest) - end <= _LONGEST_LINE else b"\0"
+    """Yield chunks of whole lines, without an incomplete last line, and the number of bytes read for each."""
+    while lines := file.readlines(_PIECE):
+        nbytes = sum(map(len, lines))
+        if not lines[-1].endswith(b"\n"):
+            lines.pop()
+        yield b"".join(lines), nbytes
