@@ -102,7 +102,7 @@ class ContractKeeper:
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
         self._changes = changes
-        ranks.note = iteration >= self._first and self._checked != changes
+        ranks.put_note(note=iteration >= self._first and self._checked != changes)
 
     def end_step(
         self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
@@ -114,7 +114,7 @@ class ContractKeeper:
         first = iteration if self._first is None else self._first
         asks = iteration == first or (iteration > first and iteration % ASKING == 0)
         if not ranks.several:
-            ranks.note = iteration >= first and self._checked != changes
+            ranks.put_note(note=iteration >= first and self._checked != changes)
         noted = ranks.noted(asks=asks)
         # What was found after the numbers of a step were sent travels with the next ones; that step is checked then.
         changed_at, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
