@@ -126,7 +126,7 @@ class Diagnosis:
             return judge.why_not
         layers = self._facts.layers.values()
         if layers and not any(layer.is_of_te for layer in layers) and NO_CONFIG in rule.collect:
-            return "the model has no Transformer Engine layers, and statistics are of their GEMMs"
+            return "the model has no Transformer Engine layers, and only their GEMMs have statistics"
         if layers and not any(layer.rows or layer.forward is not None for layer in layers):
             if refused := next((layer.refused for layer in layers if layer.refused), ""):
                 return f"no layer was observed: {refused}"
