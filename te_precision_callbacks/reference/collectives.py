@@ -1,25 +1,15 @@
 """Collectives that NCCL runs and that gloo lacks or gets wrong. Read from torch 2.13.
 
-Usage::
-
-    with one_by_one(group, async_ops=True) as handle:  # in place of torch.distributed._coalescing_manager
-        torch.distributed.all_gather_into_tensor(codes, local_codes, group=group)
-        torch.distributed.all_gather_into_tensor(scales, local_scales, group=group)
-    handle.wait()
-
-**Coalescing.** torch's manager records collectives and hands them to the backend together. gloo copies the tensors of a
-coalesced all-gather into one buffer of the first tensor's type: if the types differ, like those of FP8 codes and their
-float32 scales, memory is read as the wrong type. Given a device, gloo refuses the manager, and torch then keeps
-recording: every later collective of the group returns at once and does nothing. Here the recorded collectives run one
-after the other, which has the defined result.
+**Coalescing.** gloo copies the tensors of a coalesced all-gather into one buffer of the first tensor's type: FP8 codes
+and their float32 scales are read as the wrong type. Given a device, gloo refuses the manager, and torch then keeps
+recording: every later collective of the group does nothing. Here the recorded collectives run one after the other.
 
 **Memory.** NCCL writes to the memory of a tensor, and ignores autograd and, if it only moves data, the type. gloo
-writes through torch's operators, which refuse leaves and split views that autograd follows, has no float8 types, and
-refuses to gather tensors of one shape into as many numbers of another. Given a tensor with gaps, such as every second
-element of another, gloo takes the numbers in the gaps instead; NCCL refuses the tensor, and so does the backend.
+refuses leaves and split views that autograd follows, float8 types, and tensors of another shape with as many numbers.
+Of a tensor with gaps gloo takes the numbers in the gaps; NCCL refuses it, and so does the backend.
 
-**Groups.** Ranks may create disjoint NCCL groups at the same time, each rank for its own group only. torch gives such
-groups one name, under which gloo's ranks look for one another, and find the ranks of another group.
+**Groups.** Ranks may create disjoint NCCL groups at the same time. torch gives such groups one name, under which
+gloo's ranks find the ranks of another group.
 """
 
 from __future__ import annotations
@@ -58,9 +48,6 @@ _FLOAT8 = tuple(
 @contextmanager
 def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[Any]:
     """Replaces ``torch.distributed._coalescing_manager``: the recorded collectives run one by one at the block's end.
-
-    Yields:
-        torch's handle of coalesced collectives, without any to wait for.
 
     Raises:
         ValueError: the group is in a manager already, as in torch.

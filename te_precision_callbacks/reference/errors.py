@@ -1,7 +1,4 @@
-"""The exceptions of the reference backend.
-
-``except ReferenceBackendError`` catches all of them.
-"""
+"""The exceptions of the reference backend."""
 
 from __future__ import annotations
 

@@ -1,16 +1,10 @@
 """The changes that are made to Transformer Engine's syntax trees while they are imported.
 
-Usage::
+A proxy for the module-global name ``torch`` would not do: attributes of a tensor (``tensor.is_cuda``, ``.cuda()``,
+``tensor.device.type == "cuda"``) do not go through that name; they would need changes to ``torch.Tensor``, which the
+whole process sees. A rewritten module keeps the real ``torch``, and nothing outside Transformer Engine changes.
 
-    tree = rewrite(ast.parse(source), cuda_on_cpu=True)
-
-Why syntax trees, and not a proxy for the module-global name ``torch``: a proxy covers ``torch.cuda.x`` and
-``torch.device("cuda")``, but attributes of a tensor itself (``tensor.is_cuda``, ``tensor.cuda()``,
-``tensor.to(device="cuda")``, ``tensor.device.type == "cuda"``) do not go through that name; they would need changes to
-``torch.Tensor``, which the whole process sees. A rewritten module keeps the real ``torch``, so annotations, base
-classes and ``isinstance`` use the real classes, and nothing outside Transformer Engine changes.
-
-Each rule here is a row of the table in :mod:`te_precision_callbacks.reference.seams`, which has the reasons.
+Each rule is a row of the table in :mod:`te_precision_callbacks.reference.seams`, which has the reasons.
 """
 
 from __future__ import annotations
@@ -45,12 +39,10 @@ def is_concerned(source: bytes) -> bool:
 
 
 def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
-    """``tree``, changed in place so that the backend answers its uses of CUDA.
+    """Change ``tree``, a module of Transformer Engine or a debug feature, in place so that the backend answers its uses
+    of CUDA.
 
-    Args:
-        tree: a module of Transformer Engine, or a debug feature.
-        cuda_on_cpu: whether the CPU replaces the GPU. If not, there is a real GPU, and only ``torch.compile`` and the
-            queries of the capability are changed.
+    With ``cuda_on_cpu=False`` there is a real GPU, and only ``torch.compile`` and the queries of the capability change.
     """
     rules = _OnCpu() if cuda_on_cpu else _OnCuda()
     rules.visit(tree)

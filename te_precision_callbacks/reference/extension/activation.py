@@ -1,11 +1,5 @@
 """Activations, gated ones too, forward and backward, with the quantization that follows them.
 
-Usage::
-
-    hidden = gelu(tensor, None)  # a plain tensor
-    hidden = swiglu(tensor, quantizer)  # [..., 2 * hidden] to [..., hidden], quantized
-    grad = dswiglu(grad, tensor, None)
-
 All are computed in float32 (``common/util/math.h`` and ``common/util/vectorized_pointwise.h``, TE 2.20). GELU is the
 tanh approximation. A gated activation splits the last dimension in half: the first half goes through the activation,
 the second half multiplies it.
@@ -34,12 +28,7 @@ QUICK_GELU_ALPHA = 1.702
 
 @dataclass(frozen=True)
 class Activation:
-    """A pointwise function and its gradient, float32 to float32.
-
-    Attributes:
-        value: x to f(x).
-        gradient: (g, x) to g * f'(x).
-    """
+    """A pointwise function, x to f(x), and its gradient, (g, x) to g * f'(x), float32 to float32."""
 
     value: Callable[[torch.Tensor], torch.Tensor]
     gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -184,9 +173,8 @@ def clamped_swiglu(
     alpha: float = QUICK_GELU_ALPHA,
     glu_linear_offset: float = 1.0,
 ) -> Any:
-    """``x * sigmoid(alpha * x)`` of the first half, times the second half plus an offset.
-
-    The first half is at most ``limit``, the second half within [-limit, limit].
+    """``x * sigmoid(alpha * x)`` of the first half, at most ``limit``, times the second half, within [-limit, limit],
+    plus an offset.
     """
     up = clamped_offset(limit, glu_linear_offset)
     return _gated(clamped_quick_gelu(limit, alpha), input, quantizer, up)

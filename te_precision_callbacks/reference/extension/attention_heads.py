@@ -56,10 +56,11 @@ def read(tensor: Any, form: str, *, along_tokens: bool = False) -> Heads:
 
     Args:
         tensor: 4 dimensions in the format ``form``, maybe a part of a packed buffer. The scales of MXFP8 are those of
-            the data in the format bhsd, with batch, heads and tokens merged, in the order that a GEMM reads.
+            the
+            data in the format bhsd, with batch, heads and tokens merged, in the order that a GEMM reads.
         form: the format.
-        along_tokens: for MXFP8, which holds different numbers in both directions: whether to read the data whose blocks
-            lie along the tokens (columnwise), not along the head (rowwise).
+        along_tokens: for MXFP8: whether to read the data whose blocks lie along the tokens (columnwise), not along the
+            head (rowwise).
 
     Raises:
         ReferenceBackendError: data that the kernel would read are missing, or of a format that it does not have.
@@ -81,14 +82,10 @@ def read(tensor: Any, form: str, *, along_tokens: bool = False) -> Heads:
 def unwritten_gradients(
     layout: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """dQ, dK and dV, unwritten: views of one buffer where the layout packs them.
+    """dQ, dK and dV, unwritten: views of one buffer where the layout packs them (bs3hd all three, bshd_bs2hd dK and
+    dV).
 
     Transformer Engine's Python puts packed gradients together again by their addresses, without a copy.
-
-    Args:
-        layout: of the gradients; bs3hd packs all three, bshd_bs2hd packs dK and dV.
-        shapes: of dQ, dK and dV, 4 dimensions each.
-        dtype, device: of the buffers.
     """
     gradients: list[torch.Tensor] = []
     for part in _parts(layout):

@@ -1,13 +1,5 @@
-"""Converts the extension's element types to torch's, and to the formats.
-
-Usage::
-
-    torch_dtype(DType.kBFloat16)  # torch.bfloat16
-    fp8_format(quantizer.dtype)  # E4M3 or E5M2
-
-Transformer Engine's Python hands over its own enumeration of the same values (``pytorch/constants.py``), or the
-extension's; both convert with ``int()``.
-"""
+"""Converts the extension's element types, or Transformer Engine's own of the same values, to torch's, and to the
+formats."""
 
 from __future__ import annotations
 

@@ -1,14 +1,8 @@
 """The enumerations of the compiled extension, with its names and its values.
 
-Usage::
-
-    from te_precision_callbacks.reference.extension import DType
-
-    DType.kFloat8E4M3  # 7
-
-Names and values equal Transformer Engine 2.20.2's (``pytorch/csrc/extensions/pybind.cpp`` and the C headers that
-it binds). On import, Transformer Engine's Python compares the member names of :class:`DType` and
-:class:`NVTE_Fused_Attn_Backend` with its own: they must be the same.
+They equal Transformer Engine 2.20.2's (``pytorch/csrc/extensions/pybind.cpp`` and the C headers that it binds). On
+import, Transformer Engine's Python compares the member names of :class:`DType` and :class:`NVTE_Fused_Attn_Backend`
+with its own.
 """
 
 from __future__ import annotations
@@ -119,8 +113,6 @@ class NVTE_QKV_Layout(IntEnum):
 
 
 class NVTE_Bias_Type(IntEnum):
-    """Attention bias."""
-
     NVTE_NO_BIAS = 0
     NVTE_PRE_SCALE_BIAS = 1
     NVTE_POST_SCALE_BIAS = 2
@@ -128,8 +120,6 @@ class NVTE_Bias_Type(IntEnum):
 
 
 class NVTE_Mask_Type(IntEnum):
-    """Attention mask."""
-
     NVTE_NO_MASK = 0
     NVTE_PADDING_MASK = 1
     NVTE_CAUSAL_MASK = 2
@@ -139,8 +129,6 @@ class NVTE_Mask_Type(IntEnum):
 
 
 class NVTE_Softmax_Type(IntEnum):
-    """Attention softmax."""
-
     NVTE_VANILLA_SOFTMAX = 0
     NVTE_OFF_BY_ONE_SOFTMAX = 1
     NVTE_LEARNABLE_SOFTMAX = 2

@@ -73,10 +73,8 @@ def generic_gemm(
     """``D = alpha * op(B) @ op(A) + beta * D``, with bias, GELU and quantization.
 
     Args:
-        A: plain or quantized; the rowwise data is read if ``transA``, else the columnwise data.
-        transA: whether A is transposed.
-        B: plain or quantized; the columnwise data is read if ``transB``, else the rowwise data.
-        transB: whether B is transposed.
+        A, transA: plain or quantized; the rowwise data is read if transposed, else the columnwise data.
+        B, transB: plain or quantized; the columnwise data is read if transposed, else the rowwise data.
         D: result to write to; a new one if None.
         quantizer: for the result; None leaves it plain.
         output_dtype: type of the result, or its nominal type if it is quantized; None takes the type of A.
@@ -85,16 +83,13 @@ def generic_gemm(
         gelu: apply GELU to the result; with ``grad``, multiply the result by the gradient of GELU at ``gelu_in``.
         gelu_in: shape of D.
         grad: whether this is a backward product.
-        workspace: has no effect.
-        workspace_size: has no effect.
         accumulate: add to D, in place.
         use_split_accumulator: sums are float32 either way; FP8 blocks on Hopper need it.
         comm_overlap: must be None.
-        comm_type: has no effect.
         extra_output: returned unchanged.
-        bulk_overlap: has no effect.
         alpha: multiplies the product.
         beta: multiplies D; 1 if None and ``accumulate``.
+        the others: have no effect.
 
     Returns:
         D; the bias gradient or None; the input of GELU or None; ``extra_output``.
@@ -189,26 +184,13 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int = 0,
 ) -> list[torch.Tensor]:
-    """:func:`generic_gemm` for each pair of A and B, with results in ``D``.
+    """:func:`generic_gemm` for each pair of A and B, with results in ``D``. Arguments as there, except for these.
 
     Args:
-        A: operands, as in :func:`generic_gemm`.
-        transa: whether each A is transposed.
-        B: operands, as in :func:`generic_gemm`.
-        transb: whether each B is transposed.
         D: a result for each pair, or one for all pairs with their rows concatenated (``single_output``).
-        D_type: type of the results.
-        m_splits: rows of each pair.
         bias: for each pair; a tensor without elements for none. With ``grad``, the bias gradients are written here.
-        bias_type: has no effect.
-        single_output: whether ``D[0]`` holds all results.
         pre_gelu_out: for each pair the input of GELU, written, or read with ``grad``; without elements for no GELU.
-        grad: whether these are backward products.
-        workspace: has no effect.
-        workspace_size: has no effect.
-        accumulate: add to D.
-        use_split_accumulator: as in :func:`generic_gemm`.
-        math_sm_count: has no effect.
+        m_splits, bias_type, math_sm_count: have no effect.
 
     Returns:
         ``bias``.

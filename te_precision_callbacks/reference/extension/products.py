@@ -61,8 +61,7 @@ def product(
     """``left @ right.t()``, where each sum of a block is multiplied by two factors if there are any.
 
     Args:
-        left: bfloat16, [rows, depth]; numbers below 2^-126 count as 0.
-        right: bfloat16, [columns, depth].
+        left, right: bfloat16, [rows, depth] and [columns, depth]; numbers of ``left`` below 2^-126 count as 0.
         block: numbers that are summed from zero: an even number.
         factors: float32, [blocks, rows] and [blocks, columns].
         rows_first: a sum is multiplied by the row's factor and rounded; the product of that with the column's factor is
