@@ -57,19 +57,17 @@ class PrecisionDebugCallback(Callback):
     at the number of the batch (docs/lightning.md#each-batch-as-an-iteration):
 
     - ``te.<layer>/<tensor>/<statistic>`` for each statistic of the config, such as
-      ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are the tensor's; a statistic with a name that ends
-      in ``%`` is in percent (in MLflow with ``_pct`` for ``%``).
+      ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are the tensor's; a name that ends in ``%`` is in
+      percent (in MLflow with ``_pct`` for ``%``).
     - metrics of the whole model, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
 
     Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file per rank) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
-    Sanity checks, validation, test and predict are not observed. Features that change precision act in validation as in
-    training. After an
-    exception or Ctrl-C the session is closed, and the statistics since the last step are written.
-
+    Sanity checks, validation, test and predict are not observed; features that change precision act in validation as in
+    training. After an exception or Ctrl-C the session is closed, and the statistics since the last step are written.
     With ``debug="activation_overflow"`` the fit ends with an ``ActivationOverflowError`` where an activation or a
-    gradient becomes inf or nan; see docs/activation-overflow.md.
+    gradient becomes inf or nan.
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
@@ -186,7 +184,6 @@ class PrecisionDebugCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the debug iteration if the batch completed it."""
         # Counted once however many optimizers stepped: global_step counts each of them.
         stepped = trainer.global_step != self._last_global_step
         self._last_global_step = trainer.global_step
@@ -200,9 +197,6 @@ class PrecisionDebugCallback(Callback):
             pl_module.log(name, float(self.session._results.diagnosis.problems.total()), logger=False)
 
     def _logging_step(self, trainer: Trainer) -> int:
-        """Return the step at which the trainer logs the metrics of the batch; with ``step_on="batch"`` the number of
-        the batch.
-        """
         if self._step_on == "batch":
             return trainer.fit_loop.total_batch_idx
         return trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -260,7 +254,6 @@ class PrecisionDebugCallback(Callback):
     # ------------------------------------------------------------------ end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End the session."""
         self._stop(trainer, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -294,7 +287,6 @@ class HealthyCheckpoint(ModelCheckpoint):
     _precision: PrecisionDebugCallback | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the trainer's PrecisionDebugCallback."""
         given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks = (callback for callback in given if isinstance(callback, PrecisionDebugCallback))
         self._precision = next(callbacks, None)
@@ -371,7 +363,6 @@ class TrainerNumbers:
 
 
 def _step_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return the present learning rate of the first optimizer, and the loss scale."""
     settings: dict[str, Any] = {}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
     if rates:
@@ -397,7 +388,6 @@ class LightningLoggerSink(LoggerSink):
         self._receiver = receiver
 
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
-        """Log all of a step's numbers."""
         if metrics:
             named = names_for_mlflow(metrics) if isinstance(self._receiver, MLFlowLogger) else metrics
             self._receiver.log_metrics(named, step=step)
@@ -405,7 +395,6 @@ class LightningLoggerSink(LoggerSink):
             _log_histogram(self._receiver, name, counts, step)
 
     def report(self, path: Path) -> None:
-        """Attach the page of the run, or log its path."""
         if isinstance(self._receiver, WandbLogger):
             add_report_to_wandb(self._receiver.experiment, path)
         elif isinstance(self._receiver, TensorBoardLogger):

@@ -1,7 +1,7 @@
 """The engine and the recorder of a run, which measure and dump tensors for the features.
 
-nvidia-dlfw-inspect constructs its features at each start, without a reference to the run. The namespace API
-(``features/api.py``) gives each feature the observation of the run: a session's, or one of plain nvidia-dlfw-inspect.
+nvidia-dlfw-inspect constructs its features without a reference to the run; the namespace API (``features/api.py``)
+gives each feature the observation of the run: a session's, or one of plain nvidia-dlfw-inspect.
 """
 
 from __future__ import annotations
@@ -16,20 +16,12 @@ from te_precision_callbacks.statistics.series import Measured
 
 
 class Observation:
-    """The statistics and the dumps of a run.
-
-    Args:
-        engine: measures the tensors that statistics features note.
-        recorder: writes the tensors that DumpTensors notes.
-    """
-
     def __init__(self, engine: StatisticsEngine, recorder: Recorder) -> None:
         self.engine = engine
         self.recorder = recorder
         self._schedules: frozenset[Schedule] = frozenset()
 
     def plan(self, schedules: frozenset[Schedule]) -> None:
-        """Set when statistics are due on any rank."""
         self._schedules = schedules
 
     def is_due(self, iteration: int) -> bool:

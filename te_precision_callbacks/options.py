@@ -48,12 +48,7 @@ StatisticsLogValue = StatisticsLogRanks | bool | int | str
 
 
 class LogChoice(NamedTuple):
-    """The value of ``statistics_log=``.
-
-    Attributes:
-        ranks: which ranks write the log.
-        limit: the maximum number of bytes of a rank's log; 0 for no limit.
-    """
+    """The ranks that write the statistics log, and the maximum bytes of a rank's log; 0 for no limit."""
 
     ranks: StatisticsLogRanks
     limit: int
@@ -87,12 +82,7 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
 
 
 class ProfileChoice(NamedTuple):
-    """The value of ``profile=``.
-
-    Attributes:
-        first, last: the iterations to profile, both included.
-        on_all_ranks: whether each rank writes a trace; else rank 0 alone.
-    """
+    """The iterations to profile, both included, and whether each rank writes a trace, or rank 0 alone."""
 
     first: int
     last: int
@@ -120,11 +110,8 @@ def read_profile(profile: object) -> ProfileChoice | None:
 
 
 def step_number(what: str, step: object) -> int:
-    """Return the number of a step as an int; it may be a whole number of numpy.
-
-    Args:
-        what: the keyword, for the message, such as ``start_step=``.
-        step: the number.
+    """The number of a step as an int; it may be a whole number of numpy. ``what`` is the keyword, such as
+    ``start_step=``.
 
     Raises:
         OptionError: it is not a whole number, or negative.
@@ -366,7 +353,6 @@ _ONLY_IN_PYTHON = (os.PathLike, Config, Contract, Callable)
 
 
 def _in_yaml(hint: Any) -> Any:
-    """The part of a type that a YAML file can spell."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         kept = [_in_yaml(entry) for entry in arguments if (get_origin(entry) or entry) not in _ONLY_IN_PYTHON]

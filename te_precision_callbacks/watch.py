@@ -201,7 +201,6 @@ class ScriptWatch:
         self._search.replace(torch.nn.Module, "__call__", call)
 
     def _consider(self, module: torch.nn.Module) -> None:
-        """Attach an outermost module in training."""
         if torch._C._current_graph_task_id() != -1:  # a recomputation inside of a backward
             return
         if not any(module in model.modules() for model in self._models):
@@ -209,7 +208,9 @@ class ScriptWatch:
             if not trained or self._is_replaced():
                 return
             self._called.add(type(module).__name__)
-            optimizers = [each for each in optimizers_of_process() if not trained.isdisjoint(held_ids(each))]
+            optimizers = [
+                optimizer for optimizer in optimizers_of_process() if not trained.isdisjoint(held_ids(optimizer))
+            ]
             if optimizers:
                 self._attach(module, optimizers)
         self._search.put_back()
@@ -224,7 +225,6 @@ class ScriptWatch:
         return is_replaced
 
     def _attach(self, model: torch.nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Observe another model from now on."""
         from te_precision_callbacks.session import InspectSession
 
         gc.collect()
@@ -240,7 +240,7 @@ class ScriptWatch:
             self.session.start(front_door="watch", trainer_steps=True, gives_way=True)
             self.session.follow(self)
         # The first model's layers keep their names when another one is found.
-        self.session.attach({f"model{number}" if number else "": each for number, each in enumerate(self._models)})
+        self.session.attach({f"model{number}" if number else "": root for number, root in enumerate(self._models)})
 
     # ------------------------------------------------------------------ the step
 
@@ -346,7 +346,7 @@ class ScriptWatch:
 
     def _warn(self) -> None:
         optimizers = (
-            ", ".join(sorted({type(each).__name__ for each in optimizers_of_process()}))
+            ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers_of_process()}))
             or "no optimizer of torch.optim"
         )
         if self.session is None:
@@ -382,12 +382,6 @@ def _is_freed(loss: torch.Tensor) -> bool:
 
 
 def _checked(options: Mapping[str, Any]) -> SessionOptions:
-    """The options of the session.
-
-    Raises:
-        OptionError: a keyword is unknown, or its value is invalid.
-        ConfigError: the config cannot be used.
-    """
     from te_precision_callbacks.options import SessionOptions
 
     keywords = dict(options)
@@ -395,22 +389,16 @@ def _checked(options: Mapping[str, Any]) -> SessionOptions:
 
 
 def _trained(module: torch.nn.Module) -> set[int]:
-    """The ids of the trainable parameters of a module, and of their masters."""
-    trained = [each for each in module.parameters() if each.requires_grad]
-    masters = [getattr(each, "main_param", None) for each in trained]
-    return {id(each) for each in (*trained, *masters) if each is not None}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    masters = [getattr(parameter, "main_param", None) for parameter in trained]
+    return {id(parameter) for parameter in (*trained, *masters) if parameter is not None}
 
 
 # ---------------------------------------------------------------------- the ways to begin
 
 
 def read_options(config: str | None, log_dir: str | None, settings: Iterable[str]) -> dict[str, Any]:
-    """The options of the session from a command line, checked.
-
-    Args:
-        config: the path of a config; None for the default config.
-        log_dir: the folder for the run; None for the session's default.
-        settings: further keywords of the session, as ``name=value`` with a value in YAML.
+    """The checked options of the session from a command line; ``settings`` are ``name=value`` with a value in YAML.
 
     Raises:
         OptionError: a keyword is unknown, or its value is invalid.
@@ -432,7 +420,6 @@ def read_options(config: str | None, log_dir: str | None, settings: Iterable[str
 
 
 def environment(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables that make a Python process watch its script."""
     return {WATCH_VARIABLE: json.dumps(options) if options else "1", "PYTHONPATH": startup_path()}
 
 

@@ -148,7 +148,6 @@ def _multiplied(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _converted_elements(model: Model) -> int:
-    """The elements of the weights of Transformer Engine's layers."""
     modules = {id(module): module for _, root in roots_of(model) for module in root.modules()}
     return sum(
         math.prod(parameter.shape)
@@ -160,7 +159,6 @@ def _converted_elements(model: Model) -> int:
 
 
 def converts(accelerator: Accelerator) -> bool:
-    """Return whether ``accelerator.prepare`` replaces layers by layers of Transformer Engine."""
     return bool(accelerator.fp8_backend == "TE" and accelerator.distributed_type != DistributedType.MEGATRON_LM)
 
 
@@ -173,12 +171,11 @@ def expects_low_precision(accelerator: Accelerator) -> str:
 
 
 def is_of_transformer_engine(module: torch.nn.Module) -> bool:
-    """Return whether a module's class derives from a class of Transformer Engine."""
     return any(base.__module__.startswith("transformer_engine.") for base in type(module).__mro__)
 
 
 def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    """Gives each model of one or several, with the prefix of the names in it.
+    """Each model of one or several, with the prefix of the names in it.
 
     Raises:
         OptionError: ``model`` is neither a model nor several.

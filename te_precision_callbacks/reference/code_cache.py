@@ -38,7 +38,6 @@ class CachedCode:
         return None
 
     def write(self, code: CodeType) -> None:
-        """Keep the code, whole or not at all."""
         if sys.dont_write_bytecode:
             return
         with contextlib.suppress(OSError, RuntimeError):

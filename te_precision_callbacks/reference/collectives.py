@@ -89,12 +89,12 @@ def make_gloo_stand_for_nccl() -> None:
             if (function := getattr(distributed_c10d, name, None)) is not None:
                 _replace(distributed_c10d, torch.distributed, name=name, by=_on_memory(function, moves))
     _replace(distributed_c10d, torch.distributed, name="_coalescing_manager", by=one_by_one)
-    for one, coalesced in (
+    for single, coalesced in (
         ("all_gather_single", "all_gather_single_coalesced"),
         ("all_gather_tensor", "all_gather_into_tensor_coalesced"),
     ):
-        if hasattr(_functional_collectives, one) and hasattr(_functional_collectives, coalesced):
-            gather = getattr(_functional_collectives, one)
+        if hasattr(_functional_collectives, single) and hasattr(_functional_collectives, coalesced):
+            gather = getattr(_functional_collectives, single)
             _replace(_functional_collectives, name=coalesced, by=_gathering_one_by_one(gather))
     meeting = _meeting_in_a_store_of_its_own(distributed_c10d._new_process_group_helper)
     _replace(distributed_c10d, name="_new_process_group_helper", by=meeting)
@@ -106,8 +106,6 @@ def _replace(*modules: Any, name: str, by: Any) -> None:
 
 
 def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
-    """``function``, a collective, given the memory of its tensors."""
-
     @functools.wraps(function)
     def on_memory(*arguments: Any, **options: Any) -> Any:
         memory = functools.partial(_memory, as_bytes=moves)
@@ -145,7 +143,6 @@ def _refuse_gaps(name: str, values: list[Any]) -> None:
 
 
 def _flat(values: list[Any]) -> list[Any]:
-    """Flatten the tensors, unless any of them is not contiguous."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in tensors):
         return values

@@ -149,7 +149,6 @@ def set_device(device: Any) -> None:
 
 
 def _number(device: Any) -> int:
-    """The number of a device; without an index, the current device's."""
     if isinstance(device, int):
         return device
     number: int | None = None if device is None else torch.device(device).index
@@ -264,7 +263,6 @@ class GenericEvent:
     wait = synchronize = _nothing
 
     def elapsed_time(self, end_event: GenericEvent) -> float:
-        """Milliseconds from this event to ``end_event``."""
         return (end_event._recorded_at - self._recorded_at) * 1e3
 
 
@@ -352,7 +350,6 @@ def _memory(pages: str) -> int:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Free and total bytes."""
     free = "SC_AVPHYS_PAGES"  # not known on every system
     return _memory(free if free in os.sysconf_names else "SC_PHYS_PAGES"), _memory("SC_PHYS_PAGES")
 
@@ -403,8 +400,6 @@ graph, make_graphed_callables, graph_pool_handle = (
 
 
 class nvtx:
-    """Profiler ranges, without effect."""
-
     range_push = range_pop = range_start = staticmethod(_zero)
     mark = range_end = staticmethod(_nothing)
 

@@ -1,5 +1,3 @@
-"""The exceptions of the reference backend."""
-
 from __future__ import annotations
 
 from te_precision_callbacks.base.errors import PrecisionDebugError

@@ -73,9 +73,9 @@ def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
         sums = False
         for begin in range(0, len(first), rows):
             part = slice(begin, begin + rows)
-            found = function(*(tensor[part] if tensor.shape == first.shape else tensor for tensor in arguments))
-            sums = isinstance(found, tuple)
-            whole[part] = found[1] if sums else found
+            result = function(*(tensor[part] if tensor.shape == first.shape else tensor for tensor in arguments))
+            sums = isinstance(result, tuple)
+            whole[part] = result[1] if sums else result
         return (whole.sum(dim=0), whole) if sums else whole
 
     return parted

@@ -78,8 +78,6 @@ class _ExtensionLoader(Loader):
 
 
 class RewritingLoader(SourceFileLoader):
-    """Loads a module from its source file, with its syntax tree rewritten, ignoring any bytecode on disk."""
-
     def __init__(self, fullname: str, path: str, cuda_on_cpu: bool) -> None:
         super().__init__(fullname, path)
         self.cuda_on_cpu = cuda_on_cpu
@@ -111,8 +109,6 @@ def _code_of(source: bytes, path: str, fullname: str, cuda_on_cpu: bool) -> Code
 
 
 class _CommonLoader(RewritingLoader):
-    """Loads ``transformer_engine.common`` so that it never looks for a compiled library."""
-
     def exec_module(self, module: ModuleType) -> None:
         with _environment("NVTE_PROJECT_BUILDING", "1"), _environment("NVTE_RELEASE_BUILD", "0"):
             super().exec_module(module)

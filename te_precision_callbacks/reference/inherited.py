@@ -35,7 +35,6 @@ def install_in_children(*, pretend_cuda: bool, capability: tuple[int, int], alwa
 
 
 def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> dict[str, str]:
-    """Environment variables that make a Python process install the backend."""
     return {
         ENVIRONMENT_VARIABLE: json.dumps(Inherited(pretend_cuda, capability, always)._asdict()),
         "PYTHONPATH": startup_path(),
@@ -43,7 +42,6 @@ def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool
 
 
 def startup_path() -> str:
-    """The PYTHONPATH that makes a Python process run ``startup/sitecustomize.py``."""
     before = os.environ.get("PYTHONPATH")
     folders = before.split(os.pathsep) if before else []  # an empty entry is the current folder
     if _STARTUP_FOLDER not in folders:

@@ -54,18 +54,15 @@ def install(
     Args:
         pretend_cuda: False: only Transformer Engine's own modules and the debug features see a GPU; your code, torch
             elsewhere and your tensors are untouched. True: "cuda" means the CPU everywhere in the process, for scripts
-                and
-            tests that were written for a GPU.
+            and tests that were written for a GPU.
         capability: the compute capability to emulate: (9, 0), the default, or (10, 0). None takes it from the
-            environment
-            variable ``TE_PRECISION_REFERENCE_CAPABILITY``, if it is set.
+            environment variable ``TE_PRECISION_REFERENCE_CAPABILITY``, if it is set.
         always_in_children: child processes install the backend in any case.
 
     Raises:
         TransformerEngineVersionError: no Transformer Engine is installed, or not 2.20.x.
         InstallError: Transformer Engine, or its compiled extension, is imported already; the backend is installed
-            already
-            with other arguments; ``pretend_cuda`` where there is a real GPU; an unknown capability.
+            already with other arguments; ``pretend_cuda`` where there is a real GPU; an unknown capability.
     """
     global _installed
     if (before := installed()) is not None:
@@ -123,7 +120,6 @@ def install_where_needed(capability: tuple[int, int] | None = None) -> Installat
 
 
 def _require_same(before: Installation, pretend_cuda: bool, capability: tuple[int, int] | None) -> None:
-    """Accept a call that the installed backend satisfies; otherwise raise."""
     if (pretend_cuda and not before.pretend_cuda) or capability not in (None, before.capability):
         raise InstallError(
             f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is installed in "

@@ -34,8 +34,6 @@ class CommandError(PrecisionDebugError, ValueError):
 
 
 class Backend(str, enum.Enum):
-    """The Transformer Engine for a script."""
-
     AUTO = "auto"
     """The compiled Transformer Engine if there is a GPU and it can be imported, else the reference backend."""
     TE = "te"
@@ -111,7 +109,6 @@ def _python() -> list[str]:
 
 
 def _is_python(program: Path) -> bool:
-    """Return whether a program is a script for Python, directly or through a shell."""
     try:
         with program.open("rb") as file:
             start = file.read(_START_OF_PROGRAM)
@@ -126,7 +123,6 @@ def _is_module(name: str) -> bool:
 
 
 def launch(environment: Mapping[str, str], command: Sequence[str]) -> NoReturn:
-    """Replace this process by a command, with more environment variables."""
     os.environ.pop(inherited.ENVIRONMENT_VARIABLE, None)
     os.environ.update(environment)
     sys.stdout.flush()

@@ -38,7 +38,6 @@ def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
 
 
 def autotune(*_arguments: Any, **_options: Any) -> Callable[[Any], Any]:
-    """A decorator that leaves a kernel as it is."""
     return lambda kernel: kernel
 
 

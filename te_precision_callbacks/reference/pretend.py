@@ -52,7 +52,6 @@ def _device_for_number(device: Any) -> Any:
 
 
 def _type_for_cuda(device_type: Any) -> Any:
-    """``"cpu"``, if ``device_type`` is ``"cuda"``, possibly with an index."""
     return "cpu" if isinstance(device_type, str) and device_type.split(":")[0] == "cuda" else device_type
 
 
@@ -256,8 +255,6 @@ def _pin_on_cpu() -> None:
 
 
 def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which creates a tensor, with CUDA in the keyword ``device`` replaced."""
-
     draws = function.__name__ in pretended_random.DRAWING_CONSTRUCTORS
 
     @functools.wraps(function)

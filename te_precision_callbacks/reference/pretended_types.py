@@ -16,8 +16,6 @@ _RealGenerator = torch.Generator
 
 
 class _Standing(type):
-    """A class in place of the class ``stands_for``."""
-
     stands_for: type
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -67,7 +65,6 @@ _CPU = _RealDevice("cpu")
 
 
 def is_device_number(device: Any) -> bool:
-    """Return whether ``device`` is a bare number, which means a GPU."""
     return isinstance(device, int) and not isinstance(device, bool)
 
 
@@ -81,5 +78,4 @@ def is_cuda(device: Any) -> bool:
 
 
 def cpu_for_cuda(device: Any) -> Any:
-    """The CPU if ``device`` means CUDA, else ``device``."""
     return _CPU if is_cuda(device) else device

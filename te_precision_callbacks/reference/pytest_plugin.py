@@ -14,7 +14,6 @@ from te_precision_callbacks.reference.install import install, installed
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Install the backend before any conftest can import Transformer Engine."""
     import torch
 
     try:

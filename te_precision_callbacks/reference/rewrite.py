@@ -51,8 +51,6 @@ def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
 
 
 class _OnCuda(ast.NodeTransformer):
-    """The rules that hold on every device."""
-
     module = ON_CUDA
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:

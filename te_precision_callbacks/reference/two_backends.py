@@ -36,8 +36,6 @@ _RANKS = ("ranks", "sort_ranks", "use_local_synchronization")  # arguments of ne
 
 
 class _Second(NamedTuple):
-    """The second gloo of a group, and the thread that made the group."""
-
     group: Any
     made_in: int
 

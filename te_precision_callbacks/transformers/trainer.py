@@ -37,16 +37,12 @@ class Trainer(transformers.Trainer):
     of a :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
 
     Args:
-        *arguments: as in transformers' Trainer.
+        *arguments, **keywords: as in transformers' Trainer.
         debug: debug options in addition to ``args.debug``, in the same form.
-        te_precision_config: replaces the argument of the same name in ``args``, unless it is None. The five keywords
-            below do the same.
-        te_precision_require: a contract.
-        te_precision_records: whether to record the run, or how much of it.
-        te_precision_statistics_log: which ranks write the statistics log.
-        te_precision_on_finding: the reaction to a finding.
-        te_precision_report: whether to write the page of the run.
-        **keywords: as in transformers' Trainer.
+        te_precision_config, te_precision_require, te_precision_records, te_precision_statistics_log,
+            te_precision_on_finding, te_precision_report: each replaces the argument of its name in ``args``, unless it
+                is
+            None.
 
     Raises:
         UnknownDebugOptionError: a name is unknown; a ValueError.

@@ -17,6 +17,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 from te_precision_callbacks.reference.extension import float8
+from tests.reference.training import run
 
 MODULES: dict[str, Callable[[], Any]] = {
     "Linear": lambda: te.Linear(32, 48),
@@ -82,11 +83,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Write]]:
 
 def step(module: Any, recipe: Any, x: torch.Tensor, first: bool = True) -> None:
     with te.autocast(enabled=True, recipe=recipe):
-        keywords = {"is_first_microbatch": first}
-        if isinstance(module, te.GroupedLinear):
-            out = module(x, [16, 16], **keywords)
-        else:
-            out = module(x.view(16, 2, 32) if isinstance(module, te.TransformerLayer) else x, **keywords)
+        out = run(module, x, is_first_microbatch=first)
     (10 * out.float().pow(2).mean()).backward()
 
 

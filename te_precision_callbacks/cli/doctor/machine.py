@@ -77,7 +77,6 @@ class Machine:
 
 
 def examine(log_dir: Path) -> Machine:
-    """Examine this machine and a log folder."""
     torch: Torch | str
     try:
         torch = torch_facts()  # before the search for Transformer Engine, since torch warns about GPUs only once

@@ -134,7 +134,6 @@ def _explain_statistic(statistic: Explained) -> None:
 
 
 def _facts(statistic: Explained) -> Iterator[tuple[str, str]]:
-    """Headings and texts beside the formula."""
     yield "unit", statistic["unit"]
     yield "computed from", statistic["of"]
     if statistic["is_histogram"]:

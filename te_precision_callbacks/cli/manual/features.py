@@ -50,7 +50,6 @@ class Key:
 
     @property
     def places(self) -> str:
-        """The levels that take the key, in words."""
         return ", ".join(dict.fromkeys(f"items of `{path[-1]}`" if path else "feature" for path in self.where))
 
 
@@ -78,7 +77,6 @@ class FeatureEntry:
 
     @property
     def place(self) -> str:
-        """The place of the feature in a config."""
         return "the section" if self.namespace == BASE else f"{self.namespace}:"
 
 
@@ -107,7 +105,6 @@ def find(name: str) -> tuple[FeatureEntry, ...]:
 
 
 def keys_of(model: type[FeatureSchema]) -> tuple[Key, ...]:
-    """The keys of a feature and of its items."""
     keys: dict[str, Key] = {}
     for path, level in levels(model).items():
         for name, field in level.model_fields.items():

@@ -106,7 +106,6 @@ def find(name: str) -> Explained:
 
 
 def _takes(model: type[FeatureSchema], entry: Any) -> bool:
-    """Return whether a feature takes an entry of its ``stats``."""
     try:
         _stats_of(model).validate_python([entry])
     except ValidationError:

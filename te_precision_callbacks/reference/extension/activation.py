@@ -35,8 +35,6 @@ class Activation:
 
 
 def quick_gelu(alpha: float) -> Activation:
-    """x * sigmoid(alpha * x)."""
-
     def gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gate = torch.sigmoid(alpha * x)
         return grad * (alpha * x * gate * (1.0 - gate) + gate)
@@ -67,7 +65,6 @@ def _where_positive(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def clamped_quick_gelu(limit: float, alpha: float) -> Activation:
-    """x, at most ``limit``, through x * sigmoid(alpha * x)."""
     inner = quick_gelu(alpha)
 
     def clamped(x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +78,6 @@ def clamped_quick_gelu(limit: float, alpha: float) -> Activation:
 
 
 def clamped_offset(limit: float, offset: float) -> Activation:
-    """x, within [-limit, limit], plus ``offset``."""
     return Activation(
         # NaN becomes -limit, as upstream's min and max make it.
         lambda x: torch.fmin(torch.fmax(x, torch.full_like(x, -limit)), torch.full_like(x, limit)) + offset,
@@ -188,6 +184,5 @@ def clamped_dswiglu(
     alpha: float = QUICK_GELU_ALPHA,
     glu_linear_offset: float = 1.0,
 ) -> Any:
-    """Gradient of :func:`clamped_swiglu`."""
     up = clamped_offset(limit, glu_linear_offset)
     return _gated_backward(clamped_quick_gelu(limit, alpha), grad, fwd_input, quantizer, up)

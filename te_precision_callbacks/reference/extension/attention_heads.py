@@ -47,7 +47,6 @@ def format_of(layout: int) -> str:
 
 
 def name_of(qkv_format: int) -> str:
-    """The name of a format: ``"bshd"``."""
     return NVTE_QKV_Format(qkv_format).name.removeprefix("NVTE_").lower()
 
 
@@ -56,8 +55,7 @@ def read(tensor: Any, form: str, *, along_tokens: bool = False) -> Heads:
 
     Args:
         tensor: 4 dimensions in the format ``form``, maybe a part of a packed buffer. The scales of MXFP8 are those of
-            the
-            data in the format bhsd, with batch, heads and tokens merged, in the order that a GEMM reads.
+            the data in the format bhsd, with batch, heads and tokens merged, in the order that a GEMM reads.
         form: the format.
         along_tokens: for MXFP8: whether to read the data whose blocks lie along the tokens (columnwise), not along the
             head (rowwise).

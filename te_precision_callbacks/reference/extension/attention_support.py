@@ -100,7 +100,6 @@ def _missing(params: Any) -> str | None:
 
 
 def _beyond_the_gpu(params: Any) -> str | None:
-    """Return the reason if cuDNN refuses the configuration on the emulated GPU."""
     d_qk, d_v = params.head_dim_qk, params.head_dim_v
     gpu = "of compute capability {}.{}".format(*capability())
     if params.num_attn_heads % params.num_gqa_groups:

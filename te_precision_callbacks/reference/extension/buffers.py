@@ -10,7 +10,6 @@ import torch
 
 
 def written(out: Any) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
-    """Of each direction that ``out`` has: whether it is columnwise, its data, and its scales."""
     for columnwise, direction in enumerate(("rowwise", "columnwise")):
         data = getattr(out, f"_{direction}_data")
         if data is not None:

@@ -51,8 +51,6 @@ class FP8BwdTensors(IntEnum):
 
 
 class FP8TensorMeta:
-    """Scales, inverse scales and amax history of a group of tensors under delayed scaling."""
-
     scale: torch.Tensor
     scale_inv: torch.Tensor
     amax_history: torch.Tensor
@@ -81,8 +79,6 @@ class NVTE_QKV_Format(IntEnum):
 
 
 class NVTE_QKV_Layout(IntEnum):
-    """Memory layouts of query, key and value, packed or separate."""
-
     NVTE_SB3HD = 0
     NVTE_SBH3D = 1
     NVTE_SBHD_SB2HD = 2
@@ -135,8 +131,6 @@ class NVTE_Softmax_Type(IntEnum):
 
 
 class NVTEScalingMode(IntEnum):
-    """Scaling of a quantized tensor."""
-
     NVTE_DELAYED_TENSOR_SCALING = 0
     NVTE_MXFP8_1D_SCALING = 1
     NVTE_BLOCK_SCALING_1D = 2

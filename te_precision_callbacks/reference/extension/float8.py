@@ -92,7 +92,6 @@ class DelayedScaling(_PerTensorScaling):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize with ``quantizer.scale``; raise ``quantizer.amax`` to the amax of ``source``."""
         if source.numel() == 0 or is_noop(noop):
             return
         measured = amax_of(source) if amax is None else amax
@@ -107,10 +106,7 @@ def raise_amax(quantizer: Any, measured: torch.Tensor) -> None:
 
 
 class CurrentScaling(_PerTensorScaling):
-    """The scale comes from the tensor's own amax."""
-
     def takes_amax(self, quantizer: Any) -> bool:
-        """Yes."""
         return True
 
     def write(

@@ -35,8 +35,6 @@ BLOCK = 128
 
 
 class Float8BlockCasting(Casting):
-    """Quantizing to FP8 in blocks."""
-
     modes = (BLOCK_1D, BLOCK_2D)
 
     def classes(self) -> tuple[type, type]:
@@ -115,7 +113,6 @@ def _quantized(
 
 
 def _scales(rows: int, columns: int, is_2d: bool) -> Buffer:
-    """The inverse scales of data of rows and columns, padding included."""
     along = -(-columns // BLOCK)
     shape = (-(-rows // BLOCK), round_up(along, 4)) if is_2d else (along, round_up(rows, 4))
     return Buffer(shape, torch.float32, zero=True)

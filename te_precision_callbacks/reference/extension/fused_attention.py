@@ -119,8 +119,7 @@ def fused_attn_fwd(
         o_quantizer: of delayed scaling for an FP8 output, otherwise of current scaling or MXFP8.
         return_max_logit: must be False.
         the others: have no effect. They are for concatenated sequences and random numbers; the scales of MXFP8 are in
-            the
-            format bhsd.
+            the format bhsd.
 
     Returns:
         O, in ``o_format``; the softmax statistics, float32, [batch, heads, padded query length, 1]; the state of the

@@ -304,9 +304,9 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     rows, columns = (decoded(part.codes, part.element_format, None, part.block, dtype) for part in (a.part, b.part))
     if in_bfloat16:
         factors = scales_b.squeeze(2), scales_a.squeeze(1)
-        found = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)
-        if found is not None:
-            return found.mul_(alpha) if alpha != 1.0 else found
+        sums = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)
+        if sums is not None:
+            return sums.mul_(alpha) if alpha != 1.0 else sums
         rows, columns = rows.float(), columns.float()
     total = rows.new_zeros(columns.shape[0], rows.shape[0])
     rounds_once = _are_exact_factors(first, second)

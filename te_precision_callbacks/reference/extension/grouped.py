@@ -141,7 +141,7 @@ def _parts(
 
 
 def _dims(dims: torch.Tensor | None, common: int, count: int) -> list[int]:
-    return [common] * count if dims is None else [int(one) for one in dims.tolist()]
+    return [common] * count if dims is None else [int(size) for size in dims.tolist()]
 
 
 def _quantized(tensor: torch.Tensor, parts: Sequence[torch.Tensor], quantizer: Any) -> dict[str, torch.Tensor | None]:
@@ -154,30 +154,29 @@ def _quantized(tensor: torch.Tensor, parts: Sequence[torch.Tensor], quantizer: A
         writing = quantizer
     quantized = [quantize(part, writing) for part in parts]
     if writing is not quantizer:
-        for one in quantized:
-            one.update_usage(rowwise_usage=False)
-    found = {name: _packed(quantized, names) for name, names in _BUFFERS.items()}
+        for matrix in quantized:
+            matrix.update_usage(rowwise_usage=False)
+    buffers = {name: _packed(quantized, names) for name, names in _BUFFERS.items()}
     for data, scale_inv in (("data", "scale_inv"), ("columnwise_data", "columnwise_scale_inv")):
-        codes = found[data]
+        codes = buffers[data]
         if codes is None:
-            found[scale_inv] = None
+            buffers[scale_inv] = None
         else:  # as long as the tensor, also where the matrices do not fill it
             left = tensor.numel() - sum(part.numel() for part in parts)
             left = left * codes.numel() // max(1, tensor.numel() - left)
-            found[data] = torch.nn.functional.pad(codes, (0, left))
+            buffers[data] = torch.nn.functional.pad(codes, (0, left))
     if current_scaling:
         zero = torch.zeros(1, device=tensor.device)
         amax = torch.cat([amax_of(part).view(1) if part.numel() else zero for part in parts])
         settings = {"power_of_two": quantizer.force_pow_2_scales, "epsilon": quantizer.amax_epsilon}
         scale = fp8_scale(amax, fp8_format(quantizer.dtype).max, **settings)
-        found |= {"amax": amax, "scale": scale}
+        buffers |= {"amax": amax, "scale": scale}
         for name in ("scale_inv", "columnwise_scale_inv"):  # that of a matrix without elements too
-            found[name] = None if found[name] is None else torch.reciprocal(scale)
-    return found
+            buffers[name] = None if buffers[name] is None else torch.reciprocal(scale)
+    return buffers
 
 
 def _packed(parts: Sequence[Any], names: Iterable[str]) -> torch.Tensor | None:
-    """Return a buffer of all matrices, concatenated; None without buffers."""
     for name in names:
         pieces = [piece for part in parts if (piece := getattr(part, name, None)) is not None]
         if pieces:

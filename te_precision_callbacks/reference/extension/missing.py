@@ -155,8 +155,6 @@ CommOverlapHelper, CommOverlap, CommOverlapP2P = (
 
 
 class _Submodule:
-    """A submodule of the compiled extension: not in the reference backend."""
-
     def __init__(self, name: str, purpose: str) -> None:
         self._name = name
         self._purpose = purpose

@@ -48,9 +48,9 @@ def multi_tensor_l2norm(
     ``noop_flag`` becomes 1 if a norm is not finite.
     """
     norms = [torch.sqrt(tensor.float().square().sum()) for (tensor,) in groups(tensor_lists, (1,))]
-    each = torch.stack(norms) if norms else torch.empty(0, dtype=torch.float32, device=noop_flag.device)
-    _note_nonfinite(each, noop_flag)
-    return torch.sqrt(each.square().sum()).reshape(1), each if per_tensor else each[:0]
+    of_tensors = torch.stack(norms) if norms else torch.empty(0, dtype=torch.float32, device=noop_flag.device)
+    _note_nonfinite(of_tensors, noop_flag)
+    return torch.sqrt(of_tensors.square().sum()).reshape(1), of_tensors if per_tensor else of_tensors[:0]
 
 
 @torch.no_grad()

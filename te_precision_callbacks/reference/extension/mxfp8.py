@@ -31,8 +31,6 @@ _ELEMENTS_AT_ONCE = 1 << 20
 
 
 class Mxfp8Casting(Casting):
-    """Quantizing to MXFP8."""
-
     modes = (MXFP8,)
     transposes = False
     renewed = "fp8_dtype", "with_gemm_swizzled_scales"
@@ -75,7 +73,6 @@ class Mxfp8Casting(Casting):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize each direction that ``out`` has."""
         if source.numel() == 0 or is_noop(noop):
             return
         fmt = fp8_format(out._fp8_dtype)

@@ -36,8 +36,6 @@ from te_precision_callbacks.reference.target import capability
 
 
 class Nvfp4Casting(Casting):
-    """NVFP4 with all options of its quantizer."""
-
     modes = (NVFP4,)
     codes_per_byte = 2
     renewed = "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"
@@ -170,7 +168,6 @@ def _writes_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
 def _measure(
     quantizer: Any, matrix: torch.Tensor, transposed: torch.Tensor | None, out: Any, amax: torch.Tensor | None
 ) -> None:
-    """Write the amax of each direction."""
     if quantizer.row_scaled_nvfp4:
         overwrite(out._amax_rowwise, _row_amaxes(matrix))
         if transposed is not None:

@@ -55,7 +55,6 @@ class Operand:
 
     @property
     def leading_dimension(self) -> int:
-        """Elements from one row to the next in memory."""
         transposed = self.part is not None and self.part.transposed
         return self.matrix_shape[0 if transposed else 1]
 

@@ -90,7 +90,6 @@ def _places(shard: torch.Tensor, rows: int, columns: int, start: int) -> tuple[t
 
 
 def _in_place(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
-    """Return the weight with zeros outside the shard, which begins at element ``start``."""
     weight = shard.new_zeros(rows, columns)
     weight[_places(shard, rows, columns, start)] = shard.reshape(-1)
     return weight

@@ -73,7 +73,7 @@ def product(
     (rows, depth), columns = left.shape, right.shape[0]
     out = torch.empty(rows, columns, dtype=torch.float32, device=left.device)
     done = ctypes.c_int(0)
-    of_rows, of_columns = (None, None) if factors is None else (each.contiguous() for each in factors)
+    of_rows, of_columns = (None, None) if factors is None else (factor.contiguous() for factor in factors)
     PRODUCT.function(
         *(left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride()),
         *(out.data_ptr(), rows, columns, depth, block),

@@ -63,7 +63,6 @@ def dequantize(input: Any, otype: SupportsInt) -> torch.Tensor:
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False
 ) -> Any:
-    """A quantized tensor with unwritten buffers."""
     device = torch.device(device)
     if quantizer is None:
         return torch.empty(list(shape), dtype=dtype, device=device)

@@ -168,7 +168,6 @@ def _rotate(tensor: torch.Tensor, angles: torch.Tensor, interleaved: bool, *, ba
 
 
 def _swap(x: torch.Tensor, interleaved: bool, sign: float) -> torch.Tensor:
-    """(first, second) to (-sign * second, sign * first)."""
     if interleaved:
         return torch.stack([-sign * x[..., 1::2], sign * x[..., ::2]], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)

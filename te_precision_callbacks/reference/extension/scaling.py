@@ -67,8 +67,8 @@ def fused_amax_and_scale_update_after_reduction(
             most_recent=amax_compute_algo == "most_recent",
             largest_number=scaled_max,
         )
-        counts = [len(each) for each in newest]
-        of_each = (torch.split(each, counts, dim=-1) for each in updated)
-        for history, scale, new_history, new_scale in zip(histories, own_scales, *of_each, strict=True):
+        counts = [len(amaxes) for amaxes in newest]
+        by_module = (torch.split(values, counts, dim=-1) for values in updated)
+        for history, scale, new_history, new_scale in zip(histories, own_scales, *by_module, strict=True):
             overwrite(history, new_history)
             overwrite(scale, new_scale.view(scale.shape))
