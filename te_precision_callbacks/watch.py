@@ -63,13 +63,8 @@ _ADVICE = (
 class ScriptWatch:
     """Starts a session when the script's model is first called in training, and steps it after its optimizers.
 
-    A failure of the watch is logged once, and ends the watch: the training continues.
-
-    Args:
-        options: of the session, as keywords of :class:`te_precision_callbacks.options.SessionOptions` with ``config``.
-
-    Attributes:
-        session: the session; None until the model is found.
+    A failure of the watch is logged once, and ends the watch: the training continues. The options are keywords of
+    :class:`te_precision_callbacks.options.SessionOptions` with ``config``.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:

@@ -193,11 +193,10 @@ class PrecisionDebugger:
         return self._session.step(step)
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the session and undo everything that it changed. Does nothing if the session is not running.
+        """End the session, after an ``error`` if there was one, and undo everything that it changed; a no-op if it is
+        not running.
 
-        Args:
-            error: the exception that ended the loop. In any case the statistics gathered since the last step are
-                written, from this process's own data, without a collective.
+        The statistics since the last step are written, from this process's own data, without a collective.
         """
         session = self._session
         was_running = session.running

@@ -64,7 +64,7 @@ def unconverted_in_words(model: Model) -> tuple[dict[str, str], str]:
 
 
 def unconverted_layers(model: Model) -> dict[str, str]:
-    """List the layers that ``accelerator.prepare`` with Transformer Engine's FP8 did not convert: name -> reason.
+    """List the layers of a prepared model, or of a list of them, that Accelerate did not convert: name -> reason.
 
     These are ``torch.nn.Linear``, and other classes with a weight that multiplies the input: ``Conv1D`` of
     transformers' GPT-2, routers and experts of its mixtures, ``torch.nn.MultiheadAttention``. A weight counts if it has
@@ -74,11 +74,7 @@ def unconverted_layers(model: Model) -> dict[str, str]:
 
     In a container, Accelerate's ``convert_model`` stops at the first ``torch.nn.Linear`` with a dimension that is not a
     multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15, ``utils/transformer_engine.py``.
-    In a
-    run without FP8 that is the reason for all layers.
-
-    Args:
-        model: the prepared model, or a list of them.
+    In a run without FP8 that is the reason for all layers.
     """
     without_fp8 = _without_fp8()
     return {layer: without_fp8 or unconverted.why for layer, unconverted in _find(model).items()}

@@ -39,15 +39,11 @@ class Trainer(transformers.Trainer):
     Args:
         *arguments, **keywords: as in transformers' Trainer.
         debug: debug options in addition to ``args.debug``, in the same form.
-        te_precision_config, te_precision_require, te_precision_records, te_precision_statistics_log,
-            te_precision_on_finding, te_precision_report: each replaces the argument of its name in ``args``, unless it
-                is
-            None.
+        te_precision_config and the other keywords: replace the argument of the same name in ``args``, unless None.
 
     Raises:
         UnknownDebugOptionError: a name is unknown; a ValueError.
-        ConfigError: ``args.te_precision_config`` cannot be used. Problems that need the model (a section that matches
-            no layer) are raised by ``train()``, before the first step.
+        ConfigError: ``args.te_precision_config`` cannot be used; for problems that need the model, in ``train()``.
         DataParallelError: ``args.n_gpu`` is above 1, with a debug option of this package.
 
     Example::

@@ -1,10 +1,5 @@
 """``te-precision doctor``: versions, Transformer Engine, GPUs, variables and the log folder on one screen.
 
-Usage::
-
-    te-precision doctor
-    te-precision doctor --log-dir logs --json
-
 The exit code is 0 without findings, 1 with findings, and 2 for wrong use.
 """
 

@@ -30,16 +30,7 @@ class UnknownFeatureError(PrecisionDebugError, LookupError):
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a feature.
-
-    Attributes:
-        name: as in a config.
-        where: the levels that take the key, outermost first.
-        values: the values, in words.
-        required: whether the key must be given.
-        default: the default; None without one.
-        meaning: the effect of the key.
-    """
+    """A key of a feature: ``where`` are the levels that take it, outermost first; ``default`` None means none."""
 
     name: str
     where: tuple[tuple[str, ...], ...]
@@ -61,8 +52,7 @@ class FeatureEntry:
         name: as registered; configs may write it in any case.
         namespace: the key of a section that contains it; :data:`BASE` for the section itself.
         paragraphs: its description, first in brief.
-        tensors: its tensors; empty for a feature of whole GEMMs.
-        gemms: its GEMMs; empty for a feature of whole tensors.
+        tensors, gemms: empty for a feature of whole GEMMs, and of whole tensors.
         keys: its keys, with the keys of its items; empty if they are not checked.
         example: a section of a config, as YAML; may be empty.
     """

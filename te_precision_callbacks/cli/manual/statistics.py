@@ -1,9 +1,4 @@
-"""Reference of statistics, read from their table, the grammar of names and the schemas.
-
-statistics()                                # one for each row of the table
-find("mxfp8_mse_columnwise")["recipe"]      # {"name": "mxfp8", ...}
-find("mxfp8_mse_columnwise")["example"]     # "stats: [mxfp8_mse_columnwise]"
-"""
+"""Reference of statistics, read from their table, the grammar of names and the schemas."""
 
 from __future__ import annotations
 
