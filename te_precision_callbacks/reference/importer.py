@@ -150,19 +150,15 @@ def _load_framework_extension(framework: str) -> None:
         raise ImportError(f"The reference backend is for PyTorch; it has no extension for {framework!r}.")
 
 
-class _FeatureExecutorLoader(SourceFileLoader):
+class _FeatureExecutorLoader(RewritingLoader):
     """Loads ``nvdlfw_inspect.utils`` so that the feature files which it executes are rewritten too."""
-
-    def __init__(self, fullname: str, path: str, cuda_on_cpu: bool) -> None:
-        super().__init__(fullname, path)
-        self._cuda_on_cpu = cuda_on_cpu
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        rewrite_executed_features(module, cuda_on_cpu=self._cuda_on_cpu)
+        rewrite_executed_features(module, cuda_on_cpu=self.cuda_on_cpu)
 
 
-_SPECIAL_LOADERS: dict[str, Callable[[str, str, bool], SourceFileLoader]] = {
+_SPECIAL_LOADERS: dict[str, type[RewritingLoader]] = {
     "nvdlfw_inspect.utils": _FeatureExecutorLoader,
     "transformer_engine.common": _CommonLoader,
 }
