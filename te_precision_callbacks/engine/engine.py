@@ -733,12 +733,16 @@ class _Measuring:
         if form.recipe not in (OWN_RECIPE, its_recipe) or form.e5m2 not in (None, fp8_format(quantized) is E5M2):
             return None
         try:
-            return read(quantized, columnwise=form.columnwise)
+            held = read(quantized, columnwise=form.columnwise)
         except QuantizationError as error:
             if its_recipe is None:
                 raise
             self._say_simulated(form, str(error))
             return None
+        if isinstance(held, PerTensor) and self._watched.values is not None and held.codes.shape != self._values.shape:
+            sizes = f"{tuple(held.codes.shape)}, the tensor before quantization {tuple(self._values.shape)}"
+            raise QuantizationError(f"the quantized tensor has the shape {sizes}")
+        return held
 
     def _compare(
         self,
