@@ -79,13 +79,12 @@ class Request:
 
     Attributes:
         label: the statistic's name in logs.
-        statistic: its row of the table.
         recipe: None for a statistic of the tensor itself; :data:`OWN_RECIPE`; or one of :data:`RECIPES`: if the layer
             runs another recipe, the number is what this recipe would give.
         columnwise: whether the columnwise data are meant.
         blocks: the blocks, for :data:`BLOCKWISE` only.
-        e5m2: for a recipe of :data:`WITH_ELEMENT_FORMAT`: True for E5M2 elements, False for E4M3; None for the format
-            that the layer's own quantizer makes if it has the recipe, else the recipe's default format.
+        e5m2: for a recipe of :data:`WITH_ELEMENT_FORMAT`: whether elements are E5M2, not E4M3; None for the format that
+            the layer's own quantizer makes if it has the recipe, else the recipe's default format.
     """
 
     label: str

@@ -33,7 +33,7 @@ class Family:
             feature.
         statistic: its name in records and logs, or the user's own name.
         gemm: ``fprop``, ``dgrad`` or ``wgrad`` if the number belongs to one GEMM, else None.
-        request: the request that the statistic answers; None for a user's own, which is not in the table of statistics.
+        request: the request that the statistic answers; None for a user's own.
     """
 
     tensor: str
@@ -176,9 +176,7 @@ class Measured:
     """Measurements of a step; iterating yields :class:`Measurement` objects.
 
     Attributes:
-        table: the run's series.
-        series: [numbers], int32: the series of each number.
-        values: [numbers], float64.
+        series, values: [numbers], int32 and float64: the series of each number, and its value.
         histograms: series -> counts.
         local: whether the numbers are this rank's own although they were to be reduced.
     """

@@ -1,12 +1,5 @@
 """The tensors of attention as batches of heads, whatever their order in memory.
 
-Usage::
-
-    format_of(NVTE_QKV_Layout.NVTE_BS3HD)  # "bshd"
-    q = read(query, "bshd")
-    q.numbers, q.factor  # float32, [batch, heads, tokens, head size], and the factor that they lack
-    dq, dk, dv = unwritten_gradients(layout, [q_shape, k_shape, v_shape], torch.bfloat16, device)
-
 A format is the order of the dimensions b (batch), s (tokens), h (heads) and d (head size), as in the names of
 ``NVTE_QKV_Format``. ``pytorch/csrc/extensions/attention.cpp`` (packed gradients) and ``mxfp8_quantize_fast_path`` of
 ``pytorch/attention/dot_product_attention/utils.py`` (the scales of MXFP8), TE 2.20.

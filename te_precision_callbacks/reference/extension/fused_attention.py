@@ -1,13 +1,7 @@
 """Fused attention in FP8: delayed scaling, current scaling and MXFP8.
 
-Usage::
-
-    # With te.autocast(recipe=DelayedScaling(fp8_dpa=True)), Transformer Engine's FusedAttnFunc calls
-    output, stats, rng_state = fused_attn_fwd(...)
-    dq, dk, dv, _, _ = fused_attn_bwd(...)
-
-``pytorch/csrc/extensions/attention.cpp`` and ``common/fused_attn/fused_attn_fp8.cu`` (TE 2.20) define
-the role of each tensor in cuDNN's graph. The graph, and assumptions about cuDNN's kernels, are in
+``pytorch/csrc/extensions/attention.cpp`` and ``common/fused_attn/fused_attn_fp8.cu`` (TE 2.20) define the role of each
+tensor in cuDNN's graph. The graph, and assumptions about cuDNN's kernels, are in
 :mod:`~te_precision_callbacks.reference.extension.attention_products`.
 
 ============ ======================================== ========================= ======================================
@@ -28,9 +22,8 @@ dQ, dK, dV   FP8, by the scale of their quantizer,    of the nominal type       
 
 Transformer Engine gives S and dP quantizers of delayed scaling under current scaling too, and none under MXFP8. Amaxes
 are of float32 results before rounding. dQ, dK and dV share a quantizer: it is assumed that its amax becomes the largest
-of the three.
-
-With ``NVTE_FP8_DPA_BWD=0`` the backward gets high-precision tensors, and S and dP are rounded to their type.
+of the three. With ``NVTE_FP8_DPA_BWD=0`` the backward gets high-precision tensors, and S and dP are rounded to their
+type.
 """
 
 from __future__ import annotations

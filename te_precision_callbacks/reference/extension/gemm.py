@@ -1,22 +1,15 @@
 """Matrix products with the extension's extras: bias, GELU, their gradients, accumulation, quantization.
 
-Usage::
-
-    # y = x @ w.T + bias, the forward of a linear layer (layout "TN")
-    y, _, _, _ = generic_gemm(w, True, x, False, None, None, DType.kBFloat16, bias, DType.kBFloat16, False, None, False,
-                              workspace, workspace.shape[0], False, False)
-
 The extension is column-major: in row-major terms, and with A and B as matrices whose leading dimensions are merged, the
 result is ``op(B) @ op(A)``. ``pytorch/csrc/extensions/gemm.cpp`` and ``common/gemm/cublaslt_gemm.cu`` (TE 2.20).
 
 Operands are read in the direction that the GPU reads, as float32 times the scales of their blocks; products and sums
-are float32, and the scale of a whole tensor multiplies the sums, as in cuBLAS. Two operands of bfloat16 with a result
-of bfloat16 go to torch as they are where the processor multiplies bfloat16, whose products and sums are float32 too;
-there large products of FP8, FP4 and bfloat16 go to ``products.py``.
-FP8 blocks on Hopper are summed block by block, and the scales multiply these sums, which are mostly exact, as described
-for cuBLAS in ``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's repository. The order
-of other sums is torch's, so a result is not bit-equal to a GPU's. Operands that cuBLAS refuses are refused too, as far
-as the operands show that.
+are float32, and the scale of a whole tensor multiplies the sums, as in cuBLAS. Where the processor multiplies bfloat16
+with float32 sums, products of bfloat16 with a result of bfloat16 go to torch as they are, and large products of FP8,
+FP4 and bfloat16 to ``products.py``. FP8 blocks on Hopper are summed block by block, and the scales multiply these sums,
+which are mostly exact (``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's
+repository). The order of other sums is torch's, so a result is not bit-equal to a GPU's. Operands that cuBLAS refuses
+are refused too, as far as the operands show that.
 """
 
 from __future__ import annotations
