@@ -19,6 +19,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
+from tests.combinations import half
+
 RECIPES = {
     "delayed": lambda: DelayedScaling(amax_history_len=4),
     "delayed E4M3": lambda: DelayedScaling(fp8_format=Format.E4M3, amax_compute_algo="most_recent"),
@@ -118,10 +120,10 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
 
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize(
+    ("activation", "groups", "normalization", "rotary"),
+    half(["gelu", "swiglu"], [4, 2], ["LayerNorm", "RMSNorm"], [False, True]),
+)
 def test_transformer_layer(activation: str, groups: int, normalization: str, rotary: bool) -> None:
     module = te.TransformerLayer(
         32, 64, 4, num_gqa_groups=groups, normalization=normalization, activation=activation, hidden_dropout=0.0,

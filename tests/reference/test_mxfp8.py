@@ -17,6 +17,7 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.combinations import half
 from tests.reference import block_formats as spec
 
 FORMATS = {"E4M3": (tex.DType.kFloat8E4M3, spec.E4M3), "E5M2": (tex.DType.kFloat8E5M2, spec.E5M2)}
@@ -53,10 +54,7 @@ def _assert_is(out: Any, x: torch.Tensor, fp8: str = "E4M3", two_d: bool = False
         assert torch.equal(scales, expected)
 
 
-@pytest.mark.parametrize("two_d", [False, True], ids=["1d", "2d"])
-@pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("dtype", spec.DTYPES, ids=str)
-@pytest.mark.parametrize("kind", spec.KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "fp8", "two_d"), half(spec.KINDS, spec.DTYPES, FORMATS, (False, True)))
 def test_bytes_and_scales(kind: str, dtype: torch.dtype, fp8: str, two_d: bool) -> None:
     for seed, shape in enumerate(SHAPES):
         x = spec.example(kind, shape, dtype, seed)

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4Quant
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.combinations import half
 from tests.reference import nvfp4_numpy as expected
 from tests.reference.processes import answers
 
@@ -88,10 +89,7 @@ def check(
     )
 
 
-@pytest.mark.parametrize("square", [False, True], ids=["1d", "2d"])
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "kind", "dtype", "square"), half(SHAPES, INPUTS, TYPES, (False, True)), ids=str)
 def test_bytes_scales_and_amax_are_those_of_the_definitions(
     shape: tuple[int, int], kind: str, dtype: str, square: bool
 ) -> None:
@@ -104,11 +102,10 @@ def test_bytes_scales_and_amax_are_those_of_the_definitions(
         check(quantized, direction, codes, scales, amax)
 
 
-@pytest.mark.parametrize("in_e4m3_units", [False, True], ids=["exact", "fast"])
-@pytest.mark.parametrize("error", ["MAE", "MSE"])
-@pytest.mark.parametrize("largest_scale", [448, 256])
-@pytest.mark.parametrize("square", [False, True], ids=["1d", "2d"])
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(
+    ("kind", "square", "largest_scale", "error", "in_e4m3_units"),
+    half(INPUTS, (False, True), (448, 256), ("MAE", "MSE"), (False, True)),
+)
 def test_four_over_six_takes_the_better_scale(
     kind: str, square: bool, largest_scale: int, error: str, in_e4m3_units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
