@@ -124,6 +124,16 @@ def test_a_tensor_that_is_written_again_keeps_its_buffers_and_follows_the_usages
             assert out._transpose_invalid is (out._transpose is None)
 
 
+@pytest.mark.parametrize("name", ["delayed", "current", "blocks 1d", "blocks 2d"])
+def test_a_number_is_written_again(name: str) -> None:
+    quantizer = FAMILIES[name].make()
+    out = tex.quantize(torch.tensor(1.0), quantizer)
+    tex.quantize(torch.tensor(3.0), quantizer, out)
+    again = out.dequantize()
+    assert again.shape == ()
+    torch.testing.assert_close(again, torch.tensor(3.0), rtol=0.07, atol=0.0)
+
+
 def test_a_tensor_of_another_format_or_without_data_is_refused() -> None:
     x = torch.randn(SHAPE)
     out = tex.quantize(x, te.MXFP8Quantizer(E4M3))

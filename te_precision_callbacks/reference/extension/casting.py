@@ -120,9 +120,9 @@ class Casting(ABC):
         data = columnwise if rowwise is None else rowwise
         if data is None:
             raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
-        shape = [*data.shape[:-1], data.shape[-1] * self.codes_per_byte]
+        shape = [*data.shape[:-1], *(size * self.codes_per_byte for size in data.shape[-1:])]
         if rowwise is None and self.transposes:
-            shape = [*shape[1:], shape[0]]
+            shape = [*shape[1:], *shape[:1]]
         for name, buffer in self.buffers(quantizer, shape).items():
             attribute = self.attributes.get(name, f"_{name}")
             present = getattr(out, attribute)
