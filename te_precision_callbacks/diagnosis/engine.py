@@ -10,6 +10,7 @@ from pathlib import Path
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import (
+    NO_CONFIG,
     SEVERITIES,
     Finding,
     NotJudged,
@@ -95,7 +96,7 @@ class Diagnosis:
             elif judge.judged or rule.id in with_findings:
                 judged.append(rule.id)
             elif judge.applies is not False:
-                why = self._why_not(judge)
+                why = self._why_not(rule, judge)
                 collect = "" if why else rule.collect
                 not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", collect, rule.essential))
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
@@ -118,12 +119,14 @@ class Diagnosis:
             parts.append(f"underflow and overflow in {weights}")
         return ", ".join(parts)
 
-    def _why_not(self, judge: Judge) -> str:
+    def _why_not(self, rule: Rule, judge: Judge) -> str:
         if not self.has_run:
             return "no training step has run"
         if judge.why_not:
             return judge.why_not
         layers = self._facts.layers.values()
+        if layers and not any(layer.is_of_te for layer in layers) and NO_CONFIG in rule.collect:
+            return "the model has no Transformer Engine layers, and only their GEMMs have statistics"
         if layers and not any(layer.rows or layer.forward is not None for layer in layers):
             if refused := next((layer.refused for layer in layers if layer.refused), ""):
                 return f"no layer was observed: {refused}"

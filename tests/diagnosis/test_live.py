@@ -591,3 +591,20 @@ def test_a_run_that_fails_before_its_first_step_is_recorded(tmp_path: Path) -> N
     ]
     assert [(row["name"], row["value"]) for row in run.scalars.to_pylist()] == [("loss", 1.5)]
     assert {each.why for each in session.findings.not_judged} == {"no training step has run"}
+
+
+def test_a_model_without_layers_of_transformer_engine(tmp_path: Path) -> None:
+    """More statistics cannot be collected of it, so the verdict does not ask for them."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+        for _ in range(8):
+            loss = model(torch.randn(8, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.log({"loss": loss.detach()})
+            session.step()
+    for verdict in (session.findings, diagnose(tmp_path)):
+        assert "nonfinite, dead-gradient: the model has no Transformer Engine layers" in verdict.summary
+        assert "default_statistics" not in verdict.summary

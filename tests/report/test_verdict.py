@@ -116,7 +116,7 @@ def test_the_page_of_findings_has_all_of_each(look: Look, run: RecordedRun, repo
     verdict = diagnose(run)
     (finding,) = verdict.findings
     look.open(report)
-    look.go(look.page.get_by_role("link", name="All of each finding"))
+    look.go(look.page.get_by_role("link", name="All details"))
     card = look.page.get_by_role("region", name=f"warning {finding.subject}")
     said = card.inner_text()
     for text in (finding.seen, finding.why, finding.remedy, finding.disproof, finding.source, finding.title, BAD):

@@ -33,7 +33,7 @@ function verdictPart(report) {
     report.run.outcome.map((line) => el("p", {}, el("strong", {}, line))),
     el("h2", { id: "verdict" }, verdict.summary),
     findings.length > 0 && el("ol", { "aria-label": "Findings, root causes and the most severe first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
-    findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all of each` : "All of each finding")),
+    findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all details` : "All details")),
     notJudged.length > 0 && el("p", { class: "quiet" }, `Not checked: ${notJudged.map(({ rule }) => rule).join(", ")}. `, toFindings("What to collect")));
 }
 

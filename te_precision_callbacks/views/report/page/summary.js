@@ -168,7 +168,7 @@ function worstPart(report) {
   }
   return [
     el("div", {}, el("h2", {}, "Worst layers"),
-      el("p", { class: "quiet" }, "The five worst of each statistic, over the whole run, by the direction in which it gets worse. These numbers are exact. An SQNR or squared error hides elements that are lost beside an outlier: their lists also have the layers with the most underflows and overflows, with that share.")),
+      el("p", { class: "quiet" }, "The five worst layers for each statistic, over the whole run. SQNR and squared error hide elements that are lost next to an outlier, so their lists also show the layers with the most underflows and overflows, with that share.")),
     el("div", { class: "two" }, found.map((listed) => worstCard(report, listed))),
     clean.length > 0 && el("p", { class: "quiet clean" }, `No issues in any layer or step: ${clean.join(", ")}.`),
     unjudged.length > 0 && el("p", { class: "quiet" }, `Only numbers of delayed scaling's first step, which has no scale yet: ${unjudged.join(", ")}.`),
