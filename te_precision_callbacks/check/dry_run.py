@@ -35,12 +35,6 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
 
     The loss is the ``loss`` of the result, or the sum of everything in it that needs a gradient.
 
-    Args:
-        model: one module.
-        modules: its modules of Transformer Engine.
-        batch: a tensor, a mapping of keywords, or a tuple of positional arguments.
-        recipe: one of Transformer Engine's recipes; None for high precision.
-
     Raises:
         BatchError: the model is not one module, the batch has another type, or the forward or backward raises.
         NotOnMetaError: the same on the meta device.
@@ -89,11 +83,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
 
 
 class _Masks(TorchFunctionMode):
-    """Notes the masks of torch's attention, which has no operator on the meta device.
-
-    Args:
-        products: receives the masks.
-    """
+    """Notes the masks of torch's attention, which has no operator on the meta device."""
 
     def __init__(self, products: ModelProducts) -> None:
         super().__init__()
@@ -112,7 +102,6 @@ class _Masks(TorchFunctionMode):
 
 
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-"""The first arguments of ``scaled_dot_product_attention``."""
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -151,7 +140,6 @@ def _said(value: Any) -> str:
 
 @contextlib.contextmanager
 def _left_as_it_is(model: Model) -> Iterator[None]:
-    """Restore gradients, buffers, and the state of random numbers."""
     roots = [root for _, root in named_roots(model) or ()]
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     buffers = [(buffer, buffer.clone()) for root in roots for buffer in root.buffers() if not buffer.is_meta]

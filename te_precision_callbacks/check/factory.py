@@ -33,8 +33,6 @@ class BatchError(PrecisionDebugError):
 
 
 class _Wanted(NamedTuple):
-    """The result that a function should return, and the error that is raised otherwise."""
-
     what: str
     returns: str
     error: type[PrecisionDebugError]
@@ -55,10 +53,6 @@ def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, st
 
     Modules are found as ``python -m`` finds them, also in the current folder. Output of the function goes to stderr.
 
-    Args:
-        spec: ``package.module:function``.
-        on_meta: whether to try the meta device first.
-
     Raises:
         ModelFactoryError: the function does not exist, needs arguments or a GPU, raises, or does not return a module.
     """
@@ -76,14 +70,7 @@ def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, st
 
 
 def build_batch(spec: str) -> Any:
-    """Return the batch that a function makes: a tensor, a mapping or a tuple, with tensors on the CPU.
-
-    Args:
-        spec: ``package.module:function``.
-
-    Raises:
-        BatchError: the function does not exist, needs arguments or a GPU, raises, or returns something else.
-    """
+    """Return the batch that a function makes; raises BatchError as :func:`build_model` does its own error."""
     with _as_from_here():
         made = _called(_found(spec, _BATCH), spec, _BATCH)
     require_batch(made, f"{shown(spec)} has returned ")
@@ -194,7 +181,6 @@ def failed(what: str, error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's own code in a traceback, with its file and number."""
     others = (os.path.dirname(os.path.dirname(__file__)), sys.prefix, sys.base_prefix, "<")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
     frames = [frame for frame in frames if "site-packages" not in frame.filename]

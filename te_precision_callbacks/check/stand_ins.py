@@ -43,18 +43,11 @@ _KEEP_SHAPE = frozenset(
         *("GELU", "QGELU", "ReLU", "SReLU", "SiLU"),
     }
 )
-"""Operations of ``te.ops`` with results of the shape of their input."""
 
 
 @contextlib.contextmanager
 def stand_ins(model: Model, modules: Sequence[NamedModule], products: ModelProducts) -> Iterator[Ran]:
-    """Replace the forwards of Transformer Engine's classes by forwards that report their products.
-
-    Args:
-        model: the model to be called.
-        modules: its modules of Transformer Engine.
-        products: receives the products.
-    """
+    """Replace the forwards of Transformer Engine's classes by forwards that report their products."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.ops.op import BasicOperation, FusedOperation
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -219,11 +212,7 @@ def _counts() -> bool:
 
 
 def _require_columns(inp: torch.Tensor, columns: int, layer: str) -> None:
-    """Reject an input that the first GEMM of a layer cannot multiply, which the meta device would accept.
-
-    Raises:
-        TypeError: the last dimension is not ``columns``.
-    """
+    """Reject an input that the first GEMM of a layer cannot multiply, which the meta device would accept."""
     if not inp.dim() or inp.shape[-1] != columns:
         raise TypeError(
             f"{layer!r} takes an input whose last dimension is {columns}, not one of shape {list(inp.shape)}"
@@ -270,8 +259,6 @@ def _with_backward(result: torch.Tensor, back: Callable[[], None], *sources: Any
 
 
 class _WithBackward(torch.autograd.Function):
-    """Returns a tensor, and calls a function in its backward. All gradients are zero."""
-
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, back: Callable[[], None], *sources: Any) -> torch.Tensor:
         ctx.back = back
@@ -293,18 +280,15 @@ class _WithBackward(torch.autograd.Function):
 
 
 def recipe_now() -> Any:
-    """The recipe in force; None outside of ``te.autocast(enabled=True)``."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
 
 
 _Formats = tuple[tuple[str, str], tuple[str, str]]
-"""The formats of the operands of ``qk``, and of ``pv``."""
 
 
 def _operands(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of attention, which may be packed in one tensor or two."""
     query, key, value = (given[f"{name}_layer"] for name in ("query", "key", "value"))
     if given["qkv_layer"] is not None:
         query, key, value = given["qkv_layer"].unbind(given["qkv_interleave_dim"])
@@ -314,11 +298,8 @@ def _operands(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _attention_formats(dtype: torch.dtype, *, in_high: bool) -> tuple[str, _Formats, _Formats]:
-    """The kernel of attention, and the formats of operands in the forward and in the backward, by the recipe.
-
-    Args:
-        dtype: the dtype of the queries.
-        in_high: whether the backward runs in high precision.
+    """The kernel of attention, and the formats of the operands of ``qk`` and ``pv`` in the forward and in the
+    backward.
     """
     recipe, high = recipe_now(), dtype_name(dtype)
     same: _Formats = (high, high), (high, high)

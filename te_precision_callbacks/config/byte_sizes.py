@@ -13,7 +13,6 @@ SIZE_PATTERN = r"^\s*(?!0+(?:\.0*)?(?!\.?\d))\d+(?:\.\d+)?\s*(?:[bB]|[kKmMgGtT](
 """A pattern of sizes, without their range. pydantic also accepts bits and suffixes."""
 
 LARGEST_SIZE = (1 << 63) - 1
-"""The largest size that a file system supports."""
 
 _BYTES = TypeAdapter(ByteSize)
 

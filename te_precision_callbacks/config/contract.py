@@ -40,7 +40,7 @@ class Contract:
         layers: pattern of layer names -> the precision of all their GEMMs.
         state: subject -> dtype, as torch names it: ``float32``.
         by_step: the number of steps after which the contract must hold, and stay valid.
-        on_broken: the reaction; by default the integration's keyword ``on_broken``.
+        on_broken: by default the integration's keyword ``on_broken``.
     """
 
     shares: tuple[Share, ...] = ()
@@ -54,14 +54,11 @@ ContractSource = str | os.PathLike[str] | Mapping[str, Any] | Contract | None
 
 
 def read_contract(source: ContractSource) -> Contract | None:
-    """Read and check a contract.
+    """Read and check a contract; raises a ConfigError with all problems.
 
     Args:
         source: a condition on a share; the path of a YAML file (``.yaml``, ``.yml``) with the key
             ``precision_contract``; a mapping with or without that key; a contract; or None.
-
-    Raises:
-        ConfigError: all problems of the source.
     """
     if source is None or isinstance(source, Contract):
         return source
@@ -145,7 +142,6 @@ def _state(data: Any, place: Callable[..., str]) -> dict[str, str]:
 
 
 def _texts(data: Any, place: Callable[..., str], what: str, problem: Callable[[Any, Any], str]) -> dict[str, str]:
-    """Check a mapping entry by entry."""
     if not isinstance(data, Mapping) or not data:
         raise ConfigError(f"{place()}: must be a mapping of {what}, not {shown(data)}.")
     texts = ((key, problem(key, value)) for key, value in data.items())

@@ -37,11 +37,6 @@ _MOST_NAMED = 3
 def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflow: bool) -> None:
     """Reject conditions of DumpTensors that can never hold.
 
-    Args:
-        plan: the plan of all layers.
-        sections: the enabled sections.
-        detects_overflow: whether the run has activation overflow detection.
-
     Raises:
         ConfigError: a statistic is not collected for the layer and tensor, or never in a step of DumpTensors; or
             activation overflow detection is off.
@@ -76,7 +71,6 @@ def _never_holds(
     *,
     detects_overflow: bool,
 ) -> str:
-    """Return why a condition can never hold; empty if it can."""
     if isinstance(condition, EventCondition):
         return no_detection() if condition is EventCondition.ACTIVATION_OVERFLOW and not detects_overflow else ""
     statistic = read_by(condition, known)
@@ -95,7 +89,6 @@ def _never_holds(
 
 
 def _place(sections: Sequence[Section], keys: KeyPath) -> str:
-    """Return the place of a key of DumpTensors in the first of a layer's sections with it."""
     spelled = ((section, feature) for section in sections for feature in section.features.get(NAMESPACE, {}))
     section, feature = next(pair for pair in spelled if schema_of(pair[1]) is DumpTensors)
     return section.place(NAMESPACE, feature, *keys)
@@ -109,13 +102,7 @@ def no_detection() -> str:
 
 
 def missing_statistic(condition: Threshold, known: Mapping[str, Collected], layers: Sequence[str], tensor: str) -> str:
-    """Return the message for a condition on a statistic that no feature collects.
-
-    Args:
-        condition: the condition.
-        known: the collected statistics of the tensor.
-        layers, tensor: the layers and the tensor of the condition.
-    """
+    """Return the message for a condition on a statistic that no feature collects; ``known`` are those of the tensor."""
     wanted = condition.statistic
     those = "that layer" if len(layers) == 1 else "those layers"
     if wanted.statistic.of in OF_GEMMS:
@@ -205,8 +192,6 @@ def read_by(condition: Threshold, known: Mapping[str, Collected], recipe: str | 
     the same number.
 
     Args:
-        condition: the condition.
-        known: the result of :func:`collected`.
         recipe: the recipe of the quantized tensor; None for other tensors, and before the run.
     """
     wanted = condition.statistic

@@ -28,10 +28,8 @@ default config continues with every 100th step, at a cost below 2 % of a trainin
 
 
 def read_early_steps(early_steps: object, config: Config) -> tuple[int, ...]:
-    """Return the early steps in increasing order.
-
-    Args:
-        early_steps: the option. None: :data:`EARLY_STEPS` with the default config, no steps with another.
+    """Return the early steps in increasing order. None: :data:`EARLY_STEPS` with the default config, no steps with
+    another.
 
     Raises:
         OptionError: the option is invalid.

@@ -77,8 +77,6 @@ def _refused(
     *,
     other_feature: str = "",
 ) -> ValueError:
-    """Return the error for an entry of ``stats``, with the feature that has it, or similar or known names."""
-
     reason = shortened(str(error).removeprefix(f"{entry!r}: "))
     if other_feature:
         return ValueError(f"has {shown(entry)}: {reason}. It is a statistic of {other_feature}: write it there.")
@@ -201,7 +199,6 @@ Intervals = Annotated[
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Return whether a field is a list; its only entry may be a bare name."""
     return get_origin(_plain(field.annotation)[0]) is list
 
 
@@ -260,6 +257,5 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
 
 
 def _one(annotation: Any) -> Any:
-    """Return the type of a field, or of its entries if it is a list."""
     kind = _plain(annotation)[0]
     return get_args(kind)[0] if get_origin(kind) is list else kind

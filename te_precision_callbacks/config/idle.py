@@ -25,11 +25,7 @@ def notes_of(config: Config) -> list[str]:
 
 
 def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> list[str]:
-    """Return the warnings for a config.
-
-    Args:
-        features: the registered features of each enabled section.
-    """
+    """Return the warnings for a config and the registered features of each enabled section."""
     sections = config.enabled_sections
     if not sections:
         return [f"The config ({config.name}) has no enabled section, so nothing is done."]
@@ -72,11 +68,8 @@ def never_due_in_words(config: Config, last: int) -> str:
 
 
 def why_gemm_error_not_due(config: Config, begin: int, last: int, *, ended: bool) -> str:
-    """Return why LogGemmError was not due in a run; empty if it was due or is not configured.
-
-    Args:
-        begin, last: the first and the last step of the run so far.
-        ended: whether the run has ended.
+    """Return why LogGemmError was not due from the first to the last step so far; empty if it was, or is not
+    configured.
     """
     items = [target.options for *_, target in _all_targets(config)]
     schedules = [item.schedule for item in items if isinstance(item, LogGemmErrorItem)]
@@ -92,14 +85,12 @@ def why_gemm_error_not_due(config: Config, begin: int, last: int, *, ended: bool
 
 
 def steps_that_observe(config: Config, steps: Iterable[int]) -> list[int]:
-    """Return the steps with observation of tensors or GEMMs."""
     items = (target.options for *_, target in _all_targets(config))
     schedules = {item.schedule for item in items if isinstance(item, Scheduled)}
     return [step for step in steps if any(schedule.at(step)[0] for schedule in schedules)]
 
 
 def _all_targets(config: Config) -> Iterator[tuple[Section, str, Target[Level]]]:
-    """Yield the targets of all features in enabled sections, with section and feature."""
     for section in config.enabled_sections:
         for feature, options in section.features.get(NAMESPACE, {}).items():
             for target in _targets(options):

@@ -9,11 +9,7 @@ from te_precision_callbacks.config.effects import BASE, NAMESPACE
 
 
 def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
-    """Map namespaces to the features that a session will find, except in custom folders.
-
-    Args:
-        own: names of custom features, which belong to the namespace ``transformer_engine``.
-    """
+    """Map namespaces to the features that a session will find; custom ones are in ``transformer_engine``."""
     # Not above: the schemas import pydantic and numpy.
     from te_precision_callbacks.config.schemas import FEATURES
 
@@ -28,5 +24,4 @@ def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
 
 
 def is_of_upstreams_tests(name: str) -> bool:
-    """Return whether a feature is not worth listing, such as Transformer Engine's TestDummyFeature."""
     return name.startswith("Test")

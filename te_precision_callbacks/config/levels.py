@@ -31,11 +31,8 @@ HeldT_co = TypeVar("HeldT_co", bound="Level", covariant=True)
 
 
 class Misfit(ValueError):
-    """Keys that contradict each other, or an incomplete choice.
-
-    Args:
-        keys: the path of the key, from the model that raises.
-        text: the problem; continues a sentence that starts with the key.
+    """Keys that contradict each other, or an incomplete choice. The text continues a sentence that starts with the
+    key.
     """
 
     def __init__(self, keys: KeyPath, text: str) -> None:
@@ -56,7 +53,6 @@ class Nested:
         nested.merged()["margin"]                       # 2
         nested.path("margin")                           # ("gemms_struct", 0, "margin")
 
-    Options can have the list ``tensors_struct``, or ``gemms_struct``, whose items can have ``tensors_struct`` again.
     Read from nvidia-dlfw-inspect 0.2.2, ``base.py``, and Transformer Engine 2.20.2, ``debug/features/api.py``.
 
     Attributes:
@@ -74,7 +70,6 @@ class Nested:
         return self.levels[-1][0]
 
     def path(self, key: str) -> KeyPath:
-        """Return the path of a key's effective value, or of the innermost level."""
         given = (path for path, level in reversed(self.levels) if key in level)
         return next(((*path, key) for path in given), self.here)
 
@@ -89,9 +84,8 @@ class Nested:
         return effective
 
     def chosen(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
-        """Yield each name in ``<what>s`` or the items of ``<what>s_struct``, of the innermost level with either.
-
-        Without either, the options apply to all names: yield one None.
+        """Yield each name in ``<what>s`` or the items of ``<what>s_struct``, of the innermost level with either; else
+        one None.
         """
         for path, level in reversed(self.levels):
             names, items = level.get(f"{what}s"), level.get(f"{what}s_struct")
@@ -112,7 +106,6 @@ class Level(BaseModel):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        """Reject a list of names next to a list of items."""
         for key in ("tensors", "gemms"):
             if getattr(self, key, None) and getattr(self, f"{key}_struct"):
                 raise Misfit((f"{key}_struct",), f"is given together with {key!r}; keep one of the two.")
@@ -120,7 +113,6 @@ class Level(BaseModel):
 
     @property
     def nested(self) -> Nested:
-        """The given keys, in this level and in its items."""
         return Nested.of(_given(self))
 
     def check_target(self, nested: Nested) -> None:
@@ -153,13 +145,7 @@ def _given(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Target(Generic[HeldT_co]):
-    """The options for a tensor and a GEMM.
-
-    Attributes:
-        tensor, gemm: None for all.
-        options: an item of the feature's list, completed by enclosing keys, or the feature's options without a list.
-        nested: the place of these options.
-    """
+    """The options for a tensor and a GEMM, None for all: an item of the feature's list, completed by enclosing keys."""
 
     tensor: str | None
     gemm: str | None
@@ -168,11 +154,7 @@ class Target(Generic[HeldT_co]):
 
 
 def holding(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: str | None) -> list[HeldT_co]:
-    """Return the options for a call, one per target of its tensor.
-
-    Args:
-        tensor, gemm: the call's tensor and GEMM, if any.
-    """
+    """Return the options for a call with a tensor and a GEMM, if any; one per target of the tensor."""
     options = [
         target.options
         for target in targets
@@ -199,7 +181,6 @@ class FeatureSchema(Level):
         return self
 
     def check(self) -> None:
-        """Check combinations of keys; raises Misfit."""
         for target in self.every_target:
             target.options.check_target(target.nested)
 
@@ -209,7 +190,6 @@ class FeatureSchema(Level):
 
     @property
     def targets(self) -> tuple[Target[Level], ...]:
-        """The feature's targets, in the order of the config; one target for everything without a choice."""
         return (Target(None, None, self, self.nested),)
 
     def effect(self) -> Effect:
@@ -225,7 +205,6 @@ class FeatureSchema(Level):
 
 
 def _refuse_twice(choices: Sequence[tuple[str, Nested]], what: str) -> None:
-    """Reject a second item for a tensor or GEMM."""
     seen: set[str] = set()
     for name, nested in choices:
         if what in nested.levels[-1][1]:
@@ -237,7 +216,6 @@ def _refuse_twice(choices: Sequence[tuple[str, Nested]], what: str) -> None:
 
 
 def _chosen(nested: Nested, what: Literal["tensor", "gemm"]) -> list[tuple[str, Nested]]:
-    """Return the tensors or GEMMs that a level chooses, with their keys; raises Misfit without any."""
     choices = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
     if not choices:
         example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
@@ -303,7 +281,6 @@ class ModifyingFeatureSchema(
         )
 
     def modifies(self) -> tuple[Pair, ...]:
-        """Return the listed tensors that belong to their GEMM."""
         listed = ((str(target.gemm), str(target.tensor)) for target in self.targets)
         return tuple((gemm, tensor) for gemm, tensor in listed if tensor in TAKES_PART[gemm])
 

@@ -76,7 +76,6 @@ _FORMATS_OF_OTHER_TOOLS = (
         "Keep that file for Accelerate, and write the sections of features into a file of their own.",
     ),
 )
-"""Keys of other tools' configs, the tool, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,6 @@ class Config:
         allow_unmatched: bool = False,
         layer_names: LayerNames | None = None,
     ) -> Plan:
-        """Plan which features act on each layer; see :func:`te_precision_callbacks.config.planning.plan`."""
         sections, layer_names = self.enabled_sections, layer_names or self.layer_names
         return plan(
             sections,
@@ -142,12 +140,10 @@ def load_config(
         source: the path of a YAML file, a mapping, a loaded config (returned unchanged), or None for
             :data:`DEFAULT_CONFIG`.
         features: custom features, as classes.
-        feature_dirs: folders of custom features, which sessions import; unknown names are then checked at the start of
-            a session.
+        feature_dirs: folders of custom features; unknown names are then checked at the start of a session.
 
     Raises:
-        ConfigError: the file cannot be read or parsed, or the config is invalid. One error reports all problems of the
-            sections.
+        ConfigError: the config cannot be read or is invalid. One error reports all problems of the sections.
     """
     if isinstance(source, Config):
         return source

@@ -52,7 +52,6 @@ class ConfigError(PrecisionDebugError, ValueError):
 
 
 def shortened(text: str, most: int = 500) -> str:
-    """Shorten a long text to its beginning and end."""
     return text if len(text) <= most else f"{text[: most - most // 4]} ... {text[-(most // 4) :]}"
 
 
@@ -80,12 +79,10 @@ class Problems:
             logger.warning("... and %d more of this kind.", len(self.texts) - MOST_SHOWN)
 
     def raise_any(self) -> None:
-        """Raise a ConfigError if there are problems."""
         raise_problems(self.texts)
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise a ConfigError with all problems, if there are any."""
     if problems := tuple(problems):
         raise ConfigError(*problems)
 
@@ -107,7 +104,6 @@ _SHOWN = _Shown()
 
 
 def shown(value: object) -> str:
-    """Format a value of a config for a message."""
     return _SHOWN.repr(value)
 
 
@@ -139,7 +135,6 @@ def sharing(word: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 def _parts(word: str) -> set[str]:
-    """Return the parts of a word of several parts."""
     parts = {part for part in _PART.split(word) if len(part) > 1 and not part.isdecimal()}
     return parts if len(parts) > 1 else set()
 

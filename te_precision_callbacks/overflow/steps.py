@@ -24,13 +24,7 @@ _FOREIGN_STEPS = 10
 
 
 class Steps:
-    """Listens to the steps of all optimizers of the process, and to scalers.
-
-    Args:
-        hooks: find out whether an optimizer steps the model.
-        journal: the recorded events.
-        looking: checks the events.
-    """
+    """Listens to the steps of all optimizers of the process, and to scalers."""
 
     def __init__(self, hooks: ModelHooks, journal: Journal, looking: Looking) -> None:
         self._hooks = hooks
@@ -48,13 +42,7 @@ class Steps:
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Look before an optimizer of the model steps; return new arguments for ``step`` if it gets a closure.
-
-        Args:
-            optimizer: any optimizer.
-            args: the optimizer and the positional arguments of ``step``.
-            keywords: the keyword arguments of ``step``.
-        """
+        """Look before an optimizer of the model steps; return new arguments for ``step`` if it gets a closure."""
         if self.journal.closed:
             return None
         if not self._is_ours(optimizer):
@@ -71,7 +59,6 @@ class Steps:
         return None
 
     def before_scaled_step(self, optimizer: Any) -> None:
-        """Look before a GradScaler decides whether an optimizer of the model steps."""
         if not self.journal.closed and self._is_ours(optimizer):
             self._looking.look()
 

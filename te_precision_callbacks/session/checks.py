@@ -61,12 +61,11 @@ class RuleChecks:
         self._stopping: list[Finding] = []
 
     def facts(self, facts: RecordedFacts, iteration: int) -> list[Event]:
-        """Check the facts of the run, which have changed."""
         known = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
         return self._react(self._diagnosis.know(known, iteration), iteration)
 
     def scalars(self, scalars: Scalars) -> list[Event]:
-        """Check the trainer's scalars. Rank 0 records its scalars; a finding of another rank names that rank."""
+        """Check the trainer's scalars; a finding of another rank than 0 names that rank."""
         findings = self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None)
         return self._react(findings, scalars.iteration)
 
@@ -85,11 +84,8 @@ class RuleChecks:
         return replace(records, findings=counts) if counts else records, events
 
     def stop_if_wanted(self) -> None:
-        """Stop the run on all ranks together, if a finding of one rank demands it. All ranks then report the first
-        finding that only one rank has.
-
-        Raises:
-            PrecisionFindingError: a finding stops the run.
+        """Stop the run on all ranks together, if a finding of one rank demands it. All ranks report the same first
+        finding.
         """
         ranks = self._context.ranks
         if ranks.stop_together(own=bool(self._stopping)):
@@ -102,11 +98,7 @@ class RuleChecks:
             self._stop()
 
     def stop_at_the_end(self) -> None:
-        """Stop a run that ended before the step in which a finding would have stopped it.
-
-        Raises:
-            PrecisionFindingError: this rank has such a finding.
-        """
+        """Raise a finding that was to stop the run in a step that never came."""
         if self._stopping:
             self._stop()
 
@@ -143,7 +135,6 @@ class RuleChecks:
         return events
 
     def _calls_for_stop(self, finding: Finding) -> bool:
-        """Call the user's function, and return whether it returns "stop"."""
         if not callable(self._on_finding):
             return False
         try:
@@ -170,14 +161,7 @@ class ContractCheck:
         return self._keeper is not None
 
     def attach(self, names: list[str]) -> None:
-        """Share the products of the next step; refuse a contract about layers that no rank has.
-
-        Args:
-            names: of all modules of this rank and of their layers.
-
-        Raises:
-            ConfigError: the contract has such a pattern.
-        """
+        """Share the products of the next step; refuse a contract about layers that no rank has."""
         self._shares_left = MOST_WITHOUT_BACKWARD if self._ranks.several else 0
         if self._contract is not None:
             try:
@@ -191,16 +175,11 @@ class ContractCheck:
         return self._results.audit.changes + self._results.coverage.changes
 
     def begin_step(self, iteration: int) -> None:
-        """Report to the other ranks whether there is something to check, before the step is reduced."""
         if self._keeper is not None:
             self._keeper.begin_step(self._changes, iteration, self._ranks)
 
     def end_step(self, iteration: int) -> Iterator[Event]:
-        """Yield the result of a check for the records, if the contract is checked in this step.
-
-        Raises:
-            PrecisionContractError: after the result, if it ends the run.
-        """
+        """Yield the result of a check, and then raise a PrecisionContractError if it ends the run."""
         results, keeper = self._results, self._keeper
         if self._shares_left:
             own = results.coverage_at(iteration)
@@ -218,9 +197,7 @@ class ContractCheck:
         """Check the contract at the end of the run, if it was not checked before; as :meth:`end_step`.
 
         Args:
-            iteration: the last step.
             why_not: the reason if nothing can be checked.
-            has_step: whether a step has run.
             raises: False if another error ends the run, which must not be hidden.
         """
         keeper, results = self._keeper, self._results
@@ -261,7 +238,6 @@ class ParameterChecks:
 
     @torch.no_grad()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
-        """Take the checksums of replicas before the first step of the model's optimizers, and check gradients."""
         try:
             if self._replicas.needs_start and self._watch.held_by(optimizer):
                 self._replicas.begin()
@@ -309,11 +285,7 @@ class ParameterChecks:
 
 
 class OverflowCheck:
-    """The detector of activation overflow of a run, with ``debug="activation_overflow"``.
-
-    Attributes:
-        detector: the detector of inf and nan; None if detection is off, and before there is a model.
-    """
+    """The detector of activation overflow of a run; None if detection is off, and before there is a model."""
 
     def __init__(self, context: RunContext) -> None:
         self.detector: DebugActivationOverflow | None = None
@@ -322,7 +294,6 @@ class OverflowCheck:
         self._reports = 0
 
     def attach(self, model: Model) -> None:
-        """Watch a model from now on, instead of the previous one; all ranks stop together."""
         context, options = self._context, self._context.options
         if ACTIVATION_OVERFLOW not in options.debug:
             return
@@ -346,7 +317,6 @@ class OverflowCheck:
             self._reports = self.detector.reports
 
     def close(self, error: BaseException | None, recorder: Recorder) -> None:
-        """Run the detector's last check, which may find one more overflow and raise."""
         try:
             if self.detector is not None:
                 self.detector.close(error)

@@ -29,13 +29,6 @@ _QUIET = "TE_PRECISION_QUIET"
 
 
 class ClosingReport:
-    """Writes and prints the results of a run when it ends, on rank 0.
-
-    Args:
-        context: shared state of the run.
-        files: the files of the run.
-    """
-
     def __init__(self, context: RunContext, files: RunFiles) -> None:
         self._context = context
         self._results = context.results
@@ -53,7 +46,6 @@ class ClosingReport:
             self._results.whole_run = diagnose(open_run(self._results.log_dir, run=place.run_id))
 
     def log_coverage(self) -> None:
-        """Log the share of low precision in the last step, and steps that differ."""
         self._coverage = Results(self._results).coverage()
         if self._coverage:
             self._other_steps = in_lines(self._results.other_steps())
@@ -74,12 +66,6 @@ class ClosingReport:
         write_summary(Results(self._results), self._coverage, self._other_steps)
 
     def print_verdict(self, error: BaseException | None, trace: Path | None) -> None:
-        """Print the verdict to stderr.
-
-        Args:
-            error: the exception that ended the run.
-            trace: the trace of ``profile=``, if there is one.
-        """
         if self._context.options.quiet or os.environ.get(_QUIET, "") not in ("", "0"):
             return
         has_folder = not self._context.failures.has_lost_folder and self._results.log_dir.is_dir()
@@ -122,12 +108,8 @@ def closing_lines(
     """Return the verdict, findings, coverage, and paths of a run: at most :data:`MOST_LINES` lines and ``other_steps``.
 
     Args:
-        verdict: the verdict of the rules.
-        coverage: the products of the last step.
-        log_dir: the folder of the session's files; None if none could be written.
         page: the page, or the command that makes it; empty if there is nothing for a page.
         other_steps: a line for steps that ran in another precision than the last one.
-        trace, speed: the trace of ``profile=``, and the command that reads it; empty without one.
         ended_by: the error that ended the run, shown first.
     """
     places = {"logs": str(log_dir or ""), "trace": trace, "speed": speed, "page": page}

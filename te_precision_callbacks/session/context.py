@@ -14,15 +14,7 @@ from te_precision_callbacks.session.results import RunResults
 
 @dataclass
 class LoopFacts:
-    """Facts that an integration gives about the training loop.
-
-    Attributes:
-        trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
-        counts_from: the logging step of iteration 0, unless ``step`` gets another one.
-        front_door: the integration, for records: ``lightning``, ``accelerate``, ``transformers``.
-        counts_batches: whether ``step`` is called after each micro-batch on purpose.
-        gives_way: whether another session that starts stops this one.
-    """
+    """Facts that an integration gives about the training loop; see :meth:`InspectSession.start`."""
 
     trainer_steps: bool = False
     counts_from: int = 0
@@ -36,12 +28,7 @@ class RunContext:
     """Shared state of a run.
 
     Attributes:
-        options: the session's options.
-        loop: the facts about the training loop.
-        results: the results, as the parts write them.
         notices: the messages that were logged once.
-        failures: receives failures of observation.
-        ranks: the ranks that reduce statistics together.
         inspector: nvidia-dlfw-inspect, which counts the debug iterations.
     """
 
@@ -55,11 +42,9 @@ class RunContext:
 
     @property
     def iteration(self) -> int:
-        """The current debug iteration."""
         return self.inspector.iteration
 
     def logging_step(self, iteration: int) -> int:
-        """Return the default logging step of an iteration."""
         return iteration + self.loop.counts_from
 
     def step_in_words(self) -> str:

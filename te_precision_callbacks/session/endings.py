@@ -55,9 +55,8 @@ class ProcessEnds:
     """Stops a session before its process ends: at the exit, by SIGTERM, or by an uncaught exception.
 
     Args:
-        stop: stops the session; called with the exception that ends the process.
+        stop: called with the exception that ends the process.
         flush: writes the log and the records within the given seconds.
-        at_sigterm: handle SIGTERM, if the script has set no handler for it.
 
     Attributes:
         termination: the handler of SIGTERM; None if another handler is set, or outside the main thread.
@@ -85,12 +84,11 @@ class ProcessEnds:
         return self.termination is not None and self.termination.came
 
     def forget(self) -> None:
-        """Ignore the exit and exceptions from now on: the session has stopped."""
         self._uncaught.remove()
         self._at_exit.cancel()
 
     def _stop_before_the_end(self, error: BaseException) -> None:
-        """Stop because an error ends the process. A failure here must not hide that error."""
+        """A failure here must not hide the error that ends the process."""
         try:
             self._stop(error)
         except Exception as failure:
@@ -104,11 +102,8 @@ class ProcessEnds:
 class Uncaught:
     """Calls a function before Python shows an exception that ends the process.
 
-    A function that runs at the exit of the process would log its messages below the traceback, which has been shown by
-    then. At an interactive prompt the process continues after an exception, and the function is not called.
-
-    Args:
-        before: called with the exception; it must not raise.
+    A function that runs at the exit of the process would come too late for notes on the exception, and log below the
+    traceback. At an interactive prompt the process continues after an exception, and the function is not called.
     """
 
     def __init__(self, before: Callable[[BaseException], None]) -> None:
@@ -191,7 +186,6 @@ class Uninterrupted:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A part that Ctrl-C may interrupt."""
         try:
             self._may_interrupt = True
             yield
@@ -212,13 +206,6 @@ class Termination:
 
     If the main thread has not begun in :data:`GRACE` seconds, or has not ended in :data:`LONGEST_STOP`, a thread ends
     the process. It cannot while C code holds Python's lock. Made in the main thread only.
-
-    Args:
-        stop: stops the session; it must not raise.
-        flush: writes the log and the records within the given seconds; called in a separate thread.
-
-    Attributes:
-        came: whether SIGTERM has come, and ends the process.
     """
 
     def __init__(self, stop: Callable[[], None], flush: Callable[[float], Any]) -> None:
@@ -284,7 +271,6 @@ class Termination:
             os.close(reader)
 
     def unwatch(self) -> None:
-        """End the thread; does nothing if there is none. For the main thread."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             if (other := signal.set_wakeup_fd(-1)) != writer:

@@ -60,8 +60,6 @@ Row = dict[str, Any]
 
 
 class RunFacts:
-    """Gathers the facts of a run for the rules and the record store, when they have changed."""
-
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self._options = context.options
         self._model = model
@@ -88,7 +86,6 @@ class RunFacts:
 
     @without_collections()
     def take(self) -> Facts:
-        """Gather all facts."""
         begun = time.perf_counter()
         self._taken = self._state
         infos = self._results.layers
@@ -251,7 +248,6 @@ class RunFacts:
                 yield {"scope": "", "layer": name, "family": family, "since": since[name]}
 
     def _weights(self) -> dict[str, Row]:
-        """Layer -> the columns about its weights on this rank."""
         columns: dict[str, Row] = {}
         for named in self._model.layers.modules:
             for number, layer in enumerate(named.layers):
@@ -344,7 +340,6 @@ def _script() -> str:
 
 
 def _section_with(feature: str, sections: Sequence[Section]) -> Section | None:
-    """Return the section that gives a layer a feature. Sections may spell its name differently."""
     with_it = [
         section
         for section in sections
@@ -370,5 +365,4 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _plain(value: object) -> object:
-    """Convert a config value to JSON: mappings of OmegaConf to dict, other values to text."""
     return dict(value) if isinstance(value, Mapping) else str(value)

@@ -31,17 +31,8 @@ _SEARCHED = 100
 class Profiling:
     """Profiles the iterations of a choice, and writes their trace when the last one has ended.
 
-    The iteration before the first one warms the profiler up. Where a profiler of the user's own runs, only the ranges
-    are put, and its trace has them.
-
-    Args:
-        context: shared state of the run.
-        model: gets ranges around its modules.
-        hooks: put ranges around the GEMMs of Transformer Engine.
-        files: name the file of the trace.
-
-    Attributes:
-        trace: the trace, once it is written.
+    The iteration before the first one warms the profiler up. Where a profiler of the user's own runs, only ranges are
+    added, and its trace has them.
     """
 
     def __init__(self, context: RunContext, model: ObservedModel, hooks: ForwardHooks, files: RunFiles) -> None:
@@ -81,11 +72,7 @@ class Profiling:
             self._guarded("writing", self._write)
 
     def close(self, iteration: int) -> None:
-        """End the profile early, and warn of iterations that were not profiled.
-
-        Args:
-            iteration: the first iteration after the run.
-        """
+        """End the profile early, and warn of iterations that were not profiled."""
         self._choice = None
         self._guarded("ending", self._stop)
         self.write()
@@ -124,7 +111,6 @@ class Profiling:
             self._stop()
 
     def _leave(self, ending: int | None = None) -> None:
-        """Leave the running iteration; it counts if it is the one that ends."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -170,7 +156,6 @@ class Profiling:
             )
 
     def _warn_of_collection_steps(self, choice: ProfileChoice) -> None:
-        """Warn of collection steps in the profile, and suggest other iterations."""
         chosen = range(choice.first, choice.last + 1)
 
         def observed(steps: range) -> list[int]:
@@ -201,12 +186,10 @@ class Profiling:
         self._events.append(Event("profile", text, self._context.iteration, "warning"))
 
     def take_events(self) -> list[Event]:
-        """Return the warnings since the last call, for the records."""
         events, self._events = self._events, []
         return events
 
     def _guarded(self, doing: str, do: Callable[[], None]) -> None:
-        """Report a failure instead of raising it, and end the profile."""
         try:
             do()
         except ObservationError:

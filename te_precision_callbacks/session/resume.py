@@ -74,13 +74,7 @@ _OF_ACCELERATE = (
 class ResumeAudit:
     """Takes the fingerprints of a run, and compares a resumed run with the fingerprints of its checkpoint.
 
-    After :meth:`end` it can still take fingerprints while the model exists, for a checkpoint that is saved after the
-    stop.
-
-    Args:
-        context: shared state of the run; its results get the report.
-        model: the run's model.
-        records: record the run; None if it is not recorded.
+    After :meth:`end` it can still take fingerprints while the model exists, for a checkpoint saved after the stop.
     """
 
     def __init__(self, context: RunContext, model: ObservedModel, records: RecordSink | None) -> None:
@@ -99,23 +93,12 @@ class ResumeAudit:
     # ------------------------------------------------------------------ a checkpoint is written
 
     def text(self, iteration: int) -> str | None:
-        """Return the fingerprint of this rank as JSON; None without layers, and after a failure.
-
-        Args:
-            iteration: the next debug iteration.
-
-        Raises:
-            ObservationError: with ``strict=True``, it could not be taken.
-        """
+        """Return the fingerprint of this rank as JSON; None without layers, and after a failure."""
         fingerprint = self._take(iteration)
         return None if fingerprint is None else fingerprint.to_text()
 
     def save(self, folder: Path, iteration: int) -> None:
-        """Write this rank's fingerprint into the folder of a checkpoint.
-
-        Raises:
-            ObservationError: with ``strict=True``, it could not be taken or written.
-        """
+        """Write this rank's fingerprint into the folder of a checkpoint."""
         fingerprint = self._take(iteration)
         if fingerprint is not None:
             try:
@@ -177,9 +160,6 @@ class ResumeAudit:
 
         Args:
             saved: the text of a fingerprint, or the folder of a checkpoint, which may have none.
-
-        Raises:
-            FingerprintError: with ``strict=True``, a fingerprint cannot be read; otherwise there is a warning.
         """
         self._forget()
         try:
@@ -197,7 +177,6 @@ class ResumeAudit:
             ]
 
     def _go_on_with(self, run_id: str) -> None:
-        """Record in the run of the checkpoint."""
         if self._records is not None:
             try:
                 self._records.go_on_with(run_id)
@@ -245,11 +224,6 @@ class ResumeAudit:
         return run_and_compare
 
     def _compare(self, restored: Fingerprint) -> None:
-        """Compare, and report.
-
-        Raises:
-            ResumeAuditError: with ``strict=True``, there are results.
-        """
         saved = self._saved
         self._saved, self._restored = None, None  # the hooks stay until the step's end: torch is running them
         try:
@@ -301,7 +275,6 @@ class ResumedLoss:
         self._recent: deque[Any] = deque(maxlen=_KEPT)
 
     def note(self, values: Mapping[str, Any]) -> None:
-        """Note the training loss among the values that are logged in a step, under one of :data:`NAMES`."""
         loss = next((values[name] for name in NAMES if name in values), None)
         if is_scalar(loss):
             self._recent.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)

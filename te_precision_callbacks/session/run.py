@@ -64,24 +64,10 @@ logger = logging.getLogger(__name__)
 class Run:
     """Observes a model from the start of a session to its stop, and then undoes all changes.
 
-    The parts of a run receive the context, and the data of a step. They return data: a part never calls another part
-    back. The run calls them in order, in :meth:`attach`, :meth:`step` and :meth:`stop`.
-
-    Args:
-        options: the session's options.
-        sinks: receivers of records, before the sinks of the options.
-        results: get the results.
-        classify: decides the kind of a forward.
-        loop: the facts about the training loop.
-        notices: the messages that have been logged once.
-
     Attributes:
         live: True between start and stop.
-        context: shared state of all parts.
         hooks: the hooks in Transformer Engine's forwards.
-        model: the layers and their plan.
         observation: the engine, and the recorder of dumps.
-        overflow: activation overflow detection.
         resume_audit: the fingerprints for checkpoints, and the audit of a resume.
     """
 
@@ -150,14 +136,6 @@ class Run:
     # ------------------------------------------------------------------ start and attach
 
     def start(self, ends: ProcessEnds) -> None:
-        """Start nvidia-dlfw-inspect, and act in Transformer Engine's forwards.
-
-        Args:
-            ends: stops the session before the process ends.
-
-        Raises:
-            SessionError, FeatureLoadError: as ``InspectSession.start``.
-        """
         self.live = True
         self._ends = ends
         self.context.inspector.start(self.observation, self._scalars, self._before_script_ends)
@@ -165,7 +143,6 @@ class Run:
         self.context.inspector.iteration = self.context.failures.iteration = self.context.options.start_step or 0
 
     def count_from(self, iteration: int) -> None:
-        """Collect for another iteration from now on."""
         self.context.inspector.iteration = self.context.failures.iteration = iteration
         self._collector.last_logging_step = None
         self.hooks.arm()
@@ -173,7 +150,6 @@ class Run:
             self._profiling.begin(iteration)
 
     def attach(self, model: Model) -> None:
-        """Implement ``InspectSession.attach``."""
         context, ranks = self.context, self.context.ranks
         ranks.meet()
         with ranks.together("attaching a session", SessionError, ConfigError, agree=ranks.several):
@@ -208,7 +184,6 @@ class Run:
     # ------------------------------------------------------------------ a step
 
     def step(self, logging_step: int | None) -> StepRecords | None:
-        """Implement ``InspectSession.step``."""
         try:
             if is_capturing():
                 self._log_once(
@@ -309,7 +284,6 @@ class Run:
                 raise
 
     def _start_sinks(self) -> None:
-        """Begin the records and start the sinks, in the first step."""
         records = self._files.records
         try:
             self._files.begin()
@@ -320,7 +294,6 @@ class Run:
             self._sinks.start(self._describe())
 
     def _reduce(self, ending: EndingStep) -> None:
-        """Collect the statistics of all ranks, or of this rank if that fails, and count the iteration."""
         inspector = self.context.inspector
         try:
             self._collector.reduce(ending, self._loop_checks.optimizer_steps)
@@ -389,7 +362,6 @@ class Run:
             self.count_from(iteration)
 
     def _complete(self, ending: EndingStep) -> None:
-        """Count an unfinished step, with this rank's own values."""
         if self._collector.ending is not None:
             self.context.inspector.iteration = ending.iteration + 1
             self.hooks.arm()
@@ -398,7 +370,6 @@ class Run:
     # ------------------------------------------------------------------ events
 
     def _send_events(self, *events: Event) -> None:
-        """Send events to the sinks and to the rules, and the findings of the rules to the sinks."""
         for event in events:
             self._sinks.send(event)
             self._send_findings(self._rules.event(event))
@@ -420,7 +391,6 @@ class Run:
             self._send_findings(self._rules.scalars(scalars))
 
     def _send_checked(self, checked: tuple[Event, bool] | None) -> None:
-        """Send the event of a check of parameters to the rules, and to the sinks if this rank records it."""
         if checked is not None:
             event, is_recorded = checked
             if is_recorded:
@@ -442,16 +412,13 @@ class Run:
     # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
-        """Implement ``InspectSession.flush``."""
         return all_within(seconds, [*self._files.hurry(), self.context.inspector.events.hurry()])
 
     @property
     def last_logging_step(self) -> int | None:
-        """The logging step of the last iteration; None before its end."""
         return self._collector.last_logging_step
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
-        """Implement ``InspectSession.log``. Return the logging step; None in a forked process."""
         if self.is_forked:
             return None
         iteration, last = self.context.iteration, self._collector.last_logging_step
@@ -463,14 +430,13 @@ class Run:
         return logging_step
 
     def note_checkpoint(self, file: str) -> None:
-        """Report to the sinks that a checkpoint has been taken; its file is empty if it is unknown."""
+        """Report a checkpoint to the sinks; its file is empty if it is unknown."""
         iteration = self.context.iteration
         self.context.results.diagnosis.note_checkpoint(iteration, file)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
         self._send_events(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 
     def restore_losses(self, losses: Sequence[float]) -> None:
-        """Let the rules compare the first losses of a resumed run with the losses of its checkpoint."""
         if losses:
             text = f"The run was resumed after a training loss of {losses[-1]:.6g}."
             before = max(self.context.iteration - 1, 0)
@@ -479,11 +445,6 @@ class Run:
     # ------------------------------------------------------------------ stop
 
     def stop(self, error: BaseException | None, logging_step: int | None) -> None:
-        """Write the statistics collected since the last step, and undo all changes.
-
-        Args:
-            error, logging_step: as in ``InspectSession.stop``.
-        """
         context, layers = self.context, self.model.layers
         ended_by = error or sys.exc_info()[1]
         explain_failure(ended_by, layers.modules, layers.other_names)
@@ -528,7 +489,7 @@ class Run:
                     stack.callback(self._try, doing, of, call)
 
     def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
-        """Run a part of the end, and report a failure; raise only errors that the user asked for."""
+        """Report a failure; raise only errors that the user asked for."""
         try:
             call()
         except ASKED_FOR:
@@ -540,7 +501,6 @@ class Run:
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
     def _hand_over(self, error: BaseException | None, logging_step: int | None, guard: Uninterrupted) -> None:
-        """Deliver an interrupted step, and the statistics collected since the last step."""
         collector, from_device = self._collector, self._may_read_device
         self.model.warn_of_refused()
         self._loop_checks.end()
@@ -563,14 +523,11 @@ class Run:
 
     @property
     def _is_terminated(self) -> bool:
-        """Return whether a signal ends the process: slow parts are skipped."""
         return self._ends is not None and self._ends.is_terminated
 
     @property
     def _may_read_device(self) -> bool:
-        """Return whether the GPU may be read: when a signal ends the process, it may be waiting for another rank
-        forever.
-        """
+        """False when a signal ends the process: the GPU may be waiting for another rank forever."""
         return not (self._is_terminated and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def _check_parameters(self) -> None:
@@ -611,7 +568,6 @@ class Run:
             results.audit.leave(self.context.iteration)
 
     def _send_end(self, error: BaseException | None) -> None:
-        """Send the remaining events to the sinks, and the end of the run to the rules."""
         iteration = self.context.iteration
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
             if error is not None:
@@ -647,7 +603,7 @@ class Run:
             raise
 
     def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        """Close the detector, and write all dumps; before a signal ends the process, only queued dumps."""
+        """Before a signal ends the process, only queued dumps are written."""
         try:
             if self._may_read_device:
                 self.overflow.close(error, self.observation.recorder)
@@ -656,7 +612,6 @@ class Run:
                 self.observation.recorder.close(decides=self._may_read_device)
 
     def _put_back(self) -> None:
-        """End nvidia-dlfw-inspect, and undo all changes in the process."""
         with ExitStack() as then:
             then.callback(self._classify.end)
             then.callback(self.context.inspector.stop)
@@ -676,7 +631,6 @@ class Run:
 
     @property
     def is_forked(self) -> bool:
-        """Return whether this process was forked from the process that started the run."""
         return os.getpid() != self._process
 
     def _is_abandoned(self) -> bool:
