@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
+from te_precision_callbacks.check.findings import listed
 from te_precision_callbacks.check.stand_ins import stand_ins
 from te_precision_callbacks.coverage.matrix_products import causal_share
 from te_precision_callbacks.coverage.micro_batches import leaves
@@ -44,17 +45,21 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     require_batch(batch)
     if not isinstance(model, torch.nn.Module):
         raise BatchError("A batch needs one model to be called with it; plan several models one by one, or by tokens.")
+    if operations := [layer for operation in named_operations(model) for layer in operation.layers]:
+        raise BatchError(
+            f"A batch cannot size operations of te.ops ({listed(operations)}), which have to run for that. Give"
+            " --tokens (tokens= in Python) in place of a batch."
+        )
     place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     on_meta = place.type == "meta"
     failures: list[Exception] = []
     products = ModelProducts(lambda doing, what, error: failures.append(error), lambda: False, lambda: False)
-    operations = [layer for operation in named_operations(model) for layer in operation.layers]
     arguments, keywords = _arguments(_moved(batch, place))
     in_backward = False
     try:
         with _left_as_it_is(model), meta_device() if on_meta else contextlib.nullcontext():
-            products.watch_model(model, module_names(model), operations)
-            with stand_ins(model, modules, products) as ran, _Masks(products):
+            products.watch_model(model, module_names(model), ())
+            with stand_ins(modules, products) as ran, _Masks(products):
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
                     result = model(*arguments, **keywords)
                 in_backward = True

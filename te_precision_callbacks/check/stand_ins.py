@@ -1,6 +1,6 @@
 """Calls the modules of Transformer Engine only for the sizes of their matrix products.
 
-    with stand_ins(model, modules, products) as ran:
+    with stand_ins(modules, products) as ran:
         ...                    # the forward and backward of the model
     ran.recipes                # layer -> the recipe of its call; None outside of te.autocast
 
@@ -9,7 +9,7 @@ nothing. On the meta device a result has the right shape. On any other device th
 in which GEMMs accept any shape.
 
 Read from Transformer Engine 2.20.2: the forwards of ``pytorch/module/{linear,layernorm_linear,layernorm_mlp,
-grouped_linear}.py``, of ``pytorch/ops/{op,sequential}.py``, and of ``DotProductAttention``, which are replaced.
+grouped_linear}.py`` and of ``DotProductAttention``, which are replaced.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.coverage.gemm_precision import FROZEN
 from te_precision_callbacks.coverage.matrix_products import share_left
 from te_precision_callbacks.coverage.planned_products import Ran, gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
@@ -33,32 +31,23 @@ from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.forwards import in_backward, in_evaluation
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
-from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations
+from te_precision_callbacks.layers.naming import NamedModule
 
 _OF_MASK = ("attn_mask_type", "window_size")
 _NAMED = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-_KEEP_SHAPE = frozenset(
-    {
-        *("Bias", "ConstantScale", "Dropout", "Identity", "L2Normalization", "LayerNorm", "Quantize", "RMSNorm"),
-        *("GELU", "QGELU", "ReLU", "SReLU", "SiLU"),
-    }
-)
 
 
 @contextlib.contextmanager
-def stand_ins(model: Model, modules: Sequence[NamedModule], products: ModelProducts) -> Iterator[Ran]:
+def stand_ins(modules: Sequence[NamedModule], products: ModelProducts) -> Iterator[Ran]:
     """Replace the forwards of Transformer Engine's classes by forwards that report their products."""
     import transformer_engine.pytorch as te
-    from transformer_engine.pytorch.ops.op import BasicOperation, FusedOperation
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    standing = _StandIns(model, modules, products)
+    standing = _StandIns(modules, products)
     replaced: dict[Any, Callable[..., Any]] = {
         **{getattr(te, name): standing.module for name in _NAMED},
         te.DotProductAttention: standing.attention,
-        BasicOperation: standing.operation,
-        FusedOperation: standing.operations,
-        te.ops.Sequential: standing.operations,
+        **dict.fromkeys((te.LayerNorm, te.RMSNorm), standing.norm),
     }
     before = {owner: owner.forward for owner in replaced}
     state, FP8GlobalStateManager.quantization_state = (
@@ -92,11 +81,10 @@ def _method(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[.
 class _StandIns:
     """See :func:`stand_ins` for the arguments."""
 
-    def __init__(self, model: Model, modules: Sequence[NamedModule], products: ModelProducts) -> None:
+    def __init__(self, modules: Sequence[NamedModule], products: ModelProducts) -> None:
         self.ran = Ran()
         self._products = products
         self._named = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
-        self._operations = {id(operation.module): operation.layers for operation in named_operations(model)}
 
     # ------------------------------------------------------------------ layers
 
@@ -116,30 +104,10 @@ class _StandIns:
         result = _with_backward(results[0], back, inp, *module.parameters(recurse=False))
         return (result, *results[1:]) if isinstance(own, tuple) else result
 
-    def operation(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
+    def norm(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
         inp = given["input"]
-        if given.get("extra_inputs"):
-            raise NotImplementedError(f"te.ops.{type(module).__name__} with several inputs cannot be planned")
-        layers = self._operations.get(id(module), ())
-        if layers:
-            _require_columns(inp, module.local_in_features, layers[0])
-        result = self._own(inp, call_own, lambda: _result_of_operation(module, inp))
-        weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
-        frozen = not any(weight.requires_grad for weight in weights)
-        left_out = {LayerGemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}  # there is always a dgrad
-        of_layer = dict.fromkeys(layers, inp.numel() // max(1, inp.shape[-1]))
-        sizes = dict.fromkeys(layers, (module.in_features, module.out_features)) if layers else {}
-        back = self._report(of_layer, sizes, left_out)
-        return _with_backward(result, back, inp, *module.parameters(recurse=False))
-
-    def operations(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
-        """Replaces the forward of a ``te.ops.Sequential``, or of an operation that consists of several."""
-        if given.get("extra_inputs"):
-            raise NotImplementedError(f"te.ops.{type(module).__name__} with several inputs cannot be planned")
-        x = given["input"]
-        for part in module.basic_ops if hasattr(module, "basic_ops") else module:
-            x = part(x)
-        return x
+        result = self._own(inp, call_own, lambda: torch.empty_like(inp))
+        return _with_backward(result, lambda: None, inp, *module.parameters())
 
     def _report(
         self,
@@ -237,19 +205,6 @@ def _activation_dtype(inp: torch.Tensor) -> torch.dtype:
         if torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
     return inp.dtype
-
-
-def _result_of_operation(module: Any, inp: torch.Tensor) -> torch.Tensor:
-    name = type(module).__name__
-    if name == "BasicLinear":
-        return inp.new_empty(*inp.shape[:-1], module.local_out_features)
-    if name == "Reshape":
-        return inp.reshape(module._shape)
-    if name.endswith("GLU"):
-        return inp.new_empty(*inp.shape[:-1], inp.shape[-1] // 2)
-    if _KEEP_SHAPE.isdisjoint(class_names(module)):
-        raise NotImplementedError(f"the shape of the result of te.ops.{name} is not known")
-    return torch.empty_like(inp)
 
 
 def _with_backward(result: torch.Tensor, back: Callable[[], None], *sources: Any) -> torch.Tensor:

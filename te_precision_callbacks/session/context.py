@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks.together import Ranks
@@ -10,6 +10,7 @@ from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.session.results import RunResults
+from te_precision_callbacks.sinks.step_records import Event
 
 
 @dataclass
@@ -30,6 +31,7 @@ class RunContext:
     Attributes:
         notices: the messages that were logged once.
         inspector: nvidia-dlfw-inspect, which counts the debug iterations.
+        events: a queue, which the run sends to the sinks and to the rules.
     """
 
     options: SessionOptions
@@ -39,6 +41,7 @@ class RunContext:
     failures: ObservationFailures
     ranks: Ranks
     inspector: Inspector
+    events: list[Event] = field(default_factory=list)
 
     @property
     def iteration(self) -> int:

@@ -14,7 +14,6 @@ import torch
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log
-from te_precision_callbacks.runs.fingerprints import ResumeReport
 from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.runs.reading import list_runs, open_run
 from te_precision_callbacks.runs.recording import Place
@@ -24,7 +23,7 @@ from te_precision_callbacks.runs.trace_files import new_trace_file
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.loggers import LoggerSink
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
-from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Severity, Sink, StepRecords
+from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
 
 logger = logging.getLogger(__name__)
 
@@ -140,11 +139,6 @@ def dump_events(written: Iterable[Header]) -> Iterator[Event]:
     for header in written:
         text = f"{header.layer} {header.tensor}, micro-batch {header.micro_batch}"
         yield Event("dump_written", text, header.iteration or 0, layer=header.layer, tensor=header.tensor)
-
-
-def resume_event(report: ResumeReport, iteration: int) -> Event:
-    severity: Severity = "warning" if report.findings else "info"
-    return Event("resume_audited", str(report), iteration, severity, phase="checkpoint")
 
 
 class RunFiles:

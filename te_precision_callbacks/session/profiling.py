@@ -44,7 +44,6 @@ class Profiling:
         self._model = model
         self._hooks = hooks
         self._files = files
-        self._events: list[Event] = []
         self._is_first = True
         self._ranges = ModuleRanges()
         self._profiler: StepProfiler | None = None
@@ -183,11 +182,7 @@ class Profiling:
 
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)
-        self._events.append(Event("profile", text, self._context.iteration, "warning"))
-
-    def take_events(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
+        self._context.events.append(Event("profile", text, self._context.iteration, "warning"))
 
     def _guarded(self, doing: str, do: Callable[[], None]) -> None:
         try:

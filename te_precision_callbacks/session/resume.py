@@ -43,6 +43,7 @@ from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.sinks.step_records import Event, Severity
 
 logger = logging.getLogger(__name__)
 
@@ -235,6 +236,9 @@ class ResumeAudit:
             self._failures.report("auditing", "the resume", error)
             return
         self._results.resume = report
+        severity: Severity = "warning" if report.findings else "info"
+        event = Event("resume_audited", str(report), self._context.iteration, severity, phase="checkpoint")
+        self._context.events.append(event)
         if not report.findings:
             logger.debug("The resume has restored what the checkpoint of iteration %d had.", report.iteration)
             return

@@ -47,7 +47,7 @@ from te_precision_callbacks.session.checks import (
 from te_precision_callbacks.session.closing import ClosingReport
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
 from te_precision_callbacks.session.context import LoopFacts, RunContext
-from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event, resume_event
+from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event
 from te_precision_callbacks.session.endings import ProcessEnds, Terminated, Uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
@@ -83,7 +83,7 @@ class Run:
         self.live = False
         self._process = os.getpid()
         self._ends: ProcessEnds | None = None
-        self._reported: list[object] = []
+        self._overflowed: BaseException | None = None
         # Not by the ranks of the run, which would keep the model as long as the results.
         leading = functools.partial(leads, options.process_group, reduce=options.reduce)
         failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
@@ -248,7 +248,7 @@ class Run:
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
         self._profiling.end(iteration)
-        unobserved = self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
+        self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
         self.context.inspector.report_events()
         self.model.end_step()
         self._start_sinks()
@@ -258,9 +258,7 @@ class Run:
         self._reduce(ending)
         self.hooks.begin(self.context.iteration)
         # Check the facts, and the statistics where they are delivered.
-        self._send_pending(iteration)
-        if unobserved:
-            self._send_events(Event("observation_failed", unobserved, iteration, "warning"))
+        self._send_pending()
         self._check_facts(iteration)
         try:
             records = self._deliver(ending)
@@ -268,10 +266,12 @@ class Run:
             self.overflow.mark_dumps(self.observation.recorder)
             self.observation.recorder.end_step()
         # Record the dumps and the results of checks over all ranks.
-        self._send_events(*dump_events(self.observation.recorder.take_written()))
-        self._send_checked(self._parameters.end_step(iteration))
-        for event in self._contract.end_step(iteration):
-            self._send_events(event)
+        self.context.events.extend(dump_events(self.observation.recorder.take_written()))
+        self._parameters.end_step(iteration)
+        try:
+            self._contract.end_step(iteration)
+        finally:
+            self._send()
         self._rules.stop_if_wanted()
         return records
 
@@ -317,9 +317,10 @@ class Run:
                 return
             facts = self._facts.take()
             if records is not None and records.writes_reduced:
-                self._send_events(*self._facts.changes())
+                self._send(*self._facts.changes())
                 records.put_facts(facts)
-            self._send_findings(self._rules.facts(facts, iteration))
+            self._rules.facts(facts, iteration)
+            self._send()
         except ASKED_FOR:
             raise
         except Exception as error:
@@ -344,8 +345,8 @@ class Run:
     def _checked(self, ending: EndingStep, records: StepRecords) -> StepRecords:
         if not ending.is_checked:
             try:
-                records, findings = self._rules.records(records)
-                self._send_findings(findings)
+                records = self._rules.records(records)
+                self._send()
             except Exception as error:
                 ending.is_checked = True
                 if isinstance(error, ObservationError):
@@ -369,45 +370,28 @@ class Run:
 
     # ------------------------------------------------------------------ events
 
-    def _send_events(self, *events: Event) -> None:
-        for event in events:
+    def _send(self, *events: Event) -> None:
+        """Send the events of the parts, and more events, to the sinks and the rules, whose findings are events too."""
+        queue = self.context.events
+        queue += events
+        while queue:
+            event = queue.pop(0)
             self._sinks.send(event)
-            self._send_findings(self._rules.event(event))
+            if event.kind != "finding":
+                self._rules.event(event)
 
-    def _send_findings(self, findings: Iterable[Event]) -> None:
-        for finding in findings:
-            self._sinks.send(finding)
-
-    def _send_pending(self, iteration: int, *, at_last: bool = False) -> None:
-        """Send what was kept for the end of a step: failures, warnings, a resume, and the trainer's scalars."""
-        for failed_at, text in self.context.failures.take():
-            self._send_events(Event("observation_failed", text, failed_at, "error"))
-        self._send_events(*self._profiling.take_events())
-        resume = self.context.results.resume
-        if resume is not None and self._is_new(resume):
-            self._send_events(resume_event(resume, iteration))
+    def _send_pending(self, *, at_last: bool = False) -> None:
+        """Send what was kept for the end of a step: events, failures and the trainer's scalars."""
+        self._send(*(Event("observation_failed", text, at, "error") for at, text in self.context.failures.take()))
         for scalars in self._trainer_scalars.take(at_once=at_last):
             self._sinks.send(scalars)
-            self._send_findings(self._rules.scalars(scalars))
-
-    def _send_checked(self, checked: tuple[Event, bool] | None) -> None:
-        if checked is not None:
-            event, is_recorded = checked
-            if is_recorded:
-                self._send_events(event)
-            else:
-                self._send_findings(self._rules.event(event))
+            self._rules.scalars(scalars)
+        self._send()
 
     def _send_nonfinite(self, error: BaseException) -> None:
-        for event in nonfinite_event(error, self.context.iteration):
-            if self._is_new(error):
-                self._send_events(event)
-
-    def _is_new(self, reported: object) -> bool:
-        is_new = reported not in self._reported
-        if is_new:
-            self._reported.append(reported)
-        return is_new
+        if error is not self._overflowed:
+            self._overflowed = error
+            self._send(*nonfinite_event(error, self.context.iteration))
 
     # ------------------------------------------------------------------ calls of the script
 
@@ -434,13 +418,13 @@ class Run:
         iteration = self.context.iteration
         self.context.results.diagnosis.note_checkpoint(iteration, file)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
-        self._send_events(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
+        self._send(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 
     def restore_losses(self, losses: Sequence[float]) -> None:
         if losses:
             text = f"The run was resumed after a training loss of {losses[-1]:.6g}."
             before = max(self.context.iteration - 1, 0)
-            self._send_events(Event("losses_restored", text, before, data={"losses": losses}))
+            self._send(Event("losses_restored", text, before, data={"losses": losses}))
 
     # ------------------------------------------------------------------ stop
 
@@ -533,7 +517,8 @@ class Run:
     def _check_parameters(self) -> None:
         last = self.context.results.iterations.last
         if last is not None and not self._is_terminated and not self.context.inspector.ended:
-            self._send_checked(self._parameters.end(last))
+            self._parameters.end(last)
+            self._send()
 
     def _check_contract(self, error: BaseException | None) -> None:
         """Check the contract if it was not checked before. An error that ends the run is not hidden."""
@@ -556,8 +541,10 @@ class Run:
                 " training"
             )
         iteration = self.context.iteration - has_stepped
-        for event in self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None):
-            self._send_events(event)
+        try:
+            self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None)
+        finally:
+            self._send()
 
     def _note_unended(self) -> None:
         """Record the products of a run without any step."""
@@ -572,10 +559,10 @@ class Run:
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
             if error is not None:
                 self._send_nonfinite(error)
-            self._send_events(*dump_events(self.observation.recorder.take_written()))
+            self._send(*dump_events(self.observation.recorder.take_written()))
             if not self._may_read_device:
                 self._trainer_scalars.drop_from_device()
-            self._send_pending(iteration, at_last=True)
+            self._send_pending(at_last=True)
             self._check_facts(iteration, at_last=True)
             self._rules.event(end_of(error, max(iteration - 1, 0)))
 
@@ -586,14 +573,14 @@ class Run:
         if text := never_due_in_words(self.context.options.config, last):
             logger.warning("%s", text)
             self.context.results.never_due = text
-            self._send_events(Event("never_due", text, last, "warning"))
+            self._send(Event("never_due", text, last, "warning"))
 
     def _check_whole_run(self) -> None:
         if not self._is_terminated:
             self._closing.check_whole_run()
 
     def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        self._send_pending(self.context.iteration)
+        self._send_pending()
         try:
             with guard.interruptible():
                 self._sinks.close(error)

@@ -20,6 +20,7 @@ from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.sinks.step_records import Event
 
 logger = logging.getLogger(__name__)
 
@@ -105,18 +106,18 @@ class LoopChecks:
     def has_trained(self) -> bool:
         return any(self._model.is_trained_by(optimizer) for optimizer in list(self._steps))
 
-    def end_step(self, *, in_regions: bool) -> str:
-        """Return why nothing is observed, if that is new: the model is trained in evaluation mode."""
-        unobserved = ""
+    def end_step(self, *, in_regions: bool) -> None:
         if self._in_evaluation and self.has_trained and self._notices.first("evaluation"):
             unobserved = (
                 "the optimizer has stepped, but all observed layers are in evaluation mode, so nothing is observed:"
                 " call model.train() before the training"
             )
+            iteration = self._context.iteration
+            self._context.events.append(Event("observation_failed", unobserved, iteration, "warning"))
             if own_rank() == 0:
                 logger.warning(
                     "In step %d %s. Or ignore this warning if the layers are meant to stay so.",
-                    self._context.iteration,
+                    iteration,
                     unobserved,
                 )
         self._in_evaluation = False
@@ -124,7 +125,6 @@ class LoopChecks:
             self._check_further_steps(in_regions=in_regions)
         self.has_stepped = True
         self._steps.clear()
-        return unobserved
 
     def _check_further_steps(self, *, in_regions: bool) -> None:
         """Warn if each optimizer step has the same number of extra iterations, empty or with a backward only."""
