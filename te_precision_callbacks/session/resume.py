@@ -13,7 +13,7 @@ import importlib.metadata
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_precision_callbacks.base.errors import ResumeAuditError
+from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
@@ -186,8 +187,7 @@ class ResumeAudit:
 
     def end_step(self) -> None:
         """Report at the end of a step, if the optimizer is not a torch optimizer."""
-        if self._restored is not None:
-            self._compare(self._restored)
+        self._compare()
         if self._handles and not self._saved:
             self._forget()
 
@@ -204,32 +204,17 @@ class ResumeAudit:
             self._failures.report("auditing", "the resume", error)
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> Any:
-        if self._restored is not None:
-            self._compare(self._restored)
-        elif not self._saved:
-            return None
-        # Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
-        elif len(args) > 1 and callable(args[1]):
-            return (args[0], self._compared_after(args[1]), *args[2:]), keywords
-        elif callable(keywords.get("closure")):
-            return args, {**keywords, "closure": self._compared_after(keywords["closure"])}
+        if self._saved and self._restored is None:
+            return after_closure(args, keywords, self._compare)
+        self._compare()
         return None
 
-    def _compared_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run_and_compare() -> Any:
-            loss = closure()
-            if self._restored is not None:
-                self._compare(self._restored)
-            return loss
-
-        return run_and_compare
-
-    def _compare(self, restored: Fingerprint) -> None:
-        saved = self._saved
+    def _compare(self) -> None:
+        saved, restored = self._saved, self._restored
+        if saved is None or restored is None:
+            return
         self._saved, self._restored = None, None  # the hooks stay until the step's end: torch is running them
         try:
-            if saved is None:
-                return
             now = with_recipes(restored, self._modules(), self._results.audit.trained_in_fp8)
             report = compare(saved, now)
         except Exception as error:
