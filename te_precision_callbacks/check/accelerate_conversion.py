@@ -1,9 +1,4 @@
-"""Converts a model as Accelerate does for FP8, without an Accelerator, to plan it.
-
-converted = convert_by_accelerate(model)     # in place; a model on the meta device stays there
-converted.left_out                           # layer -> the reason why Accelerate left it out
-converted.notes                              # warnings of Accelerate, and possible mistakes
-"""
+"""Converts a model as Accelerate does for FP8, without an Accelerator, to plan it."""
 
 from __future__ import annotations
 

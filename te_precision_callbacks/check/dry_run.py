@@ -1,9 +1,5 @@
 """Calls a model's forward and backward once, only for the sizes of its matrix products.
 
-ran = dry_run(model, modules, batch, recipe)
-ran.products           # as the first step of a session counts them; without formats of Transformer Engine's layers
-ran.recipes["proj"]    # the recipe in force when a layer of Transformer Engine was called
-
 A model on the meta device runs there, where tensors have shapes and no values. Nothing of the model changes.
 """
 

@@ -1,9 +1,6 @@
-"""Builds a model from the name of a function, without a GPU, and without memory for its weights if possible.
+"""Builds a model or a batch from ``package.module:function``; a model without memory for its weights, if possible.
 
-    model, device = build_model("package.module:factory")     # device: "meta" or "cpu"
-
-The function takes no arguments and returns a ``torch.nn.Module``. It is called on the meta device first, where tensors
-have shapes and no values, and on the CPU if it raises there.
+The function takes no arguments. It is called on the meta device first, and on the CPU if it raises there.
 """
 
 from __future__ import annotations
@@ -49,9 +46,8 @@ _BATCH = _Wanted(
 
 
 def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, str]:
-    """Return the model that a function makes, and the device that it was made on.
-
-    Modules are found as ``python -m`` finds them, also in the current folder. Output of the function goes to stderr.
+    """Return the model that a function makes, and its device, ``meta`` or ``cpu``. Output of the function goes to
+    stderr.
 
     Raises:
         ModelFactoryError: the function does not exist, needs arguments or a GPU, raises, or does not return a module.

@@ -1,7 +1,4 @@
-"""Problems of a plan: recipes that features need, and shapes that GEMMs do not support.
-
-findings = [*of_recipe(recipe, modules, acting), *of_shapes(recipe, modules, operations, coverage, tokens=4096)]
-"""
+"""Problems of a plan: recipes that features need, and shapes that GEMMs do not support."""
 
 from __future__ import annotations
 

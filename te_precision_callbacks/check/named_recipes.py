@@ -1,7 +1,4 @@
-"""Transformer Engine's recipes by name.
-
-recipe = recipe_named("mxfp8")     # as Transformer Engine makes it without arguments
-"""
+"""Transformer Engine's recipes by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Prints a plan as a table, or as an object for JSON. Layers with the same plan share a row.
-
-show(checked, "package.module:function", "meta")
-"""
+"""Prints a plan as a table, or as an object for JSON. Layers with the same plan share a row."""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
 """Calls the modules of Transformer Engine only for the sizes of their matrix products.
 
-    with stand_ins(modules, products) as ran:
-        ...                    # the forward and backward of the model
-    ran.recipes                # layer -> the recipe of its call; None outside of te.autocast
-
 While their forwards are replaced, these classes report their GEMMs and attention, with their backward, and quantize
 nothing. On the meta device a result has the right shape. On any other device the module computes it in high precision,
 in which GEMMs accept any shape.
 
 Read from Transformer Engine 2.20.2: the forwards of ``pytorch/module/{linear,layernorm_linear,layernorm_mlp,
-grouped_linear}.py`` and of ``DotProductAttention``, which are replaced.
+grouped_linear}.py`` and of ``DotProductAttention``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Sizes in bytes, as written in configs.
-
-size_in_bytes("2GiB")  # 2147483648
-"""
+"""Sizes in bytes, as written in configs: ``2GiB``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Validation of features' options by their schemas, with readable errors.
-
-read = read_features({"FakeQuant": {...}}, place)     # raises ConfigError
-read["FakeQuant"]                                     # as written, a bare name as a list
-holding(read["FakeQuant"].schema.targets, "weight", "fprop")   # the options for a tensor of a GEMM
-"""
+"""Validation of features' options by their schemas, with readable errors."""
 
 from __future__ import annotations
 

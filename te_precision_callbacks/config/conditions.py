@@ -1,16 +1,7 @@
-"""Conditions on statistics of a tensor, and on shares of multiply-adds.
+"""Conditions on statistics of a tensor, such as ``underflows% > 5``, and on shares of multiply-adds.
 
-    condition = parse_condition("underflows% > 5")
-    condition.statistic.label                   # "underflows%"
-    condition.holds(7.5)                        # True
-    str(condition)                              # "underflows% > 5"
-    parse_condition("nonfinite")                # Event.NONFINITE
-
-A condition names a statistic as the log does, without layer and tensor: ``underflows%``, ``mxfp8_mse_columnwise``. A
-condition on a share names a precision, and optionally a part of the products:
-
-    share = parse_share("fp8 wgrad >= 90%")
-    share.holds(0.93)                           # True
+A condition names a statistic as the log does, without layer and tensor. A condition on a share, such as
+``fp8 wgrad >= 90%``, names a precision, and optionally a part of the products.
 """
 
 from __future__ import annotations

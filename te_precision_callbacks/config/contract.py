@@ -143,7 +143,7 @@ def _read(data: Any, place: Callable[..., str]) -> Contract:
         written = _Written.model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError(*(_problem(details, place) for details in error.errors(include_url=False))) from None
-    if not data.keys() & {"share", "layers", "state"}:
+    if not (written.share or written.layers or written.state):
         raise ConfigError(f"{place()}: the contract demands nothing. Give it 'share', 'layers' or 'state'.")
     state = {_SHORT.get(subject, subject): dtype for subject, dtype in written.state.items()}
     return Contract(tuple(written.share.values()), written.layers, state, written.by_step, written.on_broken)
@@ -152,7 +152,7 @@ def _read(data: Any, place: Callable[..., str]) -> Contract:
 def _problem(details: Any, place: Callable[..., str]) -> str:
     keys, known = [key for key in details["loc"] if key != "[key]"], _Written.model_fields
     where, key = place(*keys), keys[0]
-    if details["type"] == "extra_forbidden":
+    if key not in known:
         return f"{where}: a contract has no key {shown(key)}.{suggestion(str(key), known)}"
     if details["type"] == "value_error":
         return f"{where}{' ' if key == 'share' else ': '}{details['ctx']['error']}"

@@ -1,10 +1,4 @@
-"""Conditions of DumpTensors: the statistics they read, and conditions that can never hold.
-
-known = collected(schemas_of_a_layer, "activation")    # label -> Collected
-read_by(parse_condition("mxfp8_mse > 5"), known)       # the statistic that the condition reads
-
-check_conditions(plan, config.enabled_sections, detects_overflow=False)     # raises ConfigError
-"""
+"""Conditions of DumpTensors: the statistics they read, and conditions that can never hold."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Types of config values for the schemas, with descriptions.
 
-    freq: StrictInt = Field(1, ge=1)         # words(field): "an integer >= 1"
-    tensors: ListOf[Operand]                 # words(field): "a list of activation, weight, gradient"
-
 Texts of validation errors continue a sentence that starts with the key: "has the pair [5, 2], which ends before it
 starts."
 """

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import Scheduled
-from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import Level, Target
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import NamespacedFeatures, Section, resolve_features
 from te_precision_callbacks.config.problems import shown
-from te_precision_callbacks.config.schemas import LogGemmErrorItem
+from te_precision_callbacks.config.schemas import LogGemmErrorItem, known_features
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
 
 _MOST_NAMED = 3

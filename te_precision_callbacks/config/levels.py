@@ -45,18 +45,14 @@ _TENSORS = frozenset({"tensors", "tensors_struct"})
 
 @dataclass(frozen=True)
 class Nested:
-    """The options for a tensor or a GEMM, with the enclosing levels; inner keys override outer ones.
+    """The options for a tensor or a GEMM, with the enclosing levels, outermost first; inner keys override outer ones.
 
         whole = Nested.of({"margin": 1, "gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 2}]})
         ((gemm, of_gemm),) = whole.chosen("gemm")      # "fprop"
-        ((tensor, nested),) = of_gemm.chosen("tensor")  # "weight"
-        nested.merged()["margin"]                       # 2
-        nested.path("margin")                           # ("gemms_struct", 0, "margin")
+        of_gemm.merged()["margin"]                      # 2
+        of_gemm.path("margin")                          # ("gemms_struct", 0, "margin")
 
     Read from nvidia-dlfw-inspect 0.2.2, ``base.py``, and Transformer Engine 2.20.2, ``debug/features/api.py``.
-
-    Attributes:
-        levels: path and options of each level, outermost first.
     """
 
     levels: tuple[tuple[KeyPath, Mapping[str, Any]], ...]
@@ -119,10 +115,11 @@ class Level(BaseModel):
         """Check the options for a tensor of a GEMM; raises Misfit."""
 
     @classmethod
-    def of(cls, nested: Nested, **named: str) -> Self:
-        """Build the item for a tensor or GEMM from validated keys of all levels."""
-        holds = {key: value for key, value in nested.merged().items() if key in cls.model_fields}
-        return cls.model_construct(**{**holds, **named})
+    def of(cls, nested: Nested, feature: Level, **named: str) -> Self:
+        """Build the item for a tensor or GEMM from validated keys of all levels, and defaults of the feature."""
+        own = {key: getattr(feature, key) for key in cls.model_fields if key in type(feature).model_fields}
+        given = {key: value for key, value in nested.merged().items() if key in cls.model_fields}
+        return cls.model_construct(**{**own, **given, **named})
 
     @classmethod
     def listed(cls, written: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +232,7 @@ class TensorChoice(Level, Generic[NameT, TensorItemT]):
 
     def target(self, gemm: str | None, tensor: str, nested: Nested) -> Target[TensorItemT]:
         item: Any = item_of(type(self).model_fields["tensors_struct"])
-        return Target(tensor, gemm, item.of(nested, tensor=tensor), nested)
+        return Target(tensor, gemm, item.of(nested, self, tensor=tensor), nested)
 
 
 class GemmChoice(Level, Generic[GemmItemT]):
@@ -253,6 +250,11 @@ class GemmChoice(Level, Generic[GemmItemT]):
         choices = _chosen(self.nested, "gemm")
         _refuse_twice(choices, "gemm")
         return dict(choices)
+
+    def gemm_targets(self) -> tuple[Target[GemmItemT], ...]:
+        item: Any = item_of(type(self).model_fields["gemms_struct"])
+        chosen = self.chosen_gemms.items()
+        return tuple(Target(None, gemm, item.of(nested, self, gemm=gemm), nested) for gemm, nested in chosen)
 
 
 class OneTensor(Level, Generic[NameT]):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from te_precision_callbacks.base.vocabulary import LayerNames
+from te_precision_callbacks.config.checking import read_features
 from te_precision_callbacks.config.effects import NAMESPACE, conflicts
-from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.planning import (
     Plan,
     RegisteredFeatures,
@@ -20,6 +20,7 @@ from te_precision_callbacks.config.planning import (
     resolve_features,
 )
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, raise_problems, shown
+from te_precision_callbacks.config.schemas import known_features
 from te_precision_callbacks.config.selection import SELECTOR_KEYS, LayerSelector
 from te_precision_callbacks.config.yaml_text import Places, read_yaml
 
@@ -236,9 +237,6 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
     with problems.noted():
         resolve_features(section, known, others=others)
     if NAMESPACE in features:
-        # Not above: the schemas import pydantic and numpy.
-        from te_precision_callbacks.config.checking import read_features
-
         with problems.noted():
             read = read_features(features[NAMESPACE], functools.partial(section.place, NAMESPACE))
             effects = {feature: options.schema.effect() for feature, options in read.items()}

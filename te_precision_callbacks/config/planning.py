@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect, conflicts
-from te_precision_callbacks.config.known import is_of_upstreams_tests
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, raise_problems, shown, suggestion
+from te_precision_callbacks.config.schemas import is_of_upstreams_tests
 from te_precision_callbacks.config.selection import (
     EXACT,
     LayerIndex,

@@ -1,10 +1,4 @@
-"""Errors about configs, and suggestions.
-
-problems = Problems()
-with problems.noted():              # an error raised inside is one of several
-    check_something()
-problems.raise_any()
-"""
+"""Errors about configs, and suggestions."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """Slots in device memory for the extremes of tensors, which the host reads all at once.
 
-    slots = Slots(abs_min=False)
-    first, second = slots.measure(hidden), slots.measure(labels)   # nothing waits for the device
-    values = slots.read()                                           # one copy from each device
-    values.extremes(first)                                          # (-3.1, 4.2)
-
 A slot has the dtype of its tensor, so one call reads the tensor and writes the slot: torch's ``aminmax``, or a C++
 kernel on a CPU. Both keep inf and nan: a nan makes both extremes nan, even next to an inf.
 """

@@ -47,13 +47,12 @@ class Pass:
 
 
 class Batches:
-    """Counts the batches of a training, and of the evaluations between them.
+    """Counts the batches of a training, and of the evaluations between them, which are forwards without gradients.
 
-    Outermost forwards count batches, or the loop does. Forwards without gradients are an evaluation. Before the first
-    training batch they count as batches, since a run may have no training.
+    Outermost forwards count batches, or the loop does. Before the first training batch evaluations count as batches,
+    since a run may have no training.
 
     Attributes:
-        trains: whether there was a training batch.
         looked: whether all events were checked: the next forward of any module then begins a batch.
     """
 

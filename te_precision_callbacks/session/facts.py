@@ -109,8 +109,7 @@ class RunFacts:
     def changes(self) -> Iterator[Event]:
         """Return an event for each iteration that changed the precision of GEMMs since the last call."""
         before: dict[tuple[str, str], GemmPrecision] = {}
-        formats: dict[int, list[str]] = defaultdict(list)
-        recipes: dict[int, list[str]] = defaultdict(list)
+        changes: dict[tuple[int, str], list[str]] = defaultdict(list)
         last = self._changes_until
         for entry in self._results.audit.history.spans():
             earlier = before.get((entry.layer, entry.gemm))
@@ -120,12 +119,12 @@ class RunFacts:
                 continue
             if entry.operands != earlier.operands:
                 change = f"{in_short(earlier.operands)} -> {in_short(entry.operands)}"
-                formats[entry.since].append(f"{entry.layer} {entry.gemm}: {change}")
+                changes[entry.since, "precision_changed"].append(f"{entry.layer} {entry.gemm}: {change}")
             if entry.recipe != earlier.recipe:
-                recipes[entry.since].append(f"{entry.layer} {entry.gemm}: {earlier.recipe} -> {entry.recipe}")
-        for kind, changes in (("precision_changed", formats), ("recipe_changed", recipes)):
-            for iteration, texts in sorted(changes.items()):
-                yield Event(kind, _listed(texts), iteration, phase="step", data={"changes": texts[:1000]})
+                change = f"{entry.layer} {entry.gemm}: {earlier.recipe} -> {entry.recipe}"
+                changes[entry.since, "recipe_changed"].append(change)
+        for (iteration, kind), texts in sorted(changes.items()):
+            yield Event(kind, _listed(texts), iteration, phase="step", data={"changes": texts[:1000]})
 
     # ------------------------------------------------------------------ run.json
 

@@ -24,9 +24,6 @@ from te_precision_callbacks.speed.trace.range_names import iteration_range, unen
 
 logger = logging.getLogger(__name__)
 
-_SEARCHED = 100
-"""The iterations after those that are profiled among which others are looked for."""
-
 
 class Profiling:
     """Profiles the iterations of a choice, and writes their trace when the last one has ended.
@@ -155,22 +152,13 @@ class Profiling:
             )
 
     def _warn_of_collection_steps(self, choice: ProfileChoice) -> None:
-        chosen = range(choice.first, choice.last + 1)
-
-        def observed(steps: range) -> list[int]:
-            return steps_that_observe(self._context.options.config, steps)
-
-        due = observed(chosen)
-        if not due:
-            return
-        begins = range(choice.last + 1, choice.last + _SEARCHED)
-        free = next((begin for begin in begins if not observed(range(begin, begin + len(chosen)))), None)
-        others = "others" if free is None else _iterations(free, free + len(chosen) - 1)
-        named = f"iteration {due[0]}" if len(due) == 1 else f"{len(due)} iterations, {due[0]} the first,"
-        self._warn(
-            f"profile= profiles {named} in which statistics are due, so the trace has what they cost in it. Choose"
-            f" {others} for the times of training alone."
-        )
+        due = steps_that_observe(self._context.options.config, range(choice.first, choice.last + 1))
+        if due:
+            named = f"iteration {due[0]}" if len(due) == 1 else f"{len(due)} iterations, {due[0]} the first,"
+            self._warn(
+                f"profile= profiles {named} in which statistics are due, so the trace has what they cost in it. Choose"
+                " iterations between them for the times of training alone."
+            )
 
     def _warn_of_other_profiler(self) -> None:
         if self._context.notices.first("profiler"):

@@ -26,13 +26,10 @@ class RunResults:
 
     Attributes:
         started_at: the place in the script that started the session; empty before the start.
-        iterations: the iterations that have run.
         filters_loss: whether the trainer filters inf and nan from the loss that it logs.
         expects_low: the setting of the trainer that asks for low precision.
         never_due: a message about features that never acted; empty before the end.
         changes_precision: whether a feature in the config can change the precision of a GEMM.
-        audit: the precision in which each GEMM ran.
-        coverage: the matrix products of the model.
         whole_run: the verdict on a resumed run with its earlier starts; None before its end, and for other runs.
         scales_loss: whether a GradScaler has stepped an optimizer of the model.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.

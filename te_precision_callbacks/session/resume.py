@@ -248,12 +248,7 @@ _KEPT = 20
 
 
 class ResumedLoss:
-    """The last training losses before a checkpoint, with which a rule compares the first losses after a resume::
-
-        loss.note({"loss": 0.31})              # does not read a tensor
-        checkpoint["loss"] = loss.saved()
-
-        loss.restore(checkpoint["loss"])       # in the resumed run
+    """The last training losses before a checkpoint, with which a rule compares the first losses after a resume.
 
     Attributes:
         restored: the losses of the checkpoint, oldest first, until :meth:`take_restored`.
