@@ -191,12 +191,11 @@ class StatisticsFeature(ScheduledFeature):
 
     def look(self, options: LoggedTensor[Any], watched: Watched) -> None:
         """Note the statistics that are wanted. The engine measures the tensor once, after all features have looked."""
-        quantizer = watched.quantizer
-        watched = watched._replace(
-            rowwise=gemm_operand(watched.rowwise, columnwise=False),
-            columnwise=gemm_operand(watched.columnwise, columnwise=True),
-            quantizer=getattr(quantizer, "rowwise_quantizer", quantizer),  # of a hybrid quantizer
-        )
+        rowwise = gemm_operand(watched.rowwise, columnwise=False)
+        columnwise = gemm_operand(watched.columnwise, columnwise=True)
+        quantizer = getattr(watched.quantizer, "rowwise_quantizer", watched.quantizer)  # of a hybrid quantizer
+        if not (rowwise is watched.rowwise and columnwise is watched.columnwise and quantizer is watched.quantizer):
+            watched = watched._replace(rowwise=rowwise, columnwise=columnwise, quantizer=quantizer)
         requests = options.requests_for(is_quantized=watched.quantized() is not None)
         if requests:
             self.observation.engine.note(watched, requests)

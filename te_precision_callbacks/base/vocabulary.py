@@ -218,11 +218,11 @@ def _recipe_of_class(quantizer: type) -> str | None:
 def name_of_format(thing: Any) -> str | None:
     """Return the ``RecipeRow.format`` of a quantized tensor, a storage or a quantizer; None for other classes."""
     kind: type = type(thing)
-    return _format_of_class(kind)
+    return format_of_class(kind)
 
 
 @functools.cache
-def _format_of_class(kind: type) -> str | None:
+def format_of_class(kind: type) -> str | None:
     return next((_FORMATS[name] for name in _names_of_class(kind) if name in _FORMATS), None)
 
 

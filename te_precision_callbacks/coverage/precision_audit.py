@@ -14,6 +14,7 @@ appears by its name.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import fp8_format, gemm_operand
+from te_precision_callbacks.base.numerics.layouts import fp8_dtype, fp8_format_of, gemm_operand
 from te_precision_callbacks.base.spans import Iterations
 from te_precision_callbacks.base.vocabulary import (
     GEMMS,
@@ -31,7 +32,7 @@ from te_precision_callbacks.base.vocabulary import (
     ROWWISE,
     GemmName,
     class_names,
-    name_of_format,
+    format_of_class,
     name_of_recipe,
 )
 from te_precision_callbacks.coverage.gemm_precision import (
@@ -247,7 +248,7 @@ class PrecisionAudit:
         if event.gemm == "fprop" and not (event.recipe or in_backward()) and _in_a_region():
             notes.excluded = True
         for operand in event.operands:
-            text = format_of(operand.data, columnwise=operand.columnwise)
+            text = format_of_data(operand.data)
             text += MODIFIED if _is_modified(operand) else ""
             notes.put(LayerOperand(event.layer, event.gemm, operand.tensor), Format(text, event.recipe), seen=True)
 
@@ -300,10 +301,14 @@ def format_of(tensor: Any, *, columnwise: bool) -> str:
         tensor: a plain tensor, or a quantized one or its storage, of any class.
         columnwise: whether the GEMM reads the columnwise data.
     """
-    held = gemm_operand(tensor, columnwise=columnwise)
-    if type(held) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
-        return dtype_name(held.dtype)
-    return _known(held) or _named(held)
+    return format_of_data(gemm_operand(tensor, columnwise=columnwise))
+
+
+def format_of_data(data: Any) -> str:
+    """The format of a GEMM's operand, as :attr:`GemmOperand.data` has it."""
+    if type(data) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
+        return dtype_name(data.dtype)
+    return _known(data) or _named(data)
 
 
 def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise: bool) -> str:
@@ -445,8 +450,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _known(thing: Any) -> str | None:
     if getattr(thing, "custom", False):
         return None  # a user's own, whatever it derives from: it has another GEMM
-    name = name_of_format(thing)
-    return name if name in (None, "NVFP4") else f"{name} {fp8_format(thing).name}"
+    kind: type = type(thing)
+    return _format_name(kind, fp8_dtype(thing))
+
+
+@functools.cache
+def _format_name(kind: type, dtype: Any) -> str | None:
+    name = format_of_class(kind)
+    return name if name in (None, "NVFP4") else f"{name} {fp8_format_of(dtype).name}"
 
 
 def _named(tensor: Any) -> str:

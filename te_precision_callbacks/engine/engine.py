@@ -729,16 +729,20 @@ class _Measuring:
             raise QuantizationError(f"the layer's quantizer, {self._unknown_quantizer}, belongs to no known recipe")
         if quantized is None:
             return None
-        its_recipe = recipe_of(self._quantizer(form.columnwise))
+        its_recipe = recipe_of(self._quantizer_of(quantized))
         if form.recipe not in (OWN_RECIPE, its_recipe) or form.e5m2 not in (None, fp8_format(quantized) is E5M2):
             return None
         try:
-            return read(quantized, columnwise=form.columnwise)
+            held = read(quantized, columnwise=form.columnwise)
         except QuantizationError as error:
             if its_recipe is None:
                 raise
             self._say_simulated(form, str(error))
             return None
+        if isinstance(held, PerTensor) and self._watched.values is not None and held.codes.shape != self._values.shape:
+            sizes = f"{tuple(held.codes.shape)}, the tensor before quantization {tuple(self._values.shape)}"
+            raise QuantizationError(f"the quantized tensor has the shape {sizes}")
+        return held
 
     def _compare(
         self,
@@ -810,7 +814,10 @@ class _Measuring:
         """The quantizer of the quantized tensor that a GEMM reads, else the layer's: a feature may have replaced the
         tensor that the layer's recipe would give.
         """
-        its = getattr(self._watched.quantized(columnwise=columnwise), "_quantizer", None)
+        return self._quantizer_of(self._watched.quantized(columnwise=columnwise))
+
+    def _quantizer_of(self, quantized: Any) -> Any:
+        its = getattr(quantized, "_quantizer", None)
         return self._watched.quantizer if recipe_of(its) is None else its
 
     def _segment(self, kind: _SegmentKind) -> SlotRange:

@@ -21,7 +21,16 @@ import torch
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks, padded
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
-from te_precision_callbacks.base.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError, fp8_format, stored
+from te_precision_callbacks.base.numerics.layouts import (
+    MXFP8,
+    NVFP4,
+    PER_TENSOR,
+    LayoutError,
+    codes_of_tensor,
+    fp8_format,
+    scaling_mode,
+    stored,
+)
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.engine.kernels import compiled, eager
@@ -64,20 +73,20 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | InBlocks:
         QuantizationError: the tensor does not hold these data, the data are of a Hadamard transform of the tensor, or
             the format is not one of these.
     """
-    per_tensor = hasattr(quantized, "_scale_inv")
+    if scaling_mode(quantized) == PER_TENSOR:
+        codes = codes_of_tensor(quantized)
+        if codes is None:
+            raise QuantizationError("the quantized tensor holds neither its data nor their transpose")
+        return PerTensor(codes, quantized._scale_inv, fp8_format(quantized) is E5M2)
     direction = "columnwise" if columnwise else "rowwise"
     try:
-        part = stored(quantized, columnwise=columnwise and not per_tensor)
+        part = stored(quantized, columnwise=columnwise)
     except LayoutError as error:
         raise QuantizationError(str(error)) from error
-    if part is None and per_tensor:
-        raise QuantizationError("the quantized tensor holds neither its data nor their transpose")
     if part is None:
         raise QuantizationError(f"the quantized tensor has no {direction} data")
     if part.hadamard:
         raise QuantizationError(f"the {direction} data are of a random Hadamard transform of the tensor")
-    if part.mode == PER_TENSOR:
-        return PerTensor(part.as_tensor(part.codes), quantized._scale_inv, part.element_format is E5M2)
     square = part.mode in (MXFP8, NVFP4) and getattr(quantized._quantizer, "with_2d_quantization", False)
     return InBlocks(part, (max(part.block),) * 2 if square else part.block)
 

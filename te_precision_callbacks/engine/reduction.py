@@ -419,7 +419,7 @@ class _Layout:
         resting: list[int] = []
         for entry, segment, _, sums_at, _ in self._pieces:
             asked = segment.due if segment is not None else ()
-            due.extend(label in asked for label in entry.outputs)
+            due.extend(map(asked.__contains__, entry.outputs))
             if segment is not None and not segment.measured and entry.key.shard is not None:
                 resting.extend(range(sums_at, sums_at + len(entry.sums)))
         vectors = {on: {"sums": sums, "maxima": maxima} for on, sums, maxima in slots.vectors()}

@@ -198,11 +198,10 @@ class Segments:
         if segment.asked is requests:
             return
         segment.asked = requests
-        for request in requests:
-            if request.label not in segment.outputs:
-                segment.outputs[request.label] = None
-                self.version += 1
-            segment.due.add(request.label)
+        segment.due.update([request.label for request in requests])
+        if not segment.due <= segment.outputs.keys():
+            segment.outputs.update(dict.fromkeys(request.label for request in requests))
+            self.version += 1
 
     def merge(self, segment: SlotRange, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         """Add a measurement to a segment. Tensors on another device are moved to the segment's."""

@@ -63,5 +63,5 @@ def _is_empty(state: Any) -> torch.Tensor:
     The history's first row collects the current amaxes until the scales are updated. Read from Transformer Engine
     2.20.2, ``common/recipe/delayed_scaling.cu`` and ``quantization.py: _update_amax_history``.
     """
-    has_scale: torch.Tensor = (state.scale != 1).any() | (state.amax_history[1:] != 0).any()
+    has_scale: torch.Tensor = (state.scale != 1).any() | state.amax_history[1:].any()
     return ~has_scale

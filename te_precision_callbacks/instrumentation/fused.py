@@ -300,15 +300,19 @@ class FusedObservation:
         module = self._modules[event.layer]
         group = getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
         for tensor, high, given in _tensors(event):
-            for name, feature, options in due.watchers.get(tensor, ()):
+            watchers = due.watchers.get(tensor)
+            if not watchers:
+                continue
+            never_high = tensor == RESULT[event.gemm] and is_quantized(high)
+            quantizer = getattr(given, "_quantizer", None)
+            watched = Watched(event.layer, tensor, self._iteration, high, given, given, quantizer, group)
+            for name, feature, options in watchers:
                 try:
-                    if tensor == RESULT[event.gemm] and is_quantized(high):
+                    if never_high:
                         raise QuantizationError(
                             "its GEMM writes it quantized (fp8_output, fp8_grad or FP8 attention), so it never exists"
                             " in high precision"
                         )
-                    quantizer = getattr(given, "_quantizer", None)
-                    watched = Watched(event.layer, tensor, self._iteration, high, given, given, quantizer, group)
                     feature.look(options, watched)
                     self._api.note_once(name, (event.layer, "inspect_tensor", tensor, None))
                 except Exception as error:

@@ -519,8 +519,11 @@ def _note_forward(gap: _Gap) -> Callable[..., None]:
 def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
     """Find a weight that does not change, or differs from its master weight."""
     shown = [what for what, _, _ in parameter.checks]
-    if len(shown) >= APART_CHECKS and all(shown):
-        what = "late" if set(shown) == {"late"} else "apart"
+    # A weight that is never copied is at first as far from its master as one that is copied late.
+    is_late = set(shown) == {"late"}
+    is_open = is_late and not parameter.has_moved and parameter.checks[-1][1] - parameter.still_since < SPAN
+    if len(shown) >= APART_CHECKS and all(shown) and not is_open:
+        what = "late" if is_late and parameter.has_moved else "apart"
         yield Problem(what, parameter.name, parameter.checks[0][1], max(share for _, _, share in parameter.checks))
     moves = () if parameter.has_moved or any(shown) else parameter.moves
     if len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN:

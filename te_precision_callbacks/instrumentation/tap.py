@@ -11,6 +11,7 @@ Read from Transformer Engine 2.20.2. While installed, the tap replaces:
 - ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) in the same way, and ``forward``
   and ``backward`` of ``FusedAttnFunc``.
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``unfused.py``).
+- ``materialize_weight_for_forward`` of the modules, which gathers distributed weights.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
 - ``te.Linear.forward``, which ``torch.compile`` puts into the graph as one operator (torch 2.15), with GEMMs that
   Python never calls. It runs outside of the graph, as the forwards of all other modules do.
@@ -37,6 +38,7 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, class_names
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force
@@ -176,8 +178,14 @@ class GemmTap:
     def _install(self) -> None:
         from transformer_engine.pytorch.attention.dot_product_attention import backends
         from transformer_engine.pytorch.cpp_extensions import fused_attn, gemm
-        from transformer_engine.pytorch.module import _common, base, layernorm_linear, layernorm_mlp
-        from transformer_engine.pytorch.module.linear import Linear
+        from transformer_engine.pytorch.module import (
+            _common,
+            base,
+            grouped_linear,
+            layernorm_linear,
+            layernorm_mlp,
+            linear,
+        )
         from transformer_engine.pytorch.ops import fuser
 
         self._running.forget()
@@ -199,7 +207,7 @@ class GemmTap:
         module_class = base.TransformerEngineBaseModule
         for name, around in (("prepare_forward", self._around_prepare), ("end_forward", self._around_end)):
             self._seams.replace(module_class, name, around(getattr(module_class, name)))
-        self._seams.replace(Linear, "forward", outside_of_dynamo(Linear.forward))
+        self._seams.replace(linear.Linear, "forward", outside_of_dynamo(linear.Linear.forward))
         for function, sources in (*functions_of_modules(), (backends.FusedAttnFunc, Sources((), lambda given: {}))):
             self._seams.replace(function, "forward", staticmethod(self._around_forward(function.forward, sources)))
             self._seams.replace(function, "backward", staticmethod(self._around_backward(function.backward)))
@@ -207,6 +215,9 @@ class GemmTap:
             around_norm = self._unfused.around_norm(owner.apply_normalization)
             self._seams.replace(owner, "apply_normalization", around_norm)
         self._seams.replace(layernorm_mlp, "_act_func", self._unfused.around_act_func(layernorm_mlp._act_func))
+        for owner in (grouped_linear, layernorm_linear, linear):
+            gather = owner.materialize_weight_for_forward
+            self._seams.replace(owner, "materialize_weight_for_forward", self._around_gather(gather))
         store = _common.WeightGradStore
         self._seams.replace(store, "put", self._around_put(store.put))
         self._seams.replace(
@@ -322,6 +333,21 @@ class GemmTap:
                 entered.high = {}
 
         return backward
+
+    def _around_gather(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the gathering of distributed weights, of which the forward gets shards."""
+
+        @functools.wraps(upstream)
+        def materialize_weight_for_forward(weights: Any) -> Any:
+            gathered = upstream(weights)
+            running = self._running.here.running
+            if running is not None and running.high:
+                for number, whole in enumerate(gathered):
+                    if (number, "weight") in running.high:
+                        running.high[number, "weight"] = None if is_quantized(whole) else whole
+            return gathered
+
+        return materialize_weight_for_forward
 
     def _around_put(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)

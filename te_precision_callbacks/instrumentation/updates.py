@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -75,12 +76,12 @@ class UpdateWatch:
             largest = self._largest_rates[optimizer] = max(rate, self._largest_rates.get(optimizer, 0.0))
             if not is_due or rate < LEAST_RATE * largest or not self._model.is_trained_by(optimizer):
                 return
-            self._check_gradients(optimizer)
-            weights = (weight for group in optimizer.param_groups for weight in group["params"])
-            for weight, gradient in _usable(weights):
+            samples = [(group, list(_sampled(group["params"]))) for group in optimizer.param_groups]
+            self._check_gradients(samples)
+            for weight, gradient in itertools.chain.from_iterable(sampled for _, sampled in samples):
                 if weight.dtype in _ROUNDED and weight.dim() > 1 and not _keeps_more(optimizer, weight):
-                    view = _some(weight)
-                    self._before.append((view, view.clone(), _some(gradient) != 0))
+                    view = _some(local(weight))
+                    self._before.append((view, view.clone(), gradient != 0))
         except Exception as error:
             self._before.clear()
             self._failures.report("checking a step of", type(optimizer).__name__, error)
@@ -102,20 +103,18 @@ class UpdateWatch:
         except Exception as error:
             self._failures.report("checking a step of", type(optimizer).__name__, error)
 
-    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare gradients with ``eps``, for Adam and its variants."""
-        found: list[torch.Tensor] = []
-        for group in optimizer.param_groups:
-            if not _adds_eps(group):
-                continue
-            gradients = [_some(gradient) for _, gradient in _usable(group["params"])]
-            if gradients:
-                norms = torch.stack(torch._foreach_norm([gradient.float() for gradient in gradients]))
-                sizes = torch.tensor([float(gradient.numel()) ** 0.5 for gradient in gradients])
+    def _check_gradients(self, samples: Iterable[tuple[Mapping[str, Any], Sequence[_Sampled]]]) -> None:
+        """Compare the samples of gradients with ``eps``, for Adam and its variants."""
+        are_below: list[torch.Tensor] = []
+        for group, sampled in samples:
+            if sampled and _adds_eps(group):
+                gradients = [sample.float() if sample.dtype is torch.float64 else sample for _, sample in sampled]
+                norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+                sizes = torch.tensor([float(gradient.numel()) ** 0.5 for _, gradient in sampled])
                 sizes = sizes.to(norms.device, non_blocking=True)
-                found.append((norms > 0) & (norms < float(group["eps"]) * sizes))
-        if found:
-            self._scalars.add(BELOW_EPS, 100 * torch.cat(found).float().mean())
+                are_below.append((norms > 0) & (norms < float(group["eps"]) * sizes))
+        if are_below:
+            self._scalars.add(BELOW_EPS, 100 * torch.cat(are_below).float().mean())
 
 
 def _adds_eps(group: Mapping[str, Any]) -> bool:
@@ -123,19 +122,23 @@ def _adds_eps(group: Mapping[str, Any]) -> bool:
     return "betas" in group and bool(group.get("eps"))
 
 
-def _usable(weights: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each contiguous weight with its gradient."""
+_Sampled = tuple[torch.Tensor, torch.Tensor]
+"""A weight, and the sampled elements of its gradient."""
+
+
+def _sampled(weights: Iterable[torch.Tensor]) -> Iterator[_Sampled]:
+    """Yield each contiguous weight with a sample of its gradient."""
     for weight in weights:
         gradient = weight.grad
         if gradient is None or gradient.layout is not torch.strided:
             continue
         own, of_own = local(weight), local(gradient)
         if own.numel() == of_own.numel() > 0 and own.is_contiguous() and of_own.is_contiguous():
-            yield weight, gradient
+            yield weight, _some(of_own)
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
-    flat = local(tensor).view(-1)
+    flat = tensor.view(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 

@@ -60,7 +60,7 @@ class GemmOperand(NamedTuple):
         return gemm_operand(given, columnwise=self.columnwise)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, which takes three times as long to make
 class GemmEvent:
     """One GEMM.
 

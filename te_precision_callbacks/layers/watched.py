@@ -33,5 +33,7 @@ class Watched(NamedTuple):
 
     def quantized(self, *, columnwise: bool = False) -> Any:
         """The quantized tensor that the GEMM of a direction reads, or the one of the other direction, or None."""
-        both = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
-        return next((tensor for tensor in both if has_scale(tensor)), None)
+        first, second = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
+        if has_scale(first):
+            return first
+        return second if second is not first and has_scale(second) else None

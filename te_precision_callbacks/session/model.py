@@ -318,7 +318,8 @@ class ObservedModel:
                         yield f"{path}.{own}" if path else own, parameter, module
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        return not set(map(id, self.parameters())).isdisjoint(held_ids(optimizer))
+        held = set(held_ids(optimizer))
+        return any(id(parameter) in held for parameter in self.parameters())
 
     def end_step(self) -> None:
         self._hooks.end_step()

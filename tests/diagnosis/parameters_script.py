@@ -21,10 +21,12 @@ import transformer_engine.pytorch as te
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from transformer_engine.pytorch.optimizers import FusedAdam
 
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.session import InspectSession
+from tests.capability import stand_for
 
 RULES = ("replicas-differ", "no-reduction")
 STEPS = 6
@@ -69,6 +71,35 @@ def train(
         assert [each for each in recorded if each.rule in RULES] == [each for each in verdict if each.rule in RULES]
     found = [(each.rule, each.severity, list(each.layers), each.seen) for each in verdict if each.rule in RULES]
     print(json.dumps([folder.name, found, [rule for rule in RULES if rule in verdict.judged]]), flush=True)
+
+
+def train_quantized_shards(folder: Path, recipe: Recipe, *, restores: bool) -> None:
+    """FSDP2 over weights that exist in FP8 or MXFP8 only, with masters in FusedAdam."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    with te.quantized_model_init(recipe=recipe):
+        net = torch.nn.Sequential(*(te.Linear(256, 256, bias=False, params_dtype=torch.bfloat16) for _ in range(2)))
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = FusedAdam(net.parameters(), lr=1e-3, master_weights=True, master_weight_dtype=torch.float32)
+    shard = net[1].weight.to_local()
+    codes = shard._rowwise_data if isinstance(recipe, MXFP8BlockScaling) else shard._data
+    old = codes.clone()
+    with InspectSession(model=net, log_dir=folder, report=False) as session:
+        for _ in range(10):
+            with te.autocast(recipe=recipe):
+                loss = net(torch.randn(32, 256, dtype=torch.bfloat16)).float().pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if restores:
+                codes.copy_(old)
+            session.log({"loss": loss.detach()})
+            session.step()
+    found = [(each.rule, each.severity, list(each.layers), each.seen) for each in session.findings]
+    checked = [rule for rule in session.findings.judged if rule == "frozen-weight"]
+    print(json.dumps([folder.name, found, checked]), flush=True)
 
 
 class Experts(torch.nn.Module):
@@ -134,6 +165,12 @@ def main(rank: int, folder: Path) -> None:
         experts = Experts(rank)
         reduce = (lambda: None) if forgets else (lambda experts=experts: averaged(experts.router.parameters()))
         train(folder / f"experts{', router forgotten' * forgets}", experts, reduce=reduce)
+
+    stand_for((10, 0))
+    for recipe in (Float8CurrentScaling(), MXFP8BlockScaling()):
+        for restores in (False, True):
+            name = f"{'mxfp8' if recipe.mxfp8() else 'fp8'} shards{', restored' * restores}"
+            train_quantized_shards(folder / name, recipe, restores=restores)
     dist.destroy_process_group()
 
 

@@ -669,3 +669,13 @@ def test_ranks_that_should_differ_or_do_not(two_ranks: list[dict[str, Any]], cas
         found, checked = of_rank[case]
         assert not found
         assert checked == ([] if case == "local numbers" else ["replicas-differ", "no-reduction"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", ["fp8 shards", "fp8 shards, restored", "mxfp8 shards", "mxfp8 shards, restored"])
+def test_quantized_shards_and_their_masters(two_ranks: list[dict[str, Any]], case: str) -> None:
+    for of_rank in two_ranks:
+        found, checked = of_rank[case]
+        assert [each[:3] for each in found] == [["frozen-weight", "error", ["1"]]] * ("restored" in case)
+        assert all("by more than rounding" in each[3] for each in found)
+        assert checked == ["frozen-weight"]

@@ -241,6 +241,21 @@ def test_a_layer_in_high_precision_is_told_what_recipes_would_give() -> None:
     assert all("its scale comes from the amaxes of earlier steps" in error for _, error in failures)
 
 
+def test_a_quantized_tensor_of_another_shape_is_a_failure() -> None:
+    """The C++ pass would read the codes of other elements."""
+    quantizer = te().Float8CurrentScalingQuantizer(te().DType.kFloat8E4M3, device=torch.device("cpu"))
+    engine, failures = StatisticsEngine(), []
+    engine.on_failure = lambda what, of, error: failures.append((f"{what} {of}", str(error)))
+    whole = normal(32, 32)
+    quantized = quantizer(whole)
+    engine.note(Watched("layer", "weight", 0, whole[:16], quantized, quantized, quantizer), [quantized_request("mse")])
+    engine.measure()
+    (failure,) = failures
+    text = "the quantized tensor has the shape (32, 32), the tensor before quantization (16, 32)"
+    assert failure == ("mse of layer weight", text)
+    assert not list(engine.flush(reduce=False))
+
+
 # --- rounding to a format ---------------------------------------------------------------------------------------------
 
 

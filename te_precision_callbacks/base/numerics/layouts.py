@@ -30,9 +30,9 @@ NVFP4          M x K; columnwise the           1 x 16                 E4M3, padd
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +112,7 @@ class Stored:
     swizzled: bool = False
     hadamard: bool = False
 
-    @cached_property
+    @functools.cached_property
     def scales(self) -> torch.Tensor:
         """Stored scale of each block, [rows / block rows, columns / block columns], rounded up."""
         if self.mode == PER_TENSOR:  # an empty tensor has its scale too
@@ -182,8 +182,17 @@ def scaling_mode(tensor: Any) -> str | None:
 
 def fp8_format(thing: Any) -> FloatFormat:
     """Return the element format, E4M3 or E5M2, of an FP8 tensor, its storage or a quantizer."""
+    return fp8_format_of(fp8_dtype(thing))
+
+
+def fp8_dtype(thing: Any) -> Any:
+    """Return Transformer Engine's dtype of an FP8 tensor, its storage or a quantizer."""
     dtype = getattr(thing, "_fp8_dtype", None)
-    dtype = getattr(thing, "dtype", None) if dtype is None else dtype
+    return getattr(thing, "dtype", None) if dtype is None else dtype
+
+
+@functools.cache
+def fp8_format_of(dtype: Any) -> FloatFormat:
     return E5M2 if getattr(dtype, "name", str(dtype)) == "kFloat8E5M2" else E4M3
 
 
@@ -232,6 +241,14 @@ def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
     if mode == MXFP8:
         return _mxfp8(tensor, data, scales, columnwise)
     return _block_fp8(tensor, mode, data, scales, columnwise)
+
+
+def codes_of_tensor(tensor: Any) -> torch.Tensor | None:
+    """Return the codes of per-tensor FP8 in the tensor's shape; None if it has no data."""
+    if tensor._data is not None:
+        return tensor._data  # type: ignore[no-any-return]
+    transpose = None if tensor._transpose_invalid else tensor._transpose
+    return None if transpose is None else transpose.movedim(0, -1)
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:

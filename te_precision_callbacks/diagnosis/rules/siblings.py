@@ -84,14 +84,19 @@ class Sibling(Judge):
             if len(places) < LEAST_OF_SHARES:
                 continue
             self.saw(numbers.iteration)
+            if shares[places].max() < SHARES[statistic]:
+                continue
             ordinary = np.sort(shares[places])[: len(places) - max(1, len(places) // MOST_ODD)]
             others[places] = np.median(ordinary)
             odd[places] = shares[places] >= max(SHARES[statistic], TIMES * ordinary.max())
+        light = np.zeros(len(shares), bool)
         if statistic == "underflows%":
-            what, light = "round to 0", lost_norm(numbers, facts, column)[0] < LOST_NORM
-            odd &= shares < most_underflow(numbers, facts, column)
+            what = "round to 0"
+            if odd.any():
+                light = lost_norm(numbers, facts, column)[0] < LOST_NORM
+                odd &= shares < most_underflow(numbers, facts, column)
         else:
-            what, light = "are above the range of the format", np.zeros(len(shares), bool)
+            what = "are above the range of the format"
             odd &= can_overflow(numbers, facts, column) & (shares < most_overflow(column.family.tensor))
         seen = f"{{:.3g}} % of the elements {what}, {{:.2g}} % in alike layers"
         yield from self._far.graded(
@@ -119,7 +124,8 @@ class Sibling(Judge):
                 compare = deviations if len(known) > FEW else few_deviations
                 jumps[known] = compare(bits[known], flows=tensor in _FLOWS)
         far, some = np.abs(jumps) >= (OF_WEIGHTS if tensor == "weight" else FAR), np.abs(jumps) >= NEAR
-        lossy = some & of_many & _loses(numbers, facts, column)
+        lossy = some & of_many
+        lossy = lossy & _loses(numbers, facts, column) if lossy.any() else lossy
         of_amax_alone = tensor == "activation" and statistic == "cur_amax"
         seen = (
             f"{'amax' if statistic == 'cur_amax' else statistic} is {{:.3g}}, {{:.3g}} times {{}} than in alike layers"

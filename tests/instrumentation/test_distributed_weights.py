@@ -1,0 +1,54 @@
+"""Weights that a module gathers itself, by Transformer Engine's protocol ``DistributedWeight``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import Keeper, feature, statistics
+
+WIDTH = 32
+
+
+class Shard(torch.nn.Parameter):
+    """The upper half of a weight."""
+
+    is_distributed_weight = True
+    whole: torch.Tensor
+
+    def materialize_group_for_forward(self) -> torch.Tensor:
+        return self.whole
+
+    materialize_group_for_backward = materialize_group_for_forward
+
+    def finalize_group_grads(self, gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[: len(self)]
+
+    def grad_buffer(self) -> torch.Tensor | None:
+        return self.grad
+
+
+@pytest.mark.parametrize("observe", ["fused", "debug"])
+def test_statistics_are_of_the_gathered_weight(tmp_path: Path, keeper: Keeper, observe: Any) -> None:
+    torch.manual_seed(0)
+    net: Any = te.Linear(WIDTH, WIDTH, bias=False)
+    whole = net.weight.detach().clone()
+    net.weight = Shard(whole[: WIDTH // 2].clone())
+    net.weight.whole = whole
+    wanted = {
+        **statistics(tensors=["weight"]),
+        "fp8": feature("LogFp8TensorStats", ["all"], tensors=["weight"], stats=["mse", "underflows%"], freq=1),
+    }
+    with InspectSession(wanted, model=net, log_dir=tmp_path, sinks=[keeper], observe=observe) as session:
+        with te.autocast(recipe=Float8CurrentScaling()):
+            loss = net(torch.randn(WIDTH, WIDTH)).square().mean()
+        loss.backward()
+        session.step()
+    assert keeper.values("max", tensor="weight")[0] == whole.max()
+    assert 0 < keeper.values("mse", tensor="weight")[0] < 1e-3
