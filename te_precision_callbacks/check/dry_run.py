@@ -70,9 +70,9 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     except Exception as error:
         of = "backward" if in_backward else "forward"
         kind = NotOnMetaError if on_meta and not isinstance(error, TypeError) else BatchError
-        said = _said(batch)
+        given = _described(batch)
         raise kind(
-            failed(f"The model's {of} failed with the batch ({said})", error)
+            failed(f"The model's {of} failed with the batch ({given})", error)
             + " Give what a step of training calls the model with; or give --tokens (tokens= in Python) in place of"
             " a batch."
         ) from error
@@ -129,13 +129,13 @@ def _outputs(result: Any) -> list[torch.Tensor]:
     return [tensor for tensor in leaves(result) if tensor.requires_grad]
 
 
-def _said(value: Any) -> str:
+def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={_said(part)}" for name, part in value.items())
+        return ", ".join(f"{name}={_described(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_said, value))
+        return ", ".join(map(_described, value))
     return type(value).__name__
 
 

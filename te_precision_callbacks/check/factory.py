@@ -73,11 +73,11 @@ def build_batch(spec: str) -> Any:
     return made
 
 
-def require_batch(batch: object, said: str = "") -> None:
-    """Raise :class:`BatchError` if a value is not a batch; ``said`` begins the message."""
+def require_batch(batch: object, start: str = "") -> None:
+    """Raise :class:`BatchError` if a value is not a batch; ``start`` begins the message."""
     if isinstance(batch, (torch.Tensor, Mapping, tuple)):
         return
-    text = f"{said}{shown(batch)}, which is no batch. A batch is {_BATCH.returns}."
+    text = f"{start}{shown(batch)}, which is no batch. A batch is {_BATCH.returns}."
     if isinstance(batch, list):
         text += " Write a tuple in place of the list: its values are the arguments."
     raise BatchError(text)

@@ -109,7 +109,8 @@ class Looking:
         finds = [entry for entry in entries if isinstance(entry, Find)]
         if finds:
             return min(finds, key=lambda find: find.sequence)
-        return next((DetectionFailedError(each[0], rank=each[1]) for each in entries if isinstance(each, tuple)), None)
+        failures = (entry for entry in entries if isinstance(entry, tuple))
+        return next((DetectionFailedError(failure, rank=rank) for failure, rank in failures), None)
 
     def _warn_apart(self, error: RanksLostError) -> None:
         logger.warning(

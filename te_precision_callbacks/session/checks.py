@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +31,12 @@ from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem
 from te_precision_callbacks.instrumentation.replicas import Replicas
 from te_precision_callbacks.layers.naming import Model, named_roots
+from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.runs.recording import Facts as RecordedFacts
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, StepRecords
-
-if TYPE_CHECKING:
-    from te_precision_callbacks.overflow import DebugActivationOverflow
 
 logger = logging.getLogger(__name__)
 
@@ -293,8 +291,6 @@ class OverflowCheck:
         context, options = self._context, self._context.options
         if ACTIVATION_OVERFLOW not in options.debug:
             return
-        from te_precision_callbacks.overflow import DebugActivationOverflow
-
         former = self.detector
         if former is not None:
             if _is_same(model, self._model):

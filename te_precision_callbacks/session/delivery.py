@@ -14,6 +14,7 @@ import torch
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log
+from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.runs.reading import list_runs, open_run
 from te_precision_callbacks.runs.recording import Place
@@ -127,8 +128,6 @@ def _send(sink: EventSink, item: Event | Scalars) -> None:
 
 def nonfinite_event(error: BaseException, iteration: int) -> Iterator[Event]:
     """The overflow that stopped the training; no event for another error."""
-    from te_precision_callbacks.overflow import ActivationOverflowError
-
     if isinstance(error, ActivationOverflowError):
         data = {"class": error.class_name, "role": error.role, "batch": error.batch, "rank": error.rank}
         phase = "backward" if error.role.startswith("grad") else "forward"

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import Unpack
 
@@ -21,6 +21,7 @@ from te_precision_callbacks.instrumentation.upstream import import_transformer_e
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
+from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.session.context import LoopFacts
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.results import Results, RunResults
@@ -28,9 +29,6 @@ from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.session.training_loop import BackwardLoss
 from te_precision_callbacks.sinks.step_records import Sink, StepRecords
-
-if TYPE_CHECKING:
-    from te_precision_callbacks.overflow import DebugActivationOverflow
 
 logger = logging.getLogger(__name__)
 
