@@ -8,9 +8,11 @@ unless the optimizer holds master weights.
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +54,10 @@ LIKELY = 4.0
 APART, APART_CHECKS = 0.01, 2
 """The share of sampled elements farther from the master weight than rounding explains, and the consecutive checks that
 must show it."""
+
+
+_RANGES = "_get_model_param_range_map"
+"""The method by which a distributed optimizer of Megatron is recognized."""
 
 
 class Problem(NamedTuple):
@@ -155,11 +161,25 @@ class _Parameter:
 
 
 class _Held(NamedTuple):
-    """A parameter in an optimizer: the parameter itself or its master weight, with the options of its group."""
+    """A parameter in an optimizer.
+
+    Attributes:
+        parameter: the parameter.
+        tensor: the tensor that the optimizer steps: the parameter or its master weight.
+        group: the options of its group.
+        start: the position in the flattened parameter where a master weight of a part of it begins; None for a master
+            weight of the parameter's shape.
+    """
 
     parameter: _Parameter
     tensor: torch.Tensor
     group: Mapping[str, Any]
+    start: int | None = None
+
+    @property
+    def span(self) -> range | None:
+        """Return the positions in the flattened parameter that its master weight has."""
+        return None if self.start is None else range(self.start, self.start + self.tensor.numel())
 
 
 class ParameterWatch:
@@ -249,9 +269,14 @@ class ParameterWatch:
             master = getattr(parameter.weight, "main_param", None)
             if master is not None:
                 owners[id(master)] = parameter
+        starts = _starts_of_shards([each.weight for each in self._parameters.values()])
         pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]
         pairs = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
-        held = [_Held(owners[id(tensor)], tensor, group) for tensor, group in pairs if id(tensor) in owners]
+        held = [
+            _Held(owners[id(tensor)], tensor, group, starts.get(id(tensor)))
+            for tensor, group in pairs
+            if id(tensor) in owners
+        ]
         held = held or self._by_values(pairs)
         self._held[optimizer] = count, held
         return held
@@ -530,9 +555,23 @@ def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
         yield Problem("unchanged", parameter.name, moves[0], len(moves))
 
 
+def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the ids of master weights of parts of weights -> the position in the flattened weight.
+
+    Megatron's distributed optimizer has such parts. Read from Megatron-Core 0.16.1, ``optimizer/distrib_optimizer.py``.
+    """
+    sharded: list[Any] = [weight for weight in weights if getattr(weight, "main_param_sharded", False)]
+    owners = [each for each in gc.get_objects() if hasattr(type(each), _RANGES)] if sharded else []
+    starts: dict[int, int] = {}
+    for owner, weight in itertools.product(owners, sharded):
+        if weight.main_param is not None and weight in owner.model_param_gbuf_map:
+            starts[id(weight.main_param)] = getattr(owner, _RANGES)(weight)["param"].start
+    return starts
+
+
 def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
-    """Return the float32 master weight, of the weight's shape: the tensor that the optimizer steps, or keeps in its
-    state. A plain float32 weight has none: TE's FusedAdam keeps one and does not step it."""
+    """Return the float32 master weight, of the weight's shape or of a part of it: the tensor that the optimizer steps,
+    or keeps in its state. A plain float32 weight has none: TE's FusedAdam keeps one and does not step it."""
     weight = held.parameter.weight
     tensor: Any = held.tensor
     if tensor is weight:
@@ -541,7 +580,7 @@ def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
         return None
     own, is_rounded = local(tensor), is_quantized(local(weight)) or weight.dtype in (torch.bfloat16, torch.float16)
-    return own if is_rounded and own.shape == local(weight).shape else None
+    return own if is_rounded and (own.shape == local(weight).shape or held.start is not None) else None
 
 
 def _gradient(held: _Held) -> torch.Tensor | None:
@@ -576,7 +615,7 @@ def _should_move(
 
 def _compare_with_master(batches: Batches, held: _Held, master: torch.Tensor, note: Callable[[float], None]) -> None:
     """Have the share of elements counted that are farther from the master weight than the weight's format rounds."""
-    weight = sample(held.parameter.weight)
+    weight = sample(held.parameter.weight, held.span)
     if weight is not None:
         apart = functools.partial(_is_apart, weight.relative)
         batches.add(("apart", weight.relative), apart, weight.beside(master), note)

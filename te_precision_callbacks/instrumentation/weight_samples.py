@@ -65,28 +65,37 @@ def _grid(rows: int, columns: int) -> tuple[slice, slice]:
     return slice(None, None, each_row), slice(None, None, each_column)
 
 
-def sample(weight: torch.Tensor) -> WeightSample | None:
-    """Return the sampled elements of a weight, dequantized; None if its layout does not allow that."""
+def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | None:
+    """Return the sampled elements of a weight, dequantized; None if its layout does not allow that.
+
+    Args:
+        weight: the weight.
+        span: the positions in the flattened weight to which the sample is limited.
+    """
     own: Any = local(weight)
     if not is_quantized(own):
-        return WeightSample(view(own), PLAIN_ROUNDING)
+        return WeightSample(view(own if span is None else own.reshape(-1)[span.start : span.stop]), PLAIN_ROUNDING)
     part = stored(own, columnwise=False)
     if part is None or part.transposed:
         return None
-    rows, columns = _grid(*part.matrix_shape)
-    height, width = part.block
-    if scaling_mode(own) == NVFP4:
-        elements = part.elements(rows)[:, columns]
+    device, length = part.codes.device, part.matrix_shape[1]
+    if span is None:
+        rows, columns = (
+            torch.arange(size, device=device)[chosen]
+            for size, chosen in zip(part.matrix_shape, _grid(*part.matrix_shape), strict=True)
+        )
+        rows = rows[:, None]
     else:
-        elements = part.element_format.decode(part.codes[rows, columns].contiguous())
-    factors = part.factors()
+        places = torch.arange(span.start, span.stop, device=device)[None, _grid(1, len(span))[1]]
+        rows, columns = places // length, places % length
+    if scaling_mode(own) == NVFP4:
+        codes = (part.codes[rows, columns // 2] >> (columns % 2 * 4).to(torch.uint8)) & 0xF
+    else:
+        codes = part.codes[rows, columns]
+    form, factors = part.element_format, part.factors()
+    elements = form.decode(codes)
     if factors.numel() > 1:
-        places = [
-            torch.arange(size, device=factors.device)[chosen] // block
-            for size, chosen, block in zip(part.matrix_shape, (rows, columns), (height, width), strict=True)
-        ]
-        factors = factors[places[0][:, None], places[1]]
-    form = part.element_format
+        factors = factors[rows // part.block[0], columns // part.block[1]]
     least = factors * (form.min_normal * 2.0 ** (-form.mantissa_bits - 1))
     saturated = elements.abs() >= form.max  # what was above the range may be any number
     absolute = torch.where(saturated, torch.inf, least)

@@ -54,9 +54,9 @@ class ShardedMasters(Masters):
                 weight.copy_(value.roll(len(value) // 2, 0))
 
 
-def model(recipe: Any) -> torch.nn.Sequential:
+def model(recipe: Any, *, quantized: bool = True) -> torch.nn.Sequential:
     torch.manual_seed(0)
-    with te.quantized_model_init(enabled=True, recipe=recipe):
+    with te.quantized_model_init(enabled=quantized, recipe=recipe):
         return torch.nn.Sequential(
             *(te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16) for _ in range(2))
         )
@@ -95,6 +95,57 @@ def test_planted_defects(tmp_path: Path, name: str, copies: str) -> None:
     assert "frozen-weight" in verdict.judged
     missing = "underflow and overflow in the weights of 2 layers, which exist in quantized form only"
     assert f"not observed: {missing}" in verdict.summary
+
+
+class DistributedOptimizer:
+    """The parts of Megatron's distributed optimizer that hold masters: each rank has a part of the flat weights."""
+
+    def __init__(self, model: torch.nn.Module, copies: str) -> None:
+        self.model_param_gbuf_map: dict[Any, range] = {}
+        self.copies = copies
+        for weight in model.parameters():
+            part = range(weight.numel() // 4, 3 * weight.numel() // 4 - 5)
+            whole: Any = weight
+            flat = weight.detach().float().reshape(-1)
+            whole.main_param = torch.nn.Parameter(flat[part.start : part.stop].clone())
+            whole.main_param_sharded = True
+            self.model_param_gbuf_map[weight] = part
+        self.optimizer = torch.optim.Adam([weight.main_param for weight in self.model_param_gbuf_map], lr=1e-2)
+        self.values = {weight: weight.detach().float() for weight in self.model_param_gbuf_map}
+
+    def _get_model_param_range_map(self, param: torch.nn.Parameter) -> dict[str, range]:
+        return {"param": self.model_param_gbuf_map[param]}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weight, part in self.model_param_gbuf_map.items():
+            weight.main_param.grad = weight.grad.float().reshape(-1)[part.start : part.stop].clone()
+            weight.grad = None
+        before = [weight.main_param.detach().clone() for weight in self.model_param_gbuf_map]
+        self.optimizer.step()
+        for (weight, part), earlier in zip(self.model_param_gbuf_map.items(), before, strict=True):
+            value = {"late": earlier, "zeroed": torch.zeros_like(earlier)}.get(self.copies, weight.main_param)
+            value = value.roll(len(value) // 2) if self.copies == "wrong shard" else value
+            self.values[weight].view(-1)[part.start : part.stop] = value
+            if self.copies != "never":
+                weight.copy_(self.values[weight])
+
+
+@pytest.mark.parametrize("name", [None, *RECIPES])
+@pytest.mark.parametrize("copies", ["at once", "late", "never", "zeroed", "wrong shard"])
+def test_masters_of_parts_of_weights(tmp_path: Path, name: str | None, copies: str) -> None:
+    recipe = RECIPES[name or "current"]()
+    net = model(recipe, quantized=name is not None)
+    masters = DistributedOptimizer(net, copies)
+    with InspectSession(statistics(freq=100), model=net, log_dir=tmp_path, report=False) as session:
+        for _ in range(10):
+            loss = step(net, recipe)
+            masters.step()
+            session.log({"loss": loss})
+            session.step()
+    findings = [finding for finding in session.findings if finding.rule == "frozen-weight"]
+    assert [sorted(finding.layers) for finding in findings] == [["0", "1"]] * (copies != "at once")
+    assert all(("from one step earlier" in finding.seen) == (copies == "late") for finding in findings)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -229,7 +229,8 @@ RULES = (
         remedy=(
             "Average the gradients of the parameter over all ranks before the optimizer step: for norms with sequence"
             " parallelism by an all-reduce over the tensor-parallel group, for routers over the expert-parallel group."
-            " Then load a checkpoint on all ranks"
+            " With a distributed optimizer, check that each rank receives the weights that the others updated. Then load"
+            " a checkpoint on all ranks"
         ),
         judge=functools.partial(ParameterRule, "replicas-differ", on_several_ranks=True),
         essential=True,
