@@ -74,7 +74,6 @@ def build_batch(spec: str) -> Any:
 
 
 def require_batch(batch: object, start: str = "") -> None:
-    """Raise :class:`BatchError` if a value is not a batch; ``start`` begins the message."""
     if isinstance(batch, (torch.Tensor, Mapping, tuple)):
         return
     text = f"{start}{shown(batch)}, which is no batch. A batch is {_BATCH.returns}."

@@ -35,7 +35,6 @@ _NAMED = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 
 @contextlib.contextmanager
 def stand_ins(modules: Sequence[NamedModule], products: ModelProducts) -> Iterator[Ran]:
-    """Replace the forwards of Transformer Engine's classes by forwards that report their products."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 

@@ -98,7 +98,6 @@ def _without_gemms(
 
 
 def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Where) -> FeatureSchema:
-    """Validate the options of a feature; raises a ConfigError with all problems."""
     try:
         return schema.model_validate(dict(options))
     except ValidationError as error:

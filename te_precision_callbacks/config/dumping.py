@@ -155,7 +155,6 @@ class Collected:
 
 
 def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Collected]:
-    """Return the statistics that a layer's features collect of a tensor, by requested name."""
     asked: dict[str, tuple[Request, list[Schedule]]] = {}
     for options in (options for feature in features for options in holding(feature.targets, tensor, None)):
         if isinstance(options, LoggedTensor):

@@ -206,7 +206,6 @@ def names(field: FieldInfo) -> tuple[str, ...]:
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a field's items, if it is a list of mappings."""
     kind = _one(field.annotation)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 

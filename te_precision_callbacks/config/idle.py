@@ -18,13 +18,11 @@ _MOST_NAMED = 3
 
 
 def notes_of(config: Config) -> list[str]:
-    """Return the warnings for a config without a session; raises ConfigError for unknown features."""
     known = known_features()
     return idle_in_words(config, [resolve_features(section, known) for section in config.enabled_sections])
 
 
 def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> list[str]:
-    """Return the warnings for a config and the registered features of each enabled section."""
     sections = config.enabled_sections
     if not sections:
         return [f"The config ({config.name}) has no enabled section, so nothing is done."]

@@ -176,7 +176,6 @@ def load_config(
 
 
 def _check_format(data: Any, places: Places) -> None:
-    """Reject data that is not a mapping, and configs of other tools."""
     if not isinstance(data, Mapping):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise ConfigError(

@@ -259,7 +259,6 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
 
 
 def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:
-    """Warn of keys that another key disables, and of a pattern that selects everything."""
     rules, *others = (key for key in SELECTOR_KEYS if key in block)
     for key in others if rules in (EXACT, PATTERN) else ():
         logger.warning(

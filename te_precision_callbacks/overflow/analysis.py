@@ -219,7 +219,6 @@ def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -
 
 
 def advice_on_weights(broken: Sequence[str]) -> str:
-    """Return the advice if parameters, such as ``fc1.weight (nans)``, are not finite."""
     more = f" and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
     return (
         f"The weights are already broken, so another precision does not help: {', '.join(broken[:_LISTED])}{more}."

@@ -127,7 +127,6 @@ class ModelHooks:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Add hooks to new modules of the model, and remove them from removed modules."""
         if self._tree is not None and not self._tree.changed():
             return
         self._optimizers.clear()

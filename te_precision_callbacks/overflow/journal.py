@@ -76,12 +76,10 @@ class Batches:
         return self._last is not None and self._number >= self._last
 
     def give(self) -> None:
-        """Let the loop count batches from now on."""
         self._given = True
         self.train()
 
     def train(self) -> None:
-        """Restart the count at the first training batch."""
         if not self.trains:
             self.trains, self._number = True, -1
 
@@ -126,7 +124,6 @@ class Journal:
         self._raises = options.on_failure == "raise"
 
     def label(self, tensor: torch.Tensor, label: str) -> None:
-        """Add a frame with a label to the current forward, if any."""
         current = self.thread.current
         if current is None or current.interval is None or not current.frames or self.broken or self.closed:
             return

@@ -203,7 +203,6 @@ class Looking:
             interval.clear()
 
     def _stop_if(self, find: Find | DetectionFailedError | None) -> None:
-        """Raise a find or a failure, if any."""
         if find is None:
             return
         if isinstance(find, DetectionFailedError):
@@ -229,7 +228,6 @@ class Looking:
         )
 
     def _advice_on_weights(self, find: Find) -> str | None:
-        """Return the advice if parameters of this rank are inf or nan."""
         try:
             broken = broken_parameters(self._roots, find.path)
         except Exception as error:  # the overflow must still be reported

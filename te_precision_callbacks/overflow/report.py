@@ -13,7 +13,6 @@ _LARGE = 2.0**8
 
 
 def headline(culprit: Seen) -> str:
-    """Format the bad tensor with its kind of value."""
     frame = culprit.frame
     kind = what(*culprit.values.extremes(frame.measured)) if isinstance(frame.measured, Slot) else ""
     return f"{_where(culprit)} has {kind}"

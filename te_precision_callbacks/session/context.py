@@ -51,7 +51,6 @@ class RunContext:
         return iteration + self.loop.counts_from
 
     def step_in_words(self) -> str:
-        """The current step, as reports of overflows name it."""
         iteration = self.iteration
         logged = "" if self.loop.front_door == "session" else f", step {self.logging_step(iteration)}"
         return f"debug iteration {iteration}{logged}"

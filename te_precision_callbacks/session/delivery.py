@@ -223,7 +223,6 @@ class RunFiles:
         return f"te-precision speed --trace {shlex.quote(str(trace))}"
 
     def write_page(self, run_id: str, sinks: Sinks) -> None:
-        """Write the page into the log folder, and hand it to the trainer's loggers."""
         from te_precision_callbacks.views.report import write_report
 
         path = write_report(open_run(self._log_dir / FOLDER / run_id), self._log_dir / REPORT_FILE)

@@ -210,7 +210,6 @@ class ObservedModel:
     # ------------------------------------------------------------------ a model that is given
 
     def attach(self, model: Model) -> None:
-        """Name and watch a model; on all ranks, inside of :meth:`Ranks.together`."""
         options, inspector, ranks = self._options, self._inspector, self._context.ranks
         inspector.forget_names()
         self.layers.attach(model, ranks)

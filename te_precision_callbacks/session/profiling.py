@@ -68,7 +68,6 @@ class Profiling:
             self._guarded("writing", self._write)
 
     def close(self, iteration: int) -> None:
-        """End the profile early, and warn of iterations that were not profiled."""
         self._choice = None
         self._guarded("ending", self._stop)
         self.write()

@@ -100,7 +100,6 @@ class ResumeAudit:
         return None if fingerprint is None else fingerprint.to_text()
 
     def save(self, folder: Path, iteration: int) -> None:
-        """Write this rank's fingerprint into the folder of a checkpoint."""
         fingerprint = self._take(iteration)
         if fingerprint is not None:
             try:
