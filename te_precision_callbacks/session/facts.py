@@ -319,10 +319,10 @@ class RunFacts:
         for info in infos:
             for namespace, features in info.features.items():
                 for feature, options in features.items():
-                    section = _section_with(feature, [sections[name] for name in info.sections if name in sections])
-                    file, line = ("", None) if section is None else _place(section, namespace, feature)
+                    own = [sections[name] for name in info.sections if name in sections]
+                    section, file, line = _place(own, namespace, feature)
                     yield {
-                        "section": "" if section is None else section.name,
+                        "section": section,
                         "file": file,
                         "line": line,
                         "feature": feature,
@@ -338,23 +338,20 @@ def _script() -> str:
     return started if started in ("", "-", "-c") else os.path.abspath(started)
 
 
-def _section_with(feature: str, sections: Sequence[Section]) -> Section | None:
-    with_it = [
-        section
+def _place(sections: Sequence[Section], namespace: str, feature: str) -> tuple[str, str, int | None]:
+    """Return section, file and line of a layer's feature, which sections may spell otherwise; no line for a mapping."""
+    spelled = (
+        (section, key)
         for section in sections
-        for features in section.features.values()
-        if feature.lower() in map(str.lower, features)
-    ]
-    return next(iter([*with_it, *sections]), None)
-
-
-def _place(section: Section, namespace: str, feature: str) -> tuple[str, int | None]:
-    """Return file and line of a section's feature, or of the section; no line for a mapping."""
+        for key in section.features.get(namespace, ())
+        if key.lower() == feature.lower()
+    )
+    section, key = next(spelled, (sections[0] if sections else None, feature))
+    if section is None:
+        return "", "", None
     marks = section.places.marks
-    spelled = next((key for key in section.features.get(namespace, ()) if key.lower() == feature.lower()), feature)
-    paths = ((section.name, namespace, spelled), (section.name,))
-    mark = next((marks[path] for path in paths if path in marks), None)
-    return section.places.name, None if mark is None else mark.line
+    mark = marks.get((section.name, namespace, key)) or marks.get((section.name,))
+    return section.name, section.places.name, None if mark is None else mark.line
 
 
 def _listed(texts: Sequence[str]) -> str:
