@@ -37,7 +37,7 @@ class EndingStep:
         is_remainder: whether this is no step, but the remainder collected when the session was stopped.
         local: whether the statistics belong to this rank alone although statistics are reduced.
         is_read: whether ``records`` is known.
-        is_checked: whether the rules have seen the records.
+        is_checked: whether the rules have seen the records, or were interrupted there.
     """
 
     iteration: int

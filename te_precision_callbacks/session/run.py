@@ -344,15 +344,14 @@ class Run:
 
     def _checked(self, ending: EndingStep, records: StepRecords) -> StepRecords:
         if not ending.is_checked:
+            ending.is_checked = True
             try:
-                records = self._rules.records(records)
+                ending.records = records = self._rules.records(records)
                 self._send()
+            except ObservationError:
+                raise
             except Exception as error:
-                ending.is_checked = True
-                if isinstance(error, ObservationError):
-                    raise
                 self.context.failures.report("checking", f"iteration {ending.iteration}", error)
-            ending.records, ending.is_checked = records, True
         return records
 
     def _rejoin_ranks(self) -> None:
