@@ -215,7 +215,7 @@ def test_a_log_is_no_link_and_no_pipe(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     os.mkfifo(tmp_path / "pipe")
     for name, why in (("link", "it is a symbolic link, which is not followed"), ("pipe", "it is no regular file")):
-        log = LogFile(tmp_path / name, 0, "", lambda: None)
+        log = LogFile(tmp_path / name, 0, "")
         log.append("ours\n")
         with pytest.raises(LogFileError, match=why):
             log.flush()

@@ -14,8 +14,7 @@ class BeforeCalls:
     """Call a method before each call of another object's method, with the same arguments, until it is removed.
 
     Args:
-        owner: the object that gets the replacement in its ``__dict__``; other objects of its class keep their method.
-        name: the method's name.
+        owner: gets the replacement in its ``__dict__``; other objects of its class keep their method.
         before: a bound method; its object is not kept alive.
     """
 
@@ -38,5 +37,4 @@ class BeforeCalls:
         return getattr, (self.owner, self._name)
 
     def remove(self) -> None:
-        """Restore the original method, unless another replacement has taken its place."""
         self._replaced.put_back()

@@ -1,8 +1,4 @@
-"""C++ functions for the CPU, and the warning where compiling fails.
-
-A file is compiled by torch's own cache of C++ code, in one or two seconds. Without a C++ compiler, plain torch is
-used, with one warning.
-"""
+"""C++ functions for the CPU, compiled by torch in one or two seconds; plain torch, with one warning, otherwise."""
 
 from __future__ import annotations
 
@@ -19,17 +15,11 @@ class CppFile:
     """The functions of a C++ file.
 
     Args:
-        file: the file.
         functions: name -> its argument types, of ctypes.
         what: the work that plain torch does otherwise, for the warning.
         times: how much slower that is at most, for the warning.
         pays_from: compile only after plain torch has processed this number of elements.
         flags: compiler flags, after torch's own.
-
-    Attributes:
-        functions: name -> function, once compiled.
-        failed: whether compiling has failed.
-        in_plain_torch: elements that plain torch has processed instead.
     """
 
     def __init__(
@@ -57,11 +47,9 @@ class CppFile:
         return next(iter(self.functions.values()), None)
 
     def is_taken(self) -> bool:
-        """Return whether the functions are available: compiling pays by now and has not failed."""
         return not self.failed and self.in_plain_torch >= self.pays_from and self.is_compiled()
 
     def leaves_to_torch(self, elements: int) -> None:
-        """Count elements that plain torch processes instead."""
         if not self.functions:
             self.in_plain_torch += elements
 
@@ -97,7 +85,6 @@ class CppFile:
 
 
 def say_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:
-    """Log why something cannot be compiled, how slow plain torch is, and the remedy."""
     if isinstance(error, OSError):
         advice = "Compiled code is kept in a folder of torch's: let TORCHINDUCTOR_CACHE_DIR name one to write to."
     else:

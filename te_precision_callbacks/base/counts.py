@@ -1,8 +1,4 @@
-"""Formatting of counts and sizes.
-
-many(1, "file"), many(3000, "file")     # "1 file", "3,000 files"
-size(3 << 29)                           # "1.5 GiB"
-"""
+"""Formatting of counts and sizes: ``3,000 files``, ``1.5 GiB``."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ def many(count: int, what: str) -> str:
 
 
 def size(count: int) -> str:
-    """Format a number of bytes in units of 1024, with three digits."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     number, unit = float(count), 0
     while abs(number) >= 999.5 and unit < len(units) - 1:

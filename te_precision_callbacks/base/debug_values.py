@@ -1,7 +1,4 @@
-"""Parsing of ``debug=`` and ``--debug``.
-
-parse_debug("activation_overflow te_precision") == parse_debug(["activation_overflow", "te_precision"])
-"""
+"""Parsing of ``debug=`` and ``--debug``."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ class UnknownDebugOptionError(OptionError, ValueError):
 
 
 def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> tuple[str, ...]:
-    """Return the names in a value of ``debug=``, without duplicates.
-
-    Args:
-        value: a text such as ``"a b"``, a list of such texts, or None.
-        valid: all valid names.
+    """Return the names in a value of ``debug=``, such as ``"a b"`` or a list of such texts, without duplicates.
 
     Raises:
         UnknownDebugOptionError: a name is unknown, or the value is not text; the message lists all valid names.
@@ -63,7 +56,6 @@ class Flag(NamedTuple):
     """A session keyword that scripts accept as ``--te_precision_<keyword>``.
 
     Attributes:
-        keyword: the keyword.
         metavar: the placeholder of its value in help texts; empty for a switch.
         help: the help text, after "with --debug te_precision".
     """
@@ -104,12 +96,7 @@ FLAGS = (
 def given_flags(
     arguments: object, debug: Iterable[str], instead: Mapping[str, object] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return the given flags as keywords of a session.
-
-    Args:
-        arguments: the parsed arguments, which may lack flags.
-        debug: the debug options.
-        instead: keyword -> value, which takes precedence unless it is None.
+    """Return the given flags as keywords of a session; values of ``instead`` that are not None take precedence.
 
     Raises:
         OptionError: a flag was given without ``te_precision`` among the debug options.
@@ -131,5 +118,4 @@ def given_flags(
 
 
 def naming_flags(given: Mapping[str, object]) -> AbstractContextManager[None]:
-    """Let errors about keywords name the flags that set them."""
     return named_as({flag.keyword: flag.name for flag in FLAGS if flag.keyword in given})

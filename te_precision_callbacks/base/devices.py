@@ -26,17 +26,11 @@ def _in_use() -> bool:
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the current stream of a device; None for a device without streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def follow(stream: torch.cuda.Stream | None, tensors: Iterable[torch.Tensor]) -> None:
-    """Make the current stream wait for another stream, and keep its tensors alive for that long.
-
-    Args:
-        stream: the stream that wrote the tensors; None for a device without streams.
-        tensors: tensors on the stream's device.
-    """
+    """Make the current stream wait for the stream that wrote tensors, and keep their memory for that long."""
     if stream is None:
         return
     reading = torch.cuda.current_stream(stream.device)
@@ -64,7 +58,6 @@ def is_lost(error: BaseException) -> bool:
 
 
 def lost_in_words(error: BaseException, what: str) -> str:
-    """Return the message for an exception that :func:`is_lost`; ``what`` names what ends."""
     reason = str(error).strip().partition("\n")[0]
     return (
         f"The GPU can run nothing any more in this process ({type(error).__name__}: {reason}). A kernel that ran before"

@@ -63,5 +63,4 @@ VARIABLES = (
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of :data:`VARIABLES` that are set; read no other variable."""
     return {name: environ[name] for name in VARIABLES if name in environ}

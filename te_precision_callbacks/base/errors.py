@@ -1,6 +1,6 @@
 """The exceptions of this package.
 
-All derive from :class:`PrecisionDebugError`; packages define their own, and this module has the shared ones::
+Packages define their own; this module has the shared ones::
 
     PrecisionDebugError
         OptionError                          a keyword, or its value
@@ -53,20 +53,12 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
     except PrecisionDebugError as error:
         if names:
             keyword = re.compile(rf"(?<![\w.'\"])({'|'.join(names)})(?==)")
-            error.args = tuple(keyword.sub(lambda found: names[found[1]], str(text)) for text in error.args)
+            error.args = tuple(keyword.sub(lambda match: names[match[1]], str(text)) for text in error.args)
         raise
 
 
 class FeatureError(PrecisionDebugError, RuntimeError):
-    """A debug feature failed.
-
-    Args:
-        message: the full message.
-        feature: the feature that failed, if it was a single one.
-        call: the failed call.
-        layer: the layer of the call.
-        failure: a text that is equal for the same failure in all layers; by default the message.
-    """
+    """A debug feature failed; ``failure`` is equal for the same failure in all layers."""
 
     def __init__(self, message: str, *, feature: str = "", call: str = "", layer: str = "", failure: str = "") -> None:
         super().__init__(message)
@@ -111,7 +103,6 @@ class TransformerEngineUnavailableError(SessionError, ImportError):
 
 
 def transformer_engine_error(error: BaseException | None) -> BaseException | None:
-    """Return the exception inside Transformer Engine that caused ``error``, if any."""
     while error is not None:
         traceback = error.__traceback__
         while traceback is not None:
@@ -130,4 +121,4 @@ class ResumeAuditError(PrecisionDebugError, RuntimeError):
 
 
 class ObservationError(PrecisionDebugError, RuntimeError):
-    """With ``strict=True``: observation failed. Otherwise failures are reported once and training continues."""
+    """With ``strict=True``: observation failed. Otherwise failures are reported once."""

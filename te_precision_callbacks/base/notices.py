@@ -10,13 +10,10 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class Notices:
-    """The messages that were logged already, of a run or another owner."""
-
     def __init__(self) -> None:
         self._said: set[Hashable] = set()
 
     def first(self, what: Hashable) -> bool:
-        """Return whether a message was not logged yet, and mark it as logged."""
         first = what not in self._said
         self._said.add(what)
         return first
@@ -33,7 +30,6 @@ class _Gathering(logging.Handler):
 
 @contextmanager
 def gathered_warnings() -> Iterator[list[str]]:
-    """Collect this package's warnings in a list instead of logging them."""
     texts: list[str] = []
     handler, package = _Gathering(texts), logging.getLogger(_PACKAGE)
     propagate = package.propagate

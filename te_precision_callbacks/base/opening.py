@@ -1,7 +1,4 @@
-"""Safe opening of files in a log folder that others can write to.
-
-with open(path, "a", opener=own_file) as file: ...
-"""
+"""Safe opening of files in a log folder that others can write to."""
 
 from __future__ import annotations
 

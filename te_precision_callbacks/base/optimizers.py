@@ -10,8 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 
 def optimizers_of_process() -> list[Optimizer]:
-    """Return all optimizers, wrappers that derive from torch's among them."""
-    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
 
 
 def held_ids(optimizer: Any) -> Iterator[int]:

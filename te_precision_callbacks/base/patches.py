@@ -12,7 +12,6 @@ def keep_high(*layers: str, others: Iterable[str] = ()) -> str:
     """Return a section that keeps layers in high precision.
 
     Args:
-        layers: their names.
         others: names that the pattern must not match; if they have no other number of a numbered layer, the pattern
             accepts all numbers.
     """
@@ -32,11 +31,11 @@ def _pattern(layers: Iterable[str], others: Iterable[str]) -> str:
     for name in layers:
         forms[_form(name)].append(name)
     of_others = {_form(name) for name in others}
-    found: list[str] = []
+    patterns: list[str] = []
     for form, names in forms.items():
         is_whole = len(names) > 1 and form not in of_others
-        found += [form] if is_whole else map(re.escape, names)
-    return found[0] if len(found) == 1 else f"({'|'.join(found)})"
+        patterns += [form] if is_whole else map(re.escape, names)
+    return patterns[0] if len(patterns) == 1 else f"({'|'.join(patterns)})"
 
 
 def _form(name: str) -> str:

@@ -8,11 +8,7 @@ _MISSING = object()
 
 
 class Replaced:
-    """Replaces attributes of objects, classes and modules, and restores them.
-
-    Args:
-        yields: whether to keep a wrapper that someone has put around a replacement, which it calls.
-    """
+    """Replaces attributes; ``yields`` keeps a wrapper that someone has put around a replacement."""
 
     def __init__(self, *, yields: bool = False) -> None:
         self._yields = yields
@@ -26,7 +22,6 @@ class Replaced:
         _set(owner, name, value)
 
     def put_back(self) -> None:
-        """Restore all attributes in reverse order."""
         while self._replaced:
             owner, name, before, value = self._replaced.pop()
             if not self._yields or vars(owner).get(name) is value:

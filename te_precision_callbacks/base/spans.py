@@ -11,8 +11,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 FactT = TypeVar("FactT")
 
 
-class IterationError(PrecisionDebugError, LookupError):
-    """The requested iteration has not run."""
+class IterationError(PrecisionDebugError, LookupError): ...
 
 
 def whole_number(value: object) -> int | None:
@@ -26,8 +25,6 @@ def whole_number(value: object) -> int | None:
 
 
 class Iterations:
-    """The debug iterations that have run in a session."""
-
     def __init__(self) -> None:
         self._ran: list[list[int]] = []  # first and last of each span
 
@@ -44,10 +41,7 @@ class Iterations:
         return self._ran[-1][1] if self._ran else None
 
     def ran(self, iteration: int) -> bool:
-        """Record that an iteration has run. After a return to a checkpoint, later iterations no longer count.
-        Returns:
-            Whether later iterations were dropped.
-        """
+        """Record that an iteration has run; return whether later ones no longer count, as after a resume."""
         returned = bool(self._ran) and iteration < self._ran[-1][1]
         if returned:
             self._ran = [[first, min(last, iteration - 1)] for first, last in self._ran if first < iteration]
@@ -58,7 +52,6 @@ class Iterations:
         return returned
 
     def require(self, what: str, iteration: int) -> None:
-        """Raise an IterationError if an iteration has not run; ``what`` names the query."""
         if iteration not in self:
             ran = ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in self._ran)
             raise IterationError(
@@ -81,9 +74,5 @@ class AnyIteration(tuple[FactT, ...]):
         return tuple(self), self._at
 
     def __call__(self, *, at: int) -> tuple[FactT, ...]:
-        """Return the facts of a debug iteration.
-
-        Raises:
-            IterationError: the iteration has not run in this session.
-        """
+        """Return the facts of a debug iteration; raises IterationError if it has not run in this session."""
         return tuple(self._at(at))

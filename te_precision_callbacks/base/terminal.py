@@ -1,11 +1,7 @@
 """Printing of tables, text and JSON by the commands of ``te-precision``.
 
-    rows = table("layer", "tensor")
-    rows.add_row(cell("fc1"), cell("activation"))
-    show(rows)                        # fitted to a terminal; in a file or pipe every line stays whole
-    show_json({"rows": []})
-
-Colour and bold are for terminals only. Text from files and configs is printed without markup and control characters.
+Colour and bold are for terminals only; in a file or pipe every line stays whole. Text from files and configs is printed
+without markup and control characters.
 """
 
 from __future__ import annotations
@@ -48,7 +44,6 @@ _PADDING = 3
 
 
 def table(*columns: str) -> Table:
-    """Create an empty table, which :func:`show` fits to the terminal."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in columns:
         made.add_column(column, overflow="fold")
@@ -60,7 +55,6 @@ def is_terminal() -> bool:
 
 
 def show(what: RenderableType) -> None:
-    """Print a rich renderable, or a line with rich's markup."""
     console = Console(highlight=False, soft_wrap=isinstance(what, str))
     if not isinstance(what, str) and not console.is_terminal:
         console = Console(highlight=False, width=shutil.get_terminal_size((_WHOLE_LINES, 0)).columns)
@@ -71,7 +65,6 @@ def show(what: RenderableType) -> None:
 
 
 def _print(what: RenderableType, console: Console) -> None:
-    """Print; in a file or pipe, without trailing blanks."""
     if console.is_terminal:
         console.print(what)
         return
@@ -116,7 +109,6 @@ def fitted_table(made: Table, width: int) -> Table | None:
 
 
 def _texts(made: Table) -> list[list[str]]:
-    """Return the texts of each column, heading first."""
     return [
         [text.plain if isinstance(text, Text) else render(str(text)).plain for text in (column.header, *column.cells)]
         for column in made.columns
@@ -124,8 +116,6 @@ def _texts(made: Table) -> list[list[str]]:
 
 
 class Paragraph:
-    """A wrapped text; names break only after a separator."""
-
     def __init__(self, text: str, style: str = "") -> None:
         self._text, self._style = visible(text), style
 
@@ -135,9 +125,7 @@ class Paragraph:
 
 
 def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False) -> None:
-    """Print a paragraph, wrapped to the terminal, or to 80 columns in a file or pipe, unless COLUMNS is set.
-    Further lines are indented by ``hanging`` more spaces. ``err`` prints to stderr.
-    """
+    """Print a paragraph, wrapped to the terminal, or to 80 columns in a file or pipe, unless COLUMNS is set."""
     width = min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
     first = " " * indent
     typer.echo(
@@ -154,13 +142,11 @@ def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False
 
 
 def show_as_it_is(text: str, indent: int = 0) -> None:
-    """Print lines without wrapping, such as YAML."""
     for line in text.splitlines():
         typer.echo(" " * indent + visible(line))
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Print each note as a paragraph, and keep its line breaks."""
     for note in notes:
         typer.echo()
         for number, line in enumerate(note.splitlines()):
@@ -168,7 +154,6 @@ def show_notes(notes: Iterable[str]) -> None:
 
 
 def show_json(what: Any) -> None:
-    """Print JSON; numbers that are not finite become "nan", "inf" or "-inf"."""
     typer.echo(as_json(what))
 
 
@@ -180,16 +165,16 @@ def visible(text: str) -> str:
     """Escape characters that cannot be printed, such as terminal controls."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def cell(what: object) -> str:
-    """Escape a text for a table cell."""
     return escape(visible(str(what)))
 
 
 def cell_lines(lines: Iterable[str]) -> str:
-    """Escape several texts as the lines of one cell."""
     return "\n".join(map(cell, lines))
 
 

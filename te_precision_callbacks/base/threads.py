@@ -20,20 +20,13 @@ def started(what: str, call: Callable[[], object]) -> threading.Thread | None:
 
 
 def within(seconds: float, call: Callable[[], ResultT]) -> ResultT:
-    """Return the result of a disk access, with a timeout.
-
-    Args:
-        call: runs in a daemon thread, which continues after the timeout.
-
-    Raises:
-        TimeoutError: the disk did not respond in time.
-    """
-    found: list[ResultT] = []
+    """Return the result of a disk access in a daemon thread; raises TimeoutError if the disk does not respond."""
+    results: list[ResultT] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:
             failed.append(error)
 
@@ -44,6 +37,6 @@ def within(seconds: float, call: Callable[[], ResultT]) -> ResultT:
         thread.join(seconds)
     if failed:
         raise failed[0]
-    if not found:
+    if not results:
         raise TimeoutError(f"the disk has not answered for {seconds:g} seconds")
-    return found[0]
+    return results[0]

@@ -15,8 +15,6 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that torch can use; its capability is a text such as ``9.0``."""
-
     name: str
     capability: str
     memory_bytes: int
@@ -24,13 +22,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """The state of torch in this process.
+    """The state of torch in this process; versions are None where a library is not installed.
 
     Attributes:
         visible_devices: CUDA_VISIBLE_DEVICES, if set.
-        driver: the version of NVIDIA's driver, if installed.
-        cuda: torch's CUDA version; None for a build without CUDA.
-        cudnn: the version of cuDNN, if installed.
         warnings: torch's warnings during the detection of GPUs.
         settings: settings that change precision; scripts can change them.
     """
@@ -45,7 +40,6 @@ class Torch:
 
 
 def torch_facts() -> Torch:
-    """Import torch and read its state."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
@@ -87,8 +81,8 @@ def _settings(torch: Any) -> dict[str, object]:
 
 
 def _driver(text: str) -> str | None:
-    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
-    return None if found is None else found[1]
+    version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return None if version is None else version[1]
 
 
 def _cudnn(encoded: int) -> str:

@@ -41,7 +41,6 @@ class RecipeRow(NamedTuple):
     """A recipe, with the names of Transformer Engine 2.20.2.
 
     Attributes:
-        name: the spelling in names of statistics.
         other_names: further accepted spellings.
         shares: the elements that share a scale; ``all``: the whole tensor.
         factor: the type of the scale.
@@ -189,11 +188,7 @@ HYBRID_QUANTIZER = "HybridQuantizer"
 
 
 def class_names(thing: Any) -> tuple[str, ...]:
-    """Return the class names in an object's method resolution order.
-
-    Transformer Engine's classes are recognized by name, so that subclasses count and Transformer Engine is not
-    imported.
-    """
+    """Return the names in a class's MRO, which recognize Transformer Engine's subclasses without importing it."""
     kind: type = type(thing)
     return _names_of_class(kind)
 
@@ -204,7 +199,6 @@ def _names_of_class(kind: type) -> tuple[str, ...]:
 
 
 def recipe_of(quantizer: Any) -> str | None:
-    """Return the recipe (of :data:`RECIPES`) of a quantizer of Transformer Engine, if any."""
     kind: type = type(quantizer)
     return _recipe_of_class(kind)
 
@@ -216,7 +210,7 @@ def _recipe_of_class(quantizer: type) -> str | None:
 
 
 def name_of_format(thing: Any) -> str | None:
-    """Return the ``RecipeRow.format`` of a quantized tensor, a storage or a quantizer; None for other classes."""
+    """Return the format of a quantized tensor, a storage or a quantizer; None for other classes."""
     kind: type = type(thing)
     return format_of_class(kind)
 

@@ -1,8 +1,4 @@
-"""Wrapping of table cells: words stay whole, and names break only after a separator.
-
-widths = fitted([["layer", "layers.0.attention.qkv"], ["why not low", "not a TE layer"]], 30)
-text = wrapped("layers.0.attention.qkv", widths[0])
-"""
+"""Wrapping of table cells: words stay whole, and names break only after a separator."""
 
 from __future__ import annotations
 
@@ -17,22 +13,17 @@ _BLANK = re.compile(r"\s+(?!%)")
 
 
 def fitted(columns: Sequence[Sequence[str]], width: int, widest: Sequence[int | None] = ()) -> list[int] | None:
-    """Return the width of each column; None if a word would break.
+    """Return the width of each column for a total width; None if a word would break.
 
-    The widest column shrinks first, down to its longest word. Only then do names break.
-
-    Args:
-        columns: the texts of each column, heading first.
-        width: the total width.
-        widest: the maximum width of each column; empty or None for no limit.
+    The widest column shrinks first, down to its longest word; then names break. ``widest`` limits columns.
     """
-    found, words, parts = ([_longest(column, part) for column in columns] for part in (str.splitlines, _words, _parts))
+    widths, words, parts = ([_longest(column, part) for column in columns] for part in (str.splitlines, _words, _parts))
     for number, most in enumerate(widest):
-        found[number] = found[number] if most is None else max(min(found[number], most), parts[number])
+        widths[number] = widths[number] if most is None else max(min(widths[number], most), parts[number])
     for floors in (words, parts):
-        while sum(found) > width and (wider := [n for n, floor in enumerate(floors) if found[n] > floor]):
-            found[max(wider, key=found.__getitem__)] -= 1
-    return found if sum(found) <= width else None
+        while sum(widths) > width and (wider := [n for n, floor in enumerate(floors) if widths[n] > floor]):
+            widths[max(wider, key=widths.__getitem__)] -= 1
+    return widths if sum(widths) <= width else None
 
 
 def wrapped(text: str, width: int) -> str:

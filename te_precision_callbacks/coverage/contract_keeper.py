@@ -51,11 +51,8 @@ _MULTIPLE = 16
 
 
 def remedy(reason: Reason, ref: str, sizes: Iterable[int] = ()) -> str:
-    """Return a remedy for a product in high precision; empty if none is known.
-
-    Args:
-        reason, ref: as in :class:`te_precision_callbacks.coverage.coverage.Product`.
-        sizes: the sizes of the weight, if there is one.
+    """Return a remedy for a product in high precision, given its reason and the sizes of its weight; empty if none is
+    known.
     """
     leave = "leave it out of what the contract demands"
     named = _CLASS[reason].fullmatch(ref) if reason in _CLASS else None
@@ -74,12 +71,7 @@ def remedy(reason: Reason, ref: str, sizes: Iterable[int] = ()) -> str:
 
 
 class PrecisionContractError(PrecisionDebugError, RuntimeError):
-    """The run breaks the contract of ``require=``.
-
-    Args:
-        message: the full message.
-        coverage: the checked products of all ranks.
-    """
+    """The run breaks the contract of ``require=``. ``coverage`` has the checked products of all ranks."""
 
     def __init__(self, message: str, coverage: Coverage = NOTHING) -> None:
         super().__init__(message)
@@ -91,10 +83,6 @@ class ContractKeeper:
 
     A change of precision on any rank travels with the statistics of a step. In a step without statistics the check
     waits for a step of the contract, or for the next multiple of :data:`ASKING`.
-
-    Args:
-        contract: the contract.
-        on_broken: the reaction to a broken contract, unless the contract has its own.
     """
 
     def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
@@ -108,30 +96,25 @@ class ContractKeeper:
         self._incomplete: dict[int, None] = {}
 
     def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
-        """Announce to the other ranks whether there is something to check. ``changes`` is this rank's number of changes
-        so far."""
+        """Announce to the other ranks whether there is something to check; ``changes`` counts this rank's changes so
+        far.
+        """
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
         self._changes = changes
-        ranks.note = iteration >= self._first and self._checked != changes
+        ranks.put_note(note=iteration >= self._first and self._checked != changes)
 
     def end_step(
         self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
     ) -> str | None:
-        """Check the contract if it is due: at the contract's step, and after a change of precision on any rank.
-
-        ``changes`` may include later changes than in :meth:`begin_step`.
-
-        Returns:
-            The message of a broken contract, or an empty string. None if the check was not due or not possible.
-
-        Raises:
-            PrecisionContractError: the contract is broken and does not only warn; on all ranks.
+        """Check the contract at its step, and after a change of precision on any rank. Returns the message of a broken
+        contract, or an empty string; None if the check was not due or not possible. Raises PrecisionContractError on
+        all ranks.
         """
         first = iteration if self._first is None else self._first
         asks = iteration == first or (iteration > first and iteration % ASKING == 0)
         if not ranks.several:
-            ranks.note = iteration >= first and self._checked != changes
+            ranks.put_note(note=iteration >= first and self._checked != changes)
         noted = ranks.noted(asks=asks)
         # What was found after the numbers of a step were sent travels with the next ones; that step is checked then.
         changed_at, self._changed_at = self._changed_at, iteration if changes != self._changes else self._changed_at
@@ -178,14 +161,8 @@ class ContractKeeper:
         Args:
             coverage_at: returns this rank's products in a step.
             coverage: the products of the last step, with known products of other ranks.
-            changes: the number of changes so far.
-            iteration: the last step.
-            ranks: the ranks that check together.
             why_not: the reason if there is nothing to check.
-            raises: False if another exception ends the run.
-
-        Raises:
-            PrecisionContractError: the contract is broken, or was never checked.
+            raises: False if another exception ends the run; else a PrecisionContractError is raised.
         """
         raises = raises and self._on_broken == "raise"
         for step in self._incomplete:  # later steps may have shown what these ran
@@ -233,7 +210,7 @@ class ContractKeeper:
 
 
 def left_out(contract: Contract, coverage: Coverage) -> str:
-    """A sentence with the reason if the shares of a contract cannot be checked; empty if they can."""
+    """The reason if the shares of a contract cannot be checked; empty if they can."""
     texts = left_out_in_words(coverage)
     if not contract.shares or not texts:
         return ""
@@ -243,12 +220,10 @@ def left_out(contract: Contract, coverage: Coverage) -> str:
 
 
 def broken_clauses(contract: Contract, coverage: Coverage) -> list[str]:
-    """The clauses of a contract that products break, as sentences, except clauses about state."""
     return [*_broken_shares(contract, coverage), *_broken_layers(contract, coverage)]
 
 
 def _is_broken_for_certain(contract: Contract, coverage: Coverage) -> bool:
-    """Return whether products break a contract, whatever the uncounted products are."""
     whole = tuple(share for share in contract.shares if share.number >= 1 and share.comparison in (">", ">="))
     return any(_broken_shares(dataclasses.replace(contract, shares=whole), coverage)) or any(
         _broken_layers(contract, coverage)
@@ -290,7 +265,7 @@ def _broken_state(contract: Contract, state: Iterable[StateRow], *, of_all: bool
 
 
 def require_layers(contract: Contract, names: Iterable[str]) -> None:
-    """Raise a ConfigError if a pattern of the contract matches no layer. ``names`` has the names of all ranks."""
+    """Raise a ConfigError if a pattern matches no layer of any rank."""
     known = list(names)
     for pattern in contract.layers:
         if not any(re.search(pattern, name) for name in known):
@@ -304,7 +279,6 @@ _HALVES = {"forward": False, "backward": True}
 
 
 def _offenders(coverage: Coverage) -> list[str]:
-    """The layers with the most multiply-adds in high precision, each with its share, reason and remedy."""
     whole = coverage.macs()
     sizes = {product.layer: (product.k, product.m) for product in coverage if product.gemm == "fprop"}
     of_layer: dict[tuple[str, str, Reason | None, str], list[Product]] = {}
@@ -346,11 +320,8 @@ class _Entry:
 def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: bool = False) -> list[Product]:
     """The products of all ranks, each with the sizes of its first rank. All ranks must call it alike.
 
-    Args:
-        own: the products of this rank.
-        ranks: the ranks that reduce together.
-        kind: a name, equal on all ranks.
-        of_one: whether a product gets the mean multiply-adds of a rank instead of their sum.
+    ``kind`` is a name, equal on all ranks; with ``of_one``, products get the mean multiply-adds of a rank, not their
+    sum.
     """
     macs: dict[_Entry, int] = {}
     for product in own:
@@ -374,7 +345,6 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: 
 
 
 def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
-    """The state of all ranks, added up; see :func:`shared_products`."""
     sizes: dict[tuple[str, str], tuple[int, int]] = {}
     for row in own:
         tensors, size = sizes.get((row.subject, row.dtype), (0, 0))
@@ -384,7 +354,6 @@ def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[Stat
 
 
 def _added(own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: Any) -> dict[EntryT, tuple[int, int]]:
-    """The entries of all ranks, each with the sums of its two numbers."""
     entries = ranks.pool(own, kind, of)
     pairs = [own.get(entry, (0, 0)) for entry in entries]
     added = ranks.add([float(number) for pair in pairs for number in pair], f"sizes of {kind}")  # exact up to 2**53

@@ -27,7 +27,6 @@ Family = Literal["te", "te_ops", "torch", "functional", "attention", "lookup"]
 Runs = Literal["seen", "planned", "never", "uncounted"]
 
 _LOW_NAMES = ("NVFP4", "MXFP8", "FP8 block", "FP8")
-"""Names of low-precision formats, narrowest first."""
 
 _ORDER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32", "fp64")
 
@@ -60,7 +59,6 @@ REMEDIES: Mapping[Reason, str] = {
     Reason.ENVIRONMENT: "unset the variable",
     Reason.ATTENTION: "give the recipe fp8_dpa=True, on a GPU whose fused attention has FP8",
 }
-"""Reason -> remedy."""
 
 _WITH_VALUE = (Reason.NOT_TE, Reason.NOT_CONVERTED)
 """The reasons that precede their reference in messages."""
@@ -110,18 +108,17 @@ class Product:
 
     @classmethod
     def left_out(cls, layer: str, family: Family, gemm: ProductName, why: str) -> Product:
-        """A product that the step skipped."""
         return cls(layer, family, gemm, gemm != "fprop", 0, 0, 0, 1, 0, 0, {}, "never", why)
 
     @classmethod
     def uncounted(cls, layer: str, family: Family, what: str, *, backward: bool = False) -> Product:
-        """An operator or kernel that ran in a layer and is not counted, with the reason."""
+        """An operator or kernel that ran and is not counted; ``what`` has the reason."""
         return cls(layer, family, "other", backward, 0, 0, 0, 1, 0, 0, {}, "uncounted", what)
 
     @functools.cached_property
     def precision(self) -> str:
-        """The precision of the widest operand: ``fp8``, ``mxfp8``, ``nvfp4``, ``bf16``, ``fp32``, ...; for any other
-        format its name in lower case, empty for a look-up.
+        """The precision of the widest operand: ``fp8``, ``mxfp8``, ``nvfp4``, ``bf16``, ``fp32``, ...; empty for a
+        look-up.
         """
         return _widest(tuple(self.operands.values()))
 
@@ -132,7 +129,7 @@ class Product:
 
     @property
     def why(self) -> str:
-        """A text with the reason for high precision, or for not running; empty in low precision."""
+        """The reason for high precision, or for not running; empty in low precision."""
         if self.not_run:
             return self.not_run
         if self.reason is None or self.reason_ref in ("", self.reason.value):
@@ -158,8 +155,9 @@ def _format_name(formats: tuple[str, ...]) -> str:
 
 @functools.cache
 def precision_of(text: str) -> str:
-    """The precision of an operand's format, such as ``FP8 block E4M3``: one of :data:`PRECISIONS`, or the format in
-    lower case. Of several formats in one step it is the widest."""
+    """The precision of a format such as ``FP8 block E4M3``: one of :data:`PRECISIONS`, or the format in lower case. Of
+    several formats it is the widest.
+    """
     names = [part.strip().partition(" ")[0].lower() for part in text.split("->")]
     return max(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
@@ -170,9 +168,9 @@ class StateRow:
 
     Attributes:
         subject: one of :data:`te_precision_callbacks.base.vocabulary.SUBJECTS`.
-        dtype: the dtype as torch names it, ``float32``, or the format of quantized parameters, ``FP8 E4M3``.
+        dtype: as torch names it, ``float32``, or the format of quantized parameters, ``FP8 E4M3``.
         tensors: their number; for ``reduce``, in a step.
-        bytes: the memory of all of them; for ``reduce``, of the reduced buffers.
+        bytes: of all of them; for ``reduce``, of the reduced buffers.
     """
 
     subject: str
@@ -221,7 +219,6 @@ class Coverage(tuple[Product, ...]):
 
     @functools.cached_property
     def _sums(self) -> Mapping[tuple[str, str, bool], int]:
-        """Precision, GEMM, and whether it belongs to the backward -> multiply-adds."""
         sums: dict[tuple[str, str, bool], int] = defaultdict(int)
         for product in self:
             sums[product.precision, product.gemm, product.backward] += product.macs
@@ -234,7 +231,7 @@ class Coverage(tuple[Product, ...]):
 
     @property
     def has_backward(self) -> bool:
-        """Return whether products of a backward ran, counted or not."""
+        """Whether products of a backward ran, counted or not."""
         return any(product.backward and product.runs != "never" for product in self)
 
     @property
@@ -243,17 +240,16 @@ class Coverage(tuple[Product, ...]):
 
     @property
     def is_estimate(self) -> bool:
-        """Return whether the shares are an estimate, because something uncounted ran."""
+        """Whether the shares are an estimate, because something uncounted ran."""
         return any(product.runs == "uncounted" for product in self)
 
     @property
     def is_incomplete(self) -> bool:
-        """Return whether uncounted calls may be counted in later steps."""
         return any(product.not_run.startswith(ESTIMATED) for product in self if product.runs == "uncounted")
 
     @property
     def not_counted(self) -> dict[str, list[str]]:
-        """Reason -> layers with uncounted operators or kernels, which no share includes."""
+        """Reason -> layers with uncounted operators or kernels."""
         layers: dict[str, dict[str, None]] = {}
         for product in self:
             if product.runs == "uncounted":
@@ -294,7 +290,6 @@ def left_out_in_words(coverage: Coverage) -> list[str]:
 
 
 NOTHING = Coverage()
-"""The coverage of a run without products."""
 
 MOST_WITHOUT_BACKWARD = 10
 """The most steps without a backward, such as skipped batches, that count as steps before the first one."""

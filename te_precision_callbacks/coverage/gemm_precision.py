@@ -1,7 +1,6 @@
 """The observed precision of each GEMM of a run, by iteration.
 
-A run may be long and change precision in every step, so an entry of a layer is a few numbers that refer to facts, which
-are shared.
+A run may change precision in every step, so an entry of a layer is a few numbers that refer to shared facts.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ class GemmPrecision:
     """The precision of one GEMM.
 
     Attributes:
-        layer: the layer.
-        gemm: ``fprop``, ``dgrad`` or ``wgrad``.
         operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``. Several formats in a run are joined by arrows
             in the order of their first step. Empty for a GEMM that has not run.
         seen: whether all of these formats were seen on the tensors passed to the GEMM, and no other format is
@@ -42,9 +39,9 @@ class GemmPrecision:
             the layer, if a backward has reached other parts of the model.
         since: the first debug iteration with these facts; in ``session.precision``, the first one of the GEMM.
         until: the last debug iteration with these facts; None while they hold.
-        recipe: the recipe of the layer: ``fp8_delayed_scaling``, ``fp8_current_scaling``, ``mxfp8``,
-            ``fp8_block_scaling``, ``nvfp4``, the class of a custom recipe, or :data:`HIGH_PRECISION`. Several recipes
-            are joined by arrows. Empty for a GEMM that has not run.
+        recipe: ``fp8_delayed_scaling``, ``fp8_current_scaling``, ``mxfp8``, ``fp8_block_scaling``, ``nvfp4``, the class
+            of a custom recipe, or :data:`HIGH_PRECISION`; several are joined by arrows. Empty for a GEMM that has not
+            run.
         excluded: whether the layer ran in high precision because its forward is inside ``te.autocast(enabled=False)``.
     """
 
@@ -81,9 +78,8 @@ class Precision(AnyIteration[GemmPrecision]):
     session.precision              # all formats that each GEMM had
     session.precision(at=120)      # the formats in iteration 120, with first and last iteration
 
-    An iteration has all GEMMs known by then. A GEMM that did not run has the reason in ``not_run``. A layer without a
-    forward in the iteration keeps its previous precision; so do the GEMMs of the backward in an iteration without one,
-    such as a skipped batch.
+    A GEMM that did not run has the reason in ``not_run``. A layer without a forward in the iteration keeps its previous
+    precision; so do the GEMMs of the backward in an iteration without one, such as a skipped batch.
     """
 
 
@@ -91,12 +87,9 @@ _DOUBT = 1 << len(GEMMS)
 _EXCLUDED = _DOUBT << 1
 
 MOST_SPANS = 64
-"""The most changes of a layer that :meth:`PrecisionHistory.spans` returns."""
 
 
 class Format(NamedTuple):
-    """The format of a GEMM operand, and the recipe of its layer; an empty recipe means high precision."""
-
     text: str
     recipe: str = ""
 
@@ -109,23 +102,19 @@ class GemmFact(NamedTuple):
 
     @property
     def is_left_out(self) -> bool:
-        """Return whether the backward skips the GEMM. A missing backward skips nothing."""
         return self.not_run not in ("", NO_BACKWARD)
 
 
 _Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bool]
-"""The fields of :class:`GemmPrecision` after the layer."""
 
 LayerFacts = tuple[GemmFact | None, ...]
-"""One fact for each of :data:`GEMMS`; None if nothing is known of the GEMM."""
 
 _UNKNOWN: LayerFacts = (None,) * len(GEMMS)
 
 
 class _Entries:
-    """The entries of one layer: first iteration, number of its facts, and flags.
-
-    There are flags for GEMMs with seen operands, for a doubt, and for a forward inside ``te.autocast(enabled=False)``.
+    """The entries of one layer: first iteration, number of its facts, and flags for GEMMs with seen operands, for a
+    doubt, and for a forward inside ``te.autocast(enabled=False)``.
 
     Attributes:
         met: all numbers of facts in the order of their first iteration, with the union of their flags.
@@ -150,7 +139,6 @@ class _Entries:
 
     @property
     def key(self) -> tuple[bytes, bytes, bytes, tuple[int, ...]]:
-        """Equal for layers with equal entries."""
         return self.since.tobytes(), self.facts.tobytes(), bytes(self.flags), tuple(self.met.values())
 
     def cut(self, iteration: int) -> None:
@@ -159,12 +147,6 @@ class _Entries:
 
 
 class PrecisionHistory:
-    """The facts about all layers, by iteration.
-
-    Attributes:
-        changes: how often the facts about a layer changed.
-    """
-
     def __init__(self, iterations: Iterations) -> None:
         self._iterations = iterations
         self._layers: dict[str, _Entries] = {}
@@ -174,7 +156,6 @@ class PrecisionHistory:
 
     @property
     def has_changed(self) -> bool:
-        """Return whether the facts about a layer changed after their first iteration."""
         return any(len(entries.since) > 1 for entries in self._layers.values())
 
     @property
@@ -182,7 +163,6 @@ class PrecisionHistory:
         return self._iterations.last
 
     def ran(self, iteration: int) -> None:
-        """Record that an iteration ran. Drops later iterations, which ran before a return to a checkpoint."""
         if self._iterations.ran(iteration):
             for entries in self._layers.values():
                 entries.cut(iteration)
@@ -198,9 +178,7 @@ class PrecisionHistory:
     ) -> None:
         """Record facts about some GEMMs of a layer from the last iteration on; facts about its other GEMMs continue.
 
-        Args:
-            seen: the GEMMs with seen operands.
-            excluded: whether the forward ran inside ``te.autocast(enabled=False)``.
+        ``seen`` are the GEMMs with seen operands; ``excluded``: the forward ran inside ``te.autocast(enabled=False)``.
         """
         flags = sum(1 << GEMMS.index(gemm) for gemm in seen) | (_EXCLUDED if excluded else 0)
         before = self.now(layer)
@@ -229,12 +207,10 @@ class PrecisionHistory:
         return _UNKNOWN if entries is None or not entries.since else self._facts[entries.facts[-1]]
 
     def met(self, layer: str, gemm: GemmName) -> list[GemmFact]:
-        """All facts about a GEMM so far, in the order of their first iteration."""
         entries = self._layers.get(layer)
         return [] if entries is None else list(self._met(entries, GEMMS.index(gemm)))
 
     def _met(self, entries: _Entries, column: int) -> dict[GemmFact, bool]:
-        """Fact about a GEMM -> whether its operands were seen."""
         seen: dict[GemmFact, bool] = {}
         for number, flags in entries.met.items():
             fact = self._facts[number][column]
@@ -243,11 +219,7 @@ class PrecisionHistory:
         return seen
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
-        """The precision of all GEMMs in an iteration, in the order of their layers.
-
-        Raises:
-            IterationError: the iteration has not run.
-        """
+        """The precision of all GEMMs in an iteration; raises IterationError if it has not run."""
         self._iterations.require("precision", iteration)
 
         def fields(entries: _Entries) -> Iterator[_Fields]:
@@ -261,14 +233,12 @@ class PrecisionHistory:
         return self._by_layer(fields)
 
     def spans(self) -> Iterator[GemmPrecision]:
-        """The precision of all GEMMs, one entry for each span of iterations, in the order of layers and GEMMs.
-
-        Only the last :data:`MOST_SPANS` changes of a layer are included.
+        """The precision of all GEMMs, one entry for each span of iterations; only the last :data:`MOST_SPANS` changes
+        of a layer.
         """
         return self._by_layer(lambda entries: self._spans(entries, max(0, len(entries.since) - MOST_SPANS)))
 
     def whole(self) -> Iterator[GemmPrecision]:
-        """The precision of all GEMMs over the run, with all formats that an operand had."""
         return self._by_layer(self._whole)
 
     def _by_layer(self, fields: Callable[[_Entries], Iterable[_Fields]]) -> Iterator[GemmPrecision]:
@@ -315,7 +285,7 @@ class PrecisionHistory:
 
 
 def _joined(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:
-    """The formats of each operand, and the recipes, each joined by arrows in the order of their first iteration."""
+    """The formats of each operand, and the recipes, joined by arrows in the order of their first iteration."""
     formats: dict[str, dict[Format, None]] = {}
     for tensor, made_formats in (operand for fact in facts for operand in fact.operands):
         formats.setdefault(tensor, {}).update(dict.fromkeys(made_formats))
@@ -328,5 +298,4 @@ def _arrow(texts: Iterable[str]) -> str:
 
 
 def _is_excluded(flags: bytes | bytearray, recipe: str) -> bool:
-    """Return whether a forward in high precision ran inside ``te.autocast(enabled=False)``."""
     return recipe == HIGH_PRECISION and any(bits & _EXCLUDED for bits in flags)

@@ -29,13 +29,6 @@ _OF_TE = ("te", "te_ops")
 
 @dataclass(frozen=True)
 class Kept:
-    """A feature that keeps a GEMM in high precision.
-
-    Attributes:
-        feature: its name, with the place of its section, and its steps unless it acts in all.
-        schedules: its steps.
-    """
-
     feature: str
     schedules: tuple[Schedule, ...]
 
@@ -45,7 +38,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class HighPrecisionFacts:
-    """Facts about a layer of Transformer Engine that explain high precision.
+    """Facts about a layer that explain high precision.
 
     Attributes:
         kept: GEMM -> the features that keep it in high precision.
@@ -63,13 +56,8 @@ class Counted:
     """The products of consecutive steps with equal calls, and the facts about layers.
 
     Attributes:
-        since: the first of these steps.
-        kinds: the products of calls.
-        parts: the calls of a step by kind; for differing steps, their sum.
-        layers: the facts about layers of Transformer Engine.
-        state: the rows of state.
-        steps: the number of steps in the sum.
-        until: the last of these steps; None while it is open.
+        since, until: the first and the last of these steps; None while it is open.
+        parts: the calls of a step by kind; for differing steps, their sum over ``steps``.
     """
 
     since: int
@@ -83,7 +71,6 @@ class Counted:
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """The products of a step; for differing steps, their mean."""
         version = self.kinds.changes, self.steps
         if self._products is None or self._products[0] != version:
             self._products = version, self.kinds.products(self.parts, self.steps)
@@ -101,13 +88,6 @@ class Counted:
 
 
 class CoverageHistory:
-    """The matrix products of a run's models.
-
-    Attributes:
-        of_other_ranks: the products of layers that only other ranks have, in their first step.
-        changes: the number of times that this rank's products became new ones.
-    """
-
     def __init__(self) -> None:
         self._counted: list[Counted] = []
         self._met: set[tuple[int, frozenset[tuple[Kind, tuple[int, int]]]]] = set()
@@ -124,7 +104,7 @@ class CoverageHistory:
         """Record the calls of a step, which hold until a step differs.
 
         A step without a backward, such as a skipped batch, counts as the step before it; before the first backward, as
-        the step after it. ``facts`` returns the facts about layers.
+        the step after it.
         """
         self._counted = [counted for counted in self._counted if counted.since < iteration]
         last = self._counted[-1] if self._counted else None
@@ -157,12 +137,10 @@ class CoverageHistory:
         self._kinds_changes = step.kinds.changes
 
     def put_of_ranks(self, products: Iterable[Product]) -> None:
-        """Keep the products of layers that only other ranks have, given the products of all ranks."""
         own = {product.layer for counted in self._counted for product in counted.products}
         self.of_other_ranks = tuple(product for product in products if product.layer not in own)
 
     def spans(self) -> list[Counted]:
-        """All recorded parts of the run, with their first and last iterations."""
         for counted, following in itertools.pairwise(self._counted):
             counted.until = following.since - 1
         return list(self._counted)
@@ -170,9 +148,8 @@ class CoverageHistory:
     def by_span(self, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[ProductSpan]:
         """Each product, once for each span of steps without a change of it.
 
-        Args:
-            precision: the precision of the layers' GEMMs over the run, from ``PrecisionAudit.spans``.
-            unconverted: layers that a trainer left without Transformer Engine, and why.
+        ``precision`` is ``PrecisionAudit.spans``; ``unconverted`` has layers that a trainer left without Transformer
+        Engine.
         """
         spans: dict[tuple[str, str], list[GemmPrecision]] = defaultdict(list)
         for entry in precision:
@@ -217,7 +194,6 @@ def _in_spans(
     entries: Sequence[GemmPrecision],
     unconverted: Mapping[str, str],
 ) -> Iterator[ProductSpan]:
-    """A counted product, once for each precision of its GEMM in ``entries``."""
     facts = counted.layers.get(product.layer)
     if not entries:
         yield ProductSpan(_in_precision(product, None, facts, unconverted), order, None, counted.since, counted.until)
@@ -240,7 +216,6 @@ def in_precision(
     precision: Sequence[GemmPrecision],
     unconverted: Mapping[str, str],
 ) -> Iterator[Product]:
-    """Yield products with the formats of an iteration, and the reasons for high precision."""
     entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
     for product in products:
         entry = entries.pop((product.layer, product.gemm), None) if product.family in _OF_TE else None
@@ -256,7 +231,6 @@ def _in_precision(
     facts: HighPrecisionFacts | None,
     unconverted: Mapping[str, str],
 ) -> Product:
-    """A product with the formats of its GEMM, and the reason for high precision."""
     if product.family not in _OF_TE:
         if product.is_low:
             return replace(product, reason=None, reason_ref="")
@@ -291,7 +265,6 @@ def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Rea
 
 
 def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[Kept, ...]]:
-    """GEMM -> the features in a layer's sections that keep it in high precision."""
     kept: dict[str, tuple[Kept, ...]] = {}
     for section in sections:
         for feature, effect in section.effects.items():

@@ -33,15 +33,7 @@ _MASTER = "master_param"
 
 
 class KeptState:
-    """Collects the dtypes of a model and its optimizers after the optimizers' step.
-
-    Args:
-        report: receives failures.
-        call_now: returns the call of the model that runs in this thread.
-
-    Attributes:
-        reduced: the call, dtype and bytes of each reduction of gradients.
-    """
+    """Collects the dtypes of a model and its optimizers after the optimizers' step."""
 
     def __init__(
         self, report: Callable[[str, str, Exception], None], call_now: Callable[[], ModelCall | None] = lambda: None
@@ -56,7 +48,6 @@ class KeptState:
         self.reduced: list[tuple[ModelCall | None, str, int]] = []
 
     def watch(self, model: Model) -> None:
-        """Watch a model, and the optimizers passed to :meth:`note_step`."""
         self.close()
         roots = [root for _, root in named_roots(model) or ()]
         self._parameters = tuple(dict.fromkeys(parameter for root in roots for parameter in root.parameters()))

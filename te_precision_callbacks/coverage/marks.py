@@ -1,9 +1,9 @@
 """Marks on the memory of tensors, and on autograd nodes.
 
 All views of a tensor share a mark, which ends with the memory. A node keeps the products of the forward whose gradients
-it computes: autograd numbers nodes by thread, and on a GPU the backward and its recomputation run in the thread of the
-device, so products are stored in ``torch.autograd.graph.Node.metadata``. The number only finds the node in
-the thread that made it: autograd makes the node before it calls the kernel, and attaches it to the result after it.
+it computes in ``torch.autograd.graph.Node.metadata``, since autograd numbers nodes by thread, and on a GPU the backward
+and its recomputation run in the thread of the device. In its own thread the number finds the node: autograd makes it
+before it calls the kernel, and attaches it to the result after it.
 
 Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_nr``.
 """
@@ -30,14 +30,6 @@ _FURTHEST = 8
 
 
 class _OfThread(threading.local):
-    """Products of a thread that have no node yet.
-
-    Attributes:
-        waiting: number of a node -> its products.
-        results: the results of the last product.
-        outer: the number of the node of the running operator of a DTensor, for the operators on its shards.
-    """
-
     def __init__(self) -> None:
         self.waiting: dict[int, list[Any]] = {}
         self.results: list[torch.Tensor] = []
@@ -53,7 +45,6 @@ class NodesOfProducts:
         self._here.outer = made_in_thread() - 1 if _has_node(arguments) else -1
 
     def note(self, seen: object, arguments: Iterable[Any], result: Any) -> None:
-        """Note a product of the forward that has just run, with the arguments and the result of its operator."""
         self.note_running(seen)
         number = made_in_thread() - 1
         if _has_node(arguments) or self._here.outer == number:
@@ -85,7 +76,6 @@ class NodesOfProducts:
 
 
 def products_of_node(node: Any) -> list[Any]:
-    """The products of a node in the order of the forward; empty without products."""
     products: list[Any] = [] if node is None else node.metadata.get(_PRODUCTS, [])
     return products
 
@@ -102,10 +92,7 @@ def mark_call(results: Iterable[Any], mark: object) -> bool:
 
 
 def found_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[Any]]]:
-    """Yield the marks of calls, and the products, that a backward from these tensors or edges reaches first.
-
-    Nodes behind a mark or a product are not visited.
-    """
+    """Yield the marks of calls, and the products, that a backward from these tensors or edges reaches first."""
     nodes = [getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots]
     known = set(nodes)
     while nodes:
@@ -153,15 +140,6 @@ class Marks(Generic[MarkT]):
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter that products read.
-
-    Attributes:
-        module: the path of its module.
-        name: its name in that module.
-        trains: whether it needs a gradient.
-        owner: its module.
-    """
-
     module: str
     name: str
     trains: bool
@@ -177,7 +155,6 @@ class WeightMarks:
         self._copies = Marks[Weight]()
 
     def read(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-        """Read the current memory of the parameters of modules, given with their paths."""
         of_place: dict[tuple[int, int], list[Weight]] = {}
         of_storage: dict[int, list[Weight]] = {}
         for path, module in modules:
@@ -195,10 +172,8 @@ class WeightMarks:
     ) -> Weight | None:
         """Find the parameter that a tensor is, views, or is a cast copy of.
 
-        Args:
-            tensor: the tensor.
-            inside: the running module and its path, which is preferred if several modules share the parameter.
-            embedding: whether to prefer an embedding, which multiplies nothing.
+        A module in ``inside`` is preferred if several share the parameter; ``embedding``: prefer an embedding, which
+        multiplies nothing.
         """
         place = _place(tensor)
         if place is None:
@@ -213,14 +188,13 @@ class WeightMarks:
         return self._copies.get(tensor)
 
     def follow(self, source: torch.Tensor, copy: torch.Tensor) -> None:
-        """Note a cast copy of a tensor, which may be a parameter."""
         weight = self.find(source)
         if weight is not None:
             self._copies.put(copy, weight)
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or results of an operator, and in lists of them."""
+    """Yield the tensors among the arguments or results of an operator, and in lists of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

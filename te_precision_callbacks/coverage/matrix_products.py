@@ -1,10 +1,7 @@
 """The matrix products that an operator of torch computes, and their sizes.
 
-    for product in products_of("aten::addmm", (bias, activation, weight), result):
-        product.n, product.m, product.k, product.macs
-
-The full mathematical size counts. A causal mask is noted and removes no multiply-add. Recomputation in a fused backward
-of attention counts once. Operators of torch 2.13 (``aten/src/ATen/native/native_functions.yaml``,
+The full mathematical size counts: a causal mask is noted and removes no multiply-add, and recomputation in a fused
+backward of attention counts once. Operators of torch 2.13 (``aten/src/ATen/native/native_functions.yaml``,
 ``torch/nn/attention``, ``torch/_higher_order_ops/flex_attention.py``), flash-attn 2.8, and flash-attn 3 for Hopper
 (``flash_attn_interface.py``).
 """
@@ -26,34 +23,24 @@ from te_precision_callbacks.coverage.marks import tensors_in
 logger = logging.getLogger(__name__)
 
 Role = Literal["", "fprop", "dgrad", "wgrad", "qk", "pv", "lookup"]
-"""The purpose of a product, if its operator shows it. Attention multiplies queries by keys (``qk``), and probabilities
-by values (``pv``)."""
+"""The purpose of a product, if its operator shows it."""
 
 Sizes = tuple[int, int, int, int]
-"""n, m, k and batch."""
 
 
 class PackedSequence(NamedTuple):
-    """One of the sequences that a call of attention processes together.
-
-    Attributes:
-        sizes: the sizes of its product.
-        causal: the share of the product that a causal mask keeps.
-    """
+    """A sequence of a packed call of attention: its sizes, and the share that a causal mask keeps of it."""
 
     sizes: Sizes
     causal: float
 
 
 class MatrixProduct(NamedTuple):
-    """A product of two matrices, or several of the same sizes.
+    """One or several products ``[n, k] @ [k, m]`` of the same sizes.
 
     Attributes:
         a, b: the operands.
-        n, m, k: the result has n rows of m elements, each a sum of k products.
-        batch: the number of products.
-        role: see :data:`Role`.
-        sequences: of packed sequences, each of them; ``n``, ``m`` and ``k`` are then the sizes of all as one.
+        sequences: the packed sequences; ``n``, ``m`` and ``k`` are then the sizes of all as one.
         mask_share: as ``Product.mask_share``, if the operator shows it.
     """
 
@@ -81,8 +68,7 @@ def products_of(operator: str, arguments: Sequence[Any], result: Any) -> list[Ma
     """The matrix products of a call of an operator; empty for an operator that is not counted.
 
     Args:
-        operator: its name with its namespace, without overload: ``aten::addmm``. Higher-order operators have the
-            namespace ``higher_order``.
+        operator: its name with its namespace, without overload: ``aten::addmm``, or ``higher_order::flex_attention``.
         arguments: its positional arguments.
         result: its result.
     """
@@ -109,7 +95,6 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
 _N, _M, _K = range(3)
 
 _Lengths = Sequence[tuple[int, int]] | None
-"""The lengths of the queries and of the keys of each packed sequence."""
 
 _Find = Callable[[Sequence[Any], Any], Iterator[MatrixProduct]]
 
@@ -152,9 +137,8 @@ def _convolution_backward(arguments: Sequence[Any], result: Any) -> Iterator[Mat
 def _convolved(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, moved: torch.Tensor, groups: int
 ) -> MatrixProduct:
-    """A convolution as products with its weight, one for each place in ``moved``: [batch, channels, places, ...].
-
-    A gradient has the sizes of its forward, and as many multiply-adds.
+    """A convolution as products with its weight, one for each place in ``moved``: [batch, channels, places, ...]. A
+    gradient has as many multiply-adds as its forward.
     """
     places = moved.numel() // moved.shape[1]
     return MatrixProduct(a, b, places, weight.shape[0] // groups, weight[0].numel(), groups, "fprop")
@@ -178,14 +162,12 @@ def _attention(
     """Fused attention. The first argument of a backward is the gradient, followed by query, key and value.
 
     Args:
-        backward: whether the operator is a backward.
         heads_first: operands are [batch, heads, length, size]; else [..., length, heads, size].
         bounds: argument number of the bounds of packed query sequences; the bounds of the keys follow.
         first: argument number of the queries, by default 0, or 1 after a gradient.
-        causal: in a forward, argument number of the flag for a causal mask.
-        mask: in a forward with ``causal``, argument number of another mask; -1 for a keyword.
-        window: in a forward with ``causal``, argument number of the left end of a sliding window, followed by its right
-            end; negative ends are unlimited.
+        causal, mask: in a forward, argument numbers of the flag for a causal mask, and of another mask; -1 for a
+            keyword.
+        window: argument number of the left end of a sliding window, followed by its right end; negative is unlimited.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
     start = int(backward) if first is None else first
@@ -213,7 +195,7 @@ def _attention(
 def _share_left(
     arguments: Sequence[Any], rows: int, columns: int, causal: int, mask: int | None, window: int | None
 ) -> float | None:
-    """The share that the mask of fused attention leaves; None if unknown. Arguments as in :func:`_attention`."""
+    """The share that the mask of fused attention leaves; None if unknown."""
     left, right = arguments[window : window + 2] if window and len(arguments) > window + 1 else (None, None)
     if (left is not None and left >= 0) or (right is not None and right > 0):
         return None
@@ -244,7 +226,6 @@ def _warn_of_capture() -> None:
 
 
 def _packed(product: MatrixProduct, lengths: _Lengths, rows: int, columns: int) -> MatrixProduct:
-    """Add the sequences to a product. ``rows`` and ``columns`` are the places of the lengths among its sizes."""
     if lengths is None:
         return product
     sequences = []
@@ -265,7 +246,6 @@ def _gradients_of_attention(
     batch: int,
     lengths: _Lengths = None,
 ) -> Iterator[MatrixProduct]:
-    """The products of a backward: two for the probabilities, and one for each of query and key."""
     gradient, query, key, value = tensors
     yield _packed(MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv"), lengths, _N, _M)
     yield _packed(MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv"), lengths, _K, _N)
@@ -353,7 +333,6 @@ NOT_COUNTED: Mapping[str, str] = {
     ),
     **dict.fromkeys(("_foreach_mm", "linear", "linear_backward"), "multiplies matrices on a device without support"),
 }
-"""Operator of aten that multiplies matrices and is not counted -> reason."""
 
 _NO_PRODUCTS = frozenset(
     {
@@ -366,12 +345,8 @@ _NO_PRODUCTS = frozenset(
 
 
 def causal_share(rows: int, columns: int, *, at_the_end: bool = False) -> float:
-    """The share of the scores that a causal mask keeps.
-
-    Args:
-        rows, columns: the lengths of the queries and of the keys.
-        at_the_end: whether the last query sees all keys (aligned to the bottom right); else the first query sees only
-            the first key.
+    """The share of the scores that a causal mask keeps; with ``at_the_end``, the last query sees all keys (aligned to
+    the bottom right), else the first query sees only the first key.
     """
     inside = min(rows, columns)
     triangle = inside * (inside + 1) // 2
@@ -380,9 +355,8 @@ def causal_share(rows: int, columns: int, *, at_the_end: bool = False) -> float:
 
 
 def share_left(given: Mapping[str, Any], rows: int, columns: int) -> float | None:
-    """The share that the mask of Transformer Engine's attention keeps.
-
-    None if unknown: a custom mask, padding, a sliding window, or packed sequences. ``padding_causal`` is causal.
+    """The share that the mask of Transformer Engine's attention keeps; None for a custom mask, padding, a sliding
+    window, or packed sequences. ``padding_causal`` is causal.
 
     Read from Transformer Engine 2.20.2, ``pytorch/attention/dot_product_attention``: ``AttnMaskTypes`` and
     ``utils.check_set_window_size``.

@@ -1,8 +1,7 @@
-"""The calls of a model, and their kinds. Calls with equal evidence run equal products.
+"""The calls of a model, and their kinds: calls with equal evidence run equal products, so one of each kind is counted.
 
 The evidence is cheap, so every call leaves it: the shapes, dtypes and flags of the input, the modules that the call
-reaches with the shapes of their inputs, and the number of nodes that it adds to the autograd graph. One call of each
-kind is counted.
+reaches with the shapes of their inputs, and the number of nodes that it adds to the autograd graph.
 """
 
 from __future__ import annotations
@@ -33,14 +32,12 @@ NOT_CALLED = (
     "all products of torch: in this step the script has not called the session's model itself with gradients (it has"
     " only called modules in it, or a checkpoint with use_reentrant=True is around it), so these products are not seen"
 )
-"""The reason in a step in which layers ran and the model was not called."""
 
 OUTSIDE = "outside"
-"""The form of everything that a step runs outside of calls of the model."""
 
 
 class Kind(NamedTuple):
-    """The evidence of a call. Calls with equal evidence run equal products.
+    """The evidence of a call.
 
     Attributes:
         form: a hash of the model, its mode, its frozen parameters, and everything in the input that decides sizes.
@@ -54,8 +51,6 @@ class Kind(NamedTuple):
 
 
 class _Mark:
-    """Lives as long as the graph of a call."""
-
     def __init__(self, call: ModelCall) -> None:
         self.call = call
 
@@ -65,11 +60,8 @@ class ModelCall:
     """A call of a model, with its backward.
 
     Attributes:
-        form, path, nodes: see :class:`Kind`.
-        is_counted: whether its products are counted.
         forwards: the number of calls of the step that this counted one represents.
         has_backward: whether its backward has begun.
-        has_ended: whether its forward has ended without an exception.
         goes_by_values: whether sizes in it depend on the values of tensors.
         is_known: whether its backward can be recognized.
         graph: lives as long as its graph; None during the forward.
@@ -123,8 +115,6 @@ class _CallSearch:
         is_new: whether no call has been counted, or the last one proved nothing.
         sought: kinds that were met and not counted.
         in_vain: the number of calls counted since that turned out to be of a known kind.
-        last: the last counted call.
-        by_values: whether sizes depend on the values of tensors.
     """
 
     def __init__(self) -> None:
@@ -139,7 +129,6 @@ class _CallSearch:
         return self.is_new or (bool(self.sought) and self.in_vain < _MOST_IN_VAIN)
 
     def seek(self, kind: Kind) -> None:
-        """Count calls until one is of this kind."""
         if kind not in self.sought and len(self.sought) < MOST_COUNTED:
             self.sought.add(kind)
             self.in_vain = 0
@@ -159,7 +148,6 @@ class ModelCalls:
     Attributes:
         is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit. Steps without a backward,
             such as skipped batches, count as first steps up to :data:`MOST_WITHOUT_BACKWARD`.
-        outside: everything that the step runs outside of calls of the model.
         has_graphs: whether layers run in CUDA graphs, so that the kind of a call is its form alone.
     """
 
@@ -293,7 +281,6 @@ class ModelCalls:
         self.outside = ModelCall(OUTSIDE, counts_outside)
 
     def end_outside(self, *, has_products: bool) -> Kind | None:
-        """The kind of everything that the step ran outside of calls; None if it ran nothing there."""
         if not has_products and not self.outside.path:
             return None
         if self.has_graphs:
@@ -302,18 +289,15 @@ class ModelCalls:
         return self.outside.kind
 
     def differ_in_integers(self, kind: Kind, other: Kind) -> bool:
-        """Return whether two kinds differ only in the integers of the input."""
         base = self._base.get(kind.form)
         return base is not None and base == self._base.get(other.form) and kind != other and kind[1:] == other[1:]
 
     def note_alike(self, kind: Kind, *, alike: bool) -> None:
-        """Note whether a kind has the same products as a kind with other integers."""
         base = self._base[kind.form]
         self._alike[base] = self._alike.get(base, 0) + (1 if alike else -MOST_COUNTED)
 
 
 def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
-    """The calls that tensors, or edges of the graph, belong to."""
     for mark, products in found_in_graph(roots):
         call = mark.call if isinstance(mark, _Mark) else products[0].call
         if call is not None:

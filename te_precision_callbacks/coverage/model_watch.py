@@ -42,20 +42,14 @@ class ModelWatch:
     """Watches the calls of a model, and the operators of torch in counted ones, until :meth:`close`.
 
     Args:
-        report: receives failures.
         is_paused: whether the integration evaluates.
         in_gemm_layer: whether a layer of Transformer Engine runs its GEMMs, which have events.
         count: called before a counted call in a step without one, to have the GEMMs of layers seen.
 
     Attributes:
-        active: whether the model is watched.
-        counting: whether products are counted in this step.
         failure: the reason why counting stopped; empty without a failure.
-        state: dtypes of the state.
-        calls: the calls of the model.
-        operators: the products of the step.
-        ran: id of a module of Transformer Engine -> whether its training forwards ran in low precision, since
-            the last :meth:`take_ran`.
+        ran: id of a module of Transformer Engine -> whether its training forwards ran in low precision, since the last
+            :meth:`take_ran`.
     """
 
     def __init__(
@@ -97,7 +91,6 @@ class ModelWatch:
         self._replaced.replace(engine, "_engine_run_backward", self._around_backward(engine._engine_run_backward))
 
     def end_step(self) -> None:
-        """Forget the products of the step; count the next one if calls of it are wanted."""
         if self.counting:
             self.operators = OperatorProducts(self._modules, self.state, self.calls)
         if self.counting and not self.calls.is_first:
@@ -110,7 +103,6 @@ class ModelWatch:
         return ran
 
     def close(self) -> None:
-        """Stop watching the model, restore torch, and forget everything."""
         self.active = self.counting = False
         self.state.close()
         self._replaced.put_back()
@@ -120,7 +112,6 @@ class ModelWatch:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Ignore torch's operators inside of this context."""
         self._is_muted = True
         try:
             yield
@@ -128,7 +119,6 @@ class ModelWatch:
             self._is_muted = False
 
     def _follow_part(self, number: int, module: Any) -> None:
-        """Replace the call of a module by one that notes the module in calls of the model."""
         own = module._compiled_call_impl
         upstream = module._call_impl if own is None else own
         here = self.calls.here_in_thread
@@ -163,7 +153,6 @@ class ModelWatch:
         self._replaced.replace(module, "_compiled_call_impl", part)
 
     def _surround_calls(self, root: Any) -> None:
-        """Surround the calls of a model; of a LightningModule also its training steps."""
         own = root._compiled_call_impl
         around = CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, is_forward=True))
         setattr(around, SURROUNDS, own)
@@ -248,7 +237,6 @@ class ModelWatch:
             return None
 
     def fail(self, error: Exception) -> None:
-        """Stop watching operators in this step, and report the error."""
         first, self.failure = not self.failure, f"all products of torch: {type(error).__name__}: {error}"
         if first:
             self._report("counting the matrix products of", "a step", error)
@@ -256,10 +244,8 @@ class ModelWatch:
     def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
         """Note that an operator starts.
 
-        Args:
-            arguments: its positional arguments.
-            of_shards: whether it is an operator of a DTensor, which runs others on its shards.
-            by_values: whether the sizes of its result depend on the values of its operands.
+        ``of_shards``: an operator of a DTensor, which runs others on its shards. ``by_values``: the sizes of its result
+        depend on the values of its operands.
         """
         if by_values:
             self.operators.note_sizes_by_values()
@@ -268,7 +254,6 @@ class ModelWatch:
             self.operators.nodes.enter_outer(arguments)
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        """Note that an operator has run, given its name and namespace, positional arguments and result."""
         if not self._is_muted and not self._in_gemm_layer():
             self.operators.look(operator, arguments, result)
 
@@ -318,13 +303,6 @@ def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -
 
 
 class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports each operator to the watch of a model.
-
-    Args:
-        watcher: the watch.
-        only: the operators to report; None for all.
-    """
-
     supports_higher_order_operators = True
 
     def __init__(self, watcher: ModelWatch, *, only: Iterable[str] | None = None) -> None:

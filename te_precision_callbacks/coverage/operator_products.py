@@ -50,15 +50,9 @@ _WITH_WEIGHT = (torch.nn.Linear, torch.nn.Bilinear, torch.nn.modules.conv._ConvN
 class OperatorProducts:
     """Finds the place of each product.
 
-    Args:
-        modules: id -> path and module, of the modules of the model.
-        state: receives reductions of gradients.
-        calls: the calls of the model.
-
     Attributes:
         seen: the products in their order.
         with_product: the layers with a product in their present forward.
-        nodes: the products of autograd nodes.
     """
 
     def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState, calls: ModelCalls) -> None:
@@ -90,7 +84,6 @@ class OperatorProducts:
             call.goes_by_values = True
 
     def call_now(self) -> ModelCall | None:
-        """The model call that runs in this thread, in its forward or backward."""
         return self.call_of_forward() or self._backward_of
 
     def call_of_forward(self) -> ModelCall | None:
@@ -184,7 +177,6 @@ class OperatorProducts:
     def _seen_in(
         self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
     ) -> SeenProduct | None:
-        """A product of the forward with its place; None outside of the model."""
         looks_up = product.role == "lookup"
         weight = self._weights.find(product.b, inside, embedding=looks_up) or self._weights.find(product.a, inside)
         if weight is None and inside is not None and isinstance(inside[1], _WITH_WEIGHT):
@@ -211,8 +203,7 @@ class OperatorProducts:
         )
 
     def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
-        """The class of the module that computes a product, or of its weight's module if no module runs, as in a
-        compiled graph."""
+        """The class of the running module; in a compiled graph, where none runs, of the weight's module."""
         of_weight = (module for path, module in self._modules.values() if path == weight.module)
         module = next(of_weight, None) if inside is None else inside[1]
         return "torch" if module is None else kind_of(module)

@@ -26,17 +26,11 @@ _MOST_CHANGES = 256
 """The most iterations with changes of products that are compared, counted from the last one."""
 
 _Span = tuple[int, int | None]
-"""The first and the last iteration; None while it is open."""
 
 
 class ProductSpan(NamedTuple):
-    """A product over the steps in which it is unchanged.
-
-    Attributes:
-        product: the product.
-        order: its place in its step.
-        precision: the precision of its GEMM; None if unknown by layer.
-        since, until: the first and the last iteration; None while it holds.
+    """A product over the steps in which it is unchanged: its place in its step, the precision of its GEMM (None if
+    unknown by layer), the first and the last iteration (None while it holds).
     """
 
     product: Product
@@ -48,19 +42,13 @@ class ProductSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class OtherSteps:
-    """Steps with another precision than the last one. ``str()`` is a line.
-
-    Attributes:
-        intervals: the first and the last iteration of each interval, increasing.
-        coverage: the products of these steps.
-    """
+    """Steps with another precision than the last one. ``str()`` is a line."""
 
     intervals: Sequence[tuple[int, int]]
     coverage: Coverage
 
     @property
     def steps(self) -> str:
-        """The steps as text, with the first intervals if there are many: ``steps 1 to 2 and 4``."""
         shown, left = tuple(self.intervals[:_MOST_INTERVALS]), len(self.intervals) - _MOST_INTERVALS
         return f"{Schedule(intervals=shown)}{f' and {left} more spans' if left > 0 else ''}"
 
@@ -113,7 +101,6 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
 
 
 def in_lines(others: Sequence[OtherSteps]) -> list[str]:
-    """One line for each entry, up to a maximum, and the number of entries left."""
     more = len(others) - _MOST_LINES
     return [*map(str, others[:_MOST_LINES]), *([f"and {more} more: session.coverage(at=...)"] if more > 0 else [])]
 

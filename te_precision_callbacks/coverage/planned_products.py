@@ -1,15 +1,10 @@
 """Plans the matrix products of a training step from a model's modules. Nothing runs; the model may be on ``meta``.
 
-    planned = plan_products(model, modules, operations, acting, recipe, tokens=4096)
-    planned.coverage.share("fp8")     # as session.coverage() of the planned step
-    planned.not_counted               # modules with a weight and without a planned product
-    planned = plan_products(model, modules, operations, acting, recipe, ran=ran)   # of a step that was called
-
 Formats are taken from the quantizers that Transformer Engine makes for the recipe, changed by features of the config.
 Assumptions: each layer of Transformer Engine runs in ``te.autocast`` with the recipe, and its input needs a gradient;
 tensors in high precision have the dtype of the layer's weight; each token passes each layer once; the experts of a
-GroupedLinear share the tokens equally. Only linear layers are planned by tokens. Attention depends on the lengths of
-sequences. For a step that was called, only the formats of Transformer Engine's layers are planned.
+GroupedLinear share the tokens equally. Attention, which depends on the lengths of sequences, is not planned by tokens.
+For a step that was called, only the formats of Transformer Engine's layers are planned.
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.
 reset_recipe_state``, which make a layer's quantizers.
@@ -44,18 +39,17 @@ from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation, module_names, named_roots
 
 NOT_REACHED = "the forward does not reach it"
-"""The reason for a missing product in a step that was called."""
 
 
 @dataclass
 class Ran:
-    """The matrix products of a step that was called for its sizes.
+    """A step that was called for its sizes.
 
     Attributes:
-        products: the products in their order, without the formats of Transformer Engine's layers.
+        products: without the formats of Transformer Engine's layers.
         recipes: layer of Transformer Engine -> the recipe of its first call; None for high precision.
-        tokens: layer of Transformer Engine -> the rows of its input, for each call.
-        left_out: the GEMMs of these layers that their backward skips, and why.
+        tokens: layer -> the rows of its input, for each call.
+        left_out: the GEMMs that the backward skips, and why.
     """
 
     products: tuple[Product, ...] = ()
@@ -72,8 +66,7 @@ class PlannedProducts:
         coverage: the products in the order of the module tree, or in the order of a called step.
         not_counted: the paths of modules with a matrix and of an unknown class.
         not_reached: the paths of modules with a matrix, and the layers, that were not called.
-        attention: the paths of modules of attention, whose products are not planned, without modules inside them. The
-            name of the class, or of a base class, contains "Attention".
+        attention: the paths of outer modules with "Attention" in the name of a class, whose products are not planned.
     """
 
     coverage: Coverage
@@ -93,16 +86,11 @@ def plan_products(
     ran: Ran | None = None,
     unconverted: Mapping[str, str] | None = None,
 ) -> PlannedProducts:
-    """Plan the products of a training step.
+    """Plan the products of a training step: of ``tokens`` on this rank, or of a step that ran.
 
     Args:
-        model: the model, on any device.
-        modules: its modules of Transformer Engine.
-        operations: its operations of ``te.ops``.
         acting: layer -> the sections of the config that act on it.
         recipe: one of Transformer Engine's recipes; None for high precision.
-        tokens: the tokens of a step on this rank.
-        ran: the products of a step, in place of its tokens.
         unconverted: layers that a trainer's conversion left without Transformer Engine, and why.
     """
     return _ProductPlanner(model, modules, operations, acting, recipe, tokens, ran, unconverted or {}).planned()
@@ -170,7 +158,6 @@ class _ProductPlanner:
         return PlannedProducts(Coverage(products), not_counted=left, attention=_attention(names, below))
 
     def _plan_te(self, key: int, module: torch.nn.Module) -> Sequence[str]:
-        """Plan the products of a module of Transformer Engine; returns its layers, or nothing for any other module."""
         if key in self._named:
             layers: Sequence[str] = [layer.name for layer in self._named[key].layers]
             self._plan_module(module, layers)
@@ -181,7 +168,6 @@ class _ProductPlanner:
         return layers
 
     def _products_of(self, ran: Ran) -> list[Product]:
-        """The products of a step in the planned formats, and the products that it skipped."""
         seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
         products = list(in_precision(seen, self._facts, self._precision, self._unconverted))
         have = {(product.layer, product.gemm) for product in products}
@@ -263,7 +249,6 @@ class _ProductPlanner:
     # ------------------------------------------------------------------ torch
 
     def _plan_torch(self, path: str, module: torch.nn.Module) -> bool:
-        """Plan the products of a module of torch; returns whether its class is known."""
         if isinstance(module, torch.nn.Linear):
             sizes = module.in_features, module.out_features
         elif "Conv1D" in class_names(module) and hasattr(module, "nf"):  # transformers' GPT-2: x @ weight
@@ -296,10 +281,7 @@ def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -
 
 
 class MadeQuantizers:
-    """Cache of the quantizers that modules and operations of Transformer Engine make.
-
-    They are kept alive so that their ids stay unique.
-    """
+    """Cache of the quantizers that modules and operations make. They are kept alive so that their ids stay unique."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[object, ...], list[list[Any]]] = {}
@@ -308,11 +290,6 @@ class MadeQuantizers:
         """The quantizers of a module for a recipe, in Transformer Engine's order; empty without a recipe.
 
         The modules of a class share the quantizers of a recipe, unless it is custom.
-
-        Args:
-            module: the module or operation.
-            recipe: the recipe; None for high precision.
-            forward, backward: their numbers.
         """
         if recipe is None:
             return [[], []]
@@ -338,7 +315,6 @@ def _made_quantizers(module: Any, recipe: Any, forward: int, backward: int) -> l
 
 
 def gemm_sizes(tokens: int, in_features: int, out_features: int) -> Mapping[GemmName, tuple[int, int, int]]:
-    """n, m and k of each GEMM of a layer, as in :class:`Product`."""
     return {
         "fprop": (tokens, out_features, in_features),
         "dgrad": (tokens, in_features, out_features),

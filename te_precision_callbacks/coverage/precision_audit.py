@@ -1,8 +1,5 @@
 """Records the observed precision of each GEMM.
 
-    for entry in session.precision:
-        print(entry.layer, entry.gemm, entry.operands)        # fc1 fprop {'activation': 'BF16', 'weight': 'BF16'}
-
 The log of nvidia-dlfw-inspect has a plan ("Quantize", "High Precision", "modify_tensor()"). The audit has the types of
 the two tensors passed to the GEMM, which the tap (``tap.py``) sees in steps that observe the layer. For other steps it
 has the formats of the layer's quantizers after the step. A GEMM that a backward skips, such as the wgrad of a frozen
@@ -48,7 +45,6 @@ from te_precision_callbacks.layers.forwards import ForwardKind, in_backward
 from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 
 MODIFIED = " (modified)"
-"""Suffix of the format of a tensor that a feature has made."""
 
 _DTYPES = {
     torch.float32: "FP32",
@@ -61,16 +57,12 @@ _DTYPES = {
 
 
 class LayerOperand(NamedTuple):
-    """One of the two tensors of a GEMM."""
-
     layer: str
     gemm: GemmName
     tensor: str
 
 
 class LayerGemm(NamedTuple):
-    """One of the three GEMMs of a layer."""
-
     layer: str
     gemm: GemmName
 
@@ -83,8 +75,7 @@ class _Notes:
         formats: operand -> format -> whether it was seen; otherwise it was derived from quantizers.
         expected: the GEMMs that the forward announced.
         left_out: the GEMMs that the backward skips, and why.
-        excluded: whether the forward ran inside ``te.autocast(enabled=False)``.
-        had_backward: whether a backward ran. Without one, as for a skipped batch, an expected GEMM proves nothing.
+        had_backward: without one, as for a skipped batch, an expected GEMM proves nothing.
     """
 
     formats: dict[LayerOperand, dict[Format, bool]] = field(default_factory=dict)
@@ -98,7 +89,6 @@ class _Notes:
         formats[made] = seen or formats.get(made, False)
 
     def facts(self) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
-        """Facts about the layer's GEMMs, and the GEMMs with both operands seen."""
         facts = {gemm: GemmFact((), NO_BACKWARD) for gemm in (self.expected if self.had_backward else ())}
         facts |= {gemm: GemmFact((), reason) for gemm, reason in self.left_out.items()}
         by_gemm: dict[GemmName, dict[str, dict[Format, bool]]] = {}
@@ -114,12 +104,6 @@ class _Notes:
 
 
 class PrecisionAudit:
-    """Collects the formats of GEMM operands. Keeps no tensor.
-
-    Args:
-        iterations: receives the iterations that ran.
-    """
-
     def __init__(self, iterations: Iterations) -> None:
         self._unseen: dict[str, dict[LayerOperand, Format]] = {}
         self._history = PrecisionHistory(iterations)
@@ -129,7 +113,6 @@ class PrecisionAudit:
         self._in_history: dict[str, _Notes] = {}  # layer -> the notes of its last facts in the history
 
     def enter(self, iteration: int) -> None:
-        """Set the debug iteration of the facts that follow."""
         if iteration == self._iteration:
             return
         self._end()
@@ -176,7 +159,6 @@ class PrecisionAudit:
 
     @property
     def history(self) -> PrecisionHistory:
-        """The precision of all iterations that ran, or that have notes."""
         self._write()
         return self._history
 
@@ -210,15 +192,11 @@ class PrecisionAudit:
         return any(made.recipe for made in formats) if formats else None
 
     def of_gemms_that_run(self, formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
-        """The formats without the operands of GEMMs that the last backward skipped."""
         facts = {operand: self._now_of(operand) for operand in formats}
         return {operand: formats[operand] for operand, fact in facts.items() if fact is None or not fact.is_left_out}
 
     def plan(self, formats: Mapping[LayerOperand, Format], *, excluded: bool = False) -> None:
-        """Note formats that quantizers make, of operands of GEMMs that run unseen.
-
-        ``excluded``: whether layers in high precision ran inside ``te.autocast(enabled=False)``.
-        """
+        """Note formats that quantizers make, of operands of GEMMs that run unseen."""
         for operand, made in formats.items():
             notes = self._now[operand.layer]
             notes.excluded |= excluded and not made.recipe
@@ -230,17 +208,14 @@ class PrecisionAudit:
             self._now[layer].expected[gemm] = None
 
     def expect_unseen(self, formats: Mapping[LayerOperand, Format]) -> None:
-        """Note the formats of layers, for use if no operand of the layer is seen in the iteration."""
         for operand, made in formats.items():
             self._unseen.setdefault(operand.layer, {})[operand] = made
 
     def leave_out(self, gemms: Mapping[LayerGemm, str]) -> None:
-        """Note GEMMs that the backward of a forward skips, and why."""
         for (layer, gemm), reason in gemms.items():
             self._now[layer].left_out[gemm] = reason
 
     def look(self, event: GemmEvent) -> None:
-        """Note the formats of a GEMM's operands in training; a listener of the tap."""
         if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return
         self._had_backward |= event.gemm != "fprop"
@@ -295,12 +270,7 @@ def _is_modified(operand: GemmOperand) -> bool:
 
 
 def format_of(tensor: Any, *, columnwise: bool) -> str:
-    """The format of the data that a GEMM reads from a tensor.
-
-    Args:
-        tensor: a plain tensor, or a quantized one or its storage, of any class.
-        columnwise: whether the GEMM reads the columnwise data.
-    """
+    """The format of the data, row- or columnwise, that a GEMM reads from a tensor or storage of any class."""
     return format_of_data(gemm_operand(tensor, columnwise=columnwise))
 
 
@@ -312,13 +282,7 @@ def format_of_data(data: Any) -> str:
 
 
 def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise: bool) -> str:
-    """The format that a quantizer makes.
-
-    Args:
-        quantizer: a quantizer of any class, or None.
-        high_precision: the dtype of a tensor that is not quantized.
-        columnwise: whether the format of the columnwise data is wanted.
-    """
+    """The format that a quantizer makes; ``high_precision`` is the dtype of a tensor that is not quantized."""
     names = class_names(quantizer)
     if HYBRID_QUANTIZER in names:
         of_direction = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
@@ -329,12 +293,8 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise:
 
 
 def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[LayerOperand, Format]:
-    """The formats of a module's GEMMs without features, by the state after its last forward.
-
-    Args:
-        module: a module of Transformer Engine that has run.
-        layers: the names of its layers, one for each set of GEMMs.
-        fp8: whether its quantizers act.
+    """The formats of a module's GEMMs without features, by the state after its last forward; ``fp8``: its quantizers
+    act.
     """
     override = backward_override(module) if fp8 else None
     recipe = recipe_in_force(module, fp8=fp8)
@@ -348,9 +308,6 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
 
 
 def quantizers_of_layers(forward: Sequence[Any], backward: Sequence[Any], layers: int) -> Iterator[Mapping[str, Any]]:
-    """Tensor -> its quantizer, for each layer of a module, given its quantizers in Transformer Engine's order; empty
-    before the module has quantizers.
-    """
     # Of each set of GEMMs input, weight and output, and the gradients of output and input; as FP8FwdTensorIdx and
     # FP8BwdTensorIdx have it (pytorch/constants.py), and GroupedLinear's offsets.
     for number in range(layers):
@@ -374,12 +331,8 @@ def formats_of_layer(
 ) -> dict[LayerOperand, Format]:
     """The formats of a layer's GEMMs without features.
 
-    Args:
-        layer: the layer.
-        quantizers: tensor -> its quantizer; a tensor without one is in high precision.
-        high_precision: the dtype of a tensor that is not quantized.
-        recipe: as :func:`recipe_text`.
-        backward_override: the override of the recipe.
+    ``quantizers`` maps tensors to their quantizers, without tensors in high precision, whose dtype is
+    ``high_precision``.
     """
     formats: dict[LayerOperand, Format] = {}
     for gemm, tensors in OPERANDS.items():
@@ -401,11 +354,6 @@ def gemms_left_out(
 
     Read from Transformer Engine 2.20.2 (``pytorch/module``): Linear and GroupedLinear compute dgrad if the input needs
     it; LayerNormLinear and LayerNormMLP do in every backward, for the norm and for fc1.
-
-    Args:
-        module: a module of Transformer Engine.
-        layers: the names of its layers, one for each set of GEMMs.
-        input_needs_gradient: whether the input of the forward needs a gradient.
     """
     if not input_needs_gradient and not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
         return {LayerGemm(layer, gemm): NO_GRADIENT for layer in layers for gemm in GEMMS[1:]}
@@ -428,12 +376,10 @@ def _frozen(module: Any, layers: Sequence[str]) -> list[bool]:
 
 
 def recipe_in_force(module: Any, *, fp8: bool) -> str:
-    """The recipe of a module's last forward, as :func:`recipe_text`."""
     return recipe_text(module.fp8_meta["recipe"] if fp8 else None)
 
 
 def backward_override(module: Any) -> str | None:
-    """The ``backward_override`` of a module's recipe: ``high_precision``, ``dequantized`` or None."""
     return module.fp8_meta["recipe"].backward_override if module.fp8 else None
 
 
@@ -443,7 +389,6 @@ def recipe_text(recipe: Any) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``FP32``, ``BF16``, ...; for other dtypes torch's own name."""
     return _DTYPES.get(dtype, str(dtype))
 
 
@@ -461,7 +406,6 @@ def _format_name(kind: type, dtype: Any) -> str | None:
 
 
 def _named(tensor: Any) -> str:
-    """The dtype of a plain tensor, or the name of an unknown class."""
     if type(tensor).__module__.partition(".")[0] == "torch":
         return dtype_name(tensor.dtype)
     if "QuantizedTensorStorage" not in class_names(tensor):

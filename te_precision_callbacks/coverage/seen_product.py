@@ -27,10 +27,8 @@ OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
     "other": ("a", "b"),
     "lookup": ("indices", "weight"),
 }
-"""The names of the operands of a product of the forward, and of dgrad and wgrad."""
 
 _OF_BACKWARD = ("gradient", "saved")
-"""The names of the operands of a product of the backward without a weight."""
 
 
 UNFUSED = "UnfusedDotProductAttention"
@@ -50,19 +48,11 @@ class SeenProduct:
 
     Attributes:
         layer: the path of its module, with the name of the weight unless it is ``weight``.
-        family: as ``Product.family``.
         role: its purpose, if known; ``wgrad`` and ``dgrad`` only if the forward has a weight.
-        formats: the formats of its operands.
-        sizes: n, m, k and batch.
         kind: the kernel or class, for a reason.
-        weight: the parameter that a product of the forward multiplies by.
-        of: the product of the forward, for a backward by torch.
-        backward: whether it belongs to a backward.
+        of: the product of the forward, for a backward by torch, which also has its mask_share.
         gradients: the number of its products in the backward, except dgrad.
-        call: its model call; None outside of calls.
         not_counted: the operator and the reason if it is not counted.
-        sequences: see :class:`MatrixProduct`.
-        mask_share: as ``Product.mask_share``; a product of a backward by torch uses the share of its forward.
     """
 
     layer: str
@@ -85,7 +75,7 @@ class SeenProduct:
         return self.backward or self.gemm in ("dgrad", "wgrad")
 
     def alone(self) -> list[SeenProduct]:
-        """The product without references to its step (call, forward, module); one for each of packed sequences."""
+        """The product without references to its step; one for each of packed sequences."""
         weight = None if self.weight is None else replace(self.weight, owner=None)
         made = replace(self, of=None, call=None, weight=weight, backward=self.is_of_backward, sequences=None)
         made.role = self.role if self.gemm == "other" else self.gemm
@@ -99,7 +89,6 @@ class SeenProduct:
 
     @property
     def reason(self) -> Reason | None:
-        """The reason for high precision, as far as its place shows."""
         if self.family in ("te", "te_ops", "lookup"):
             return None
         return Reason.ATTENTION if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL, ANY_KERNEL) else Reason.NOT_TE
@@ -159,7 +148,7 @@ def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
 
 
 def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
-    """The share of the multiply-adds of calls that their masks keep; None if one is unknown."""
+    """The share that masks keep of the multiply-adds of calls; None if one is unknown."""
     left = whole = 0.0
     for call, times in calls:
         share = call.origin.mask_share
@@ -171,13 +160,7 @@ def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
 
 
 class _Counted(NamedTuple):
-    """The counted calls of a kind: one, or several if sizes depend on the values of tensors.
-
-    Attributes:
-        seen: their products.
-        calls, backwards: the number of calls, and of calls with a backward.
-        may_lack_backward: whether a backward of the kind may exist and was not counted.
-    """
+    """The counted calls of a kind: one, or several if sizes depend on the values of tensors."""
 
     seen: Sequence[SeenProduct]
     calls: int
@@ -189,22 +172,12 @@ class _Counted(NamedTuple):
         return Counter((seen.layer, seen.gemm, seen.is_of_backward, seen.sizes) for seen in self.seen)
 
     def in_step(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
-        """The products, each with its number of runs in a step with these numbers of calls."""
         for seen in self.seen:
             counted = self.backwards if seen.is_of_backward else self.calls
             yield seen, (backwards if seen.is_of_backward else forwards) / max(counted, 1)
 
 
 class CountedKinds:
-    """The counted kinds of a model's calls.
-
-    Args:
-        root: the path of the model.
-
-    Attributes:
-        changes: the number of times that a kind was counted.
-    """
-
     def __init__(self, root: str) -> None:
         self.changes = 0
         self._root = root
@@ -245,7 +218,6 @@ class CountedKinds:
         self.changes += 1
 
     def has_backward(self, kind: Kind) -> bool | None:
-        """Return whether a kind has products of a backward; None if it was not counted."""
         counted = self._counted.get(kind)
         return None if counted is None else any(seen.is_of_backward for seen in counted.seen)
 
@@ -291,13 +263,7 @@ class CountedKinds:
 
 
 class CountedStep(NamedTuple):
-    """The calls and the state of a step.
-
-    Attributes:
-        parts: its calls by kind.
-        kinds: the products of kinds.
-        state: the rows of state in the first step; else None.
-    """
+    """A step: its calls by kind, the products of kinds, and in the first step the rows of state."""
 
     parts: Parts
     kinds: CountedKinds

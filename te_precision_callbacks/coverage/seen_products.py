@@ -21,14 +21,10 @@ from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionS
 from te_precision_callbacks.layers.naming import Model, named_attention, named_roots
 
 _CALL = "te_precision_call"
-"""The key of the model call in the data that a forward of Transformer Engine keeps."""
 
 
 class ModelProducts(ModelWatch):
     """The matrix products of a model's steps: a listener of the tap, and of torch's operators.
-
-    Args:
-        report, is_paused, in_gemm_layer, count: see :class:`ModelWatch`.
 
     Attributes:
         attentions: id of a module of Transformer Engine's attention -> its path.
@@ -51,25 +47,10 @@ class ModelProducts(ModelWatch):
         self._operations: frozenset[str] = frozenset()
         self._kinds = CountedKinds("")
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether layers of the model run in CUDA graphs: a call then has the same products as others with its input.
-
-        Its other evidence depends on whether the graph runs, or the layers' own forwards.
-        """
-        return self.calls.has_graphs
-
-    @has_graphs.setter
-    def has_graphs(self, value: bool) -> None:
-        self.calls.has_graphs = value
-
     def watch_model(self, model: Model, names: Mapping[int, str], operations: Iterable[str]) -> None:
         """Count the products of a model from the next step on, and stop counting any other model.
 
-        Args:
-            model: the model.
-            names: id of a module -> its path.
-            operations: the layers of ``te.ops``.
+        ``names`` maps ids of modules to paths; ``operations`` are the layers of ``te.ops``.
         """
         self.close()
         roots = [root for _, root in named_roots(model) or ()]
@@ -104,7 +85,6 @@ class ModelProducts(ModelWatch):
                 self._first_in_recipe = set()
 
     def _keep_products(self, of_step: Sequence[ModelCall]) -> Parts:
-        """Keep the products of the counted calls of a step by kind."""
         calls = self.calls
         by_call: dict[ModelCall | None, list[SeenProduct]] = {}
         for seen in self._seen:
@@ -156,7 +136,6 @@ class ModelProducts(ModelWatch):
             self.see_gemm(event.layer, event.gemm, event.sizes, (b, a), call)
 
     def _call_of(self, event: GemmEvent) -> ModelCall | None:
-        """The model call of a GEMM. Its forward and backward may run in different threads."""
         if self.failure:
             return None
         if event.gemm == "fprop" or _CALL not in event.kept:
@@ -187,7 +166,6 @@ class ModelProducts(ModelWatch):
         formats: tuple[str, str] = ("", ""),
         call: ModelCall | None = None,
     ) -> None:
-        """Count a GEMM of a layer of Transformer Engine, given n, m and k, its operands' formats, and its call."""
         family: Family = "te_ops" if layer in self._operations else "te"
         self._seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1), call=call))
 
@@ -262,17 +240,7 @@ class ModelProducts(ModelWatch):
         mask_share: float | None = None,
         call: ModelCall | None = None,
     ) -> None:
-        """Count the products of attention.
-
-        Args:
-            layer: its name.
-            sizes: their sizes.
-            qk, pv: the formats of the operands of each.
-            kind: the kernel: :data:`FUSED`, :data:`UNFUSED_KERNEL` or :data:`OTHER_KERNEL`.
-            backward: whether to count the backward, with two of each.
-            mask_share: as ``Product.mask_share``.
-            call: their model call.
-        """
+        """Count the two products of attention, given the formats of their operands; in a backward, twice as many."""
         batch, rows, columns, size, size_v = sizes
         products: tuple[tuple[Role, tuple[str, str], tuple[int, int, int, int]], ...] = (
             ("qk", qk, (rows, columns, size, batch)),

@@ -1,8 +1,8 @@
 """Adds the layer to an exception of Transformer Engine; for an unsupported shape also the GEMM and the dimension.
 
 Transformer Engine raises deep inside, and names at most the operand. The frames of the traceback show the layer, so
-nothing is recorded in a healthy run. Read from Transformer Engine 2.20.2: the forwards (``self``, ``inp``,
-``m_splits``) and backwards (``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``) of ``pytorch/module/*.py``, and
+nothing is recorded in a healthy run. Read from Transformer Engine 2.20.2: the forwards and backwards of
+``pytorch/module/*.py`` (``self``, ``inp``, ``m_splits``, ``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``), and
 ``layout`` of ``pytorch/cpp_extensions/gemm.py``.
 """
 
@@ -31,12 +31,8 @@ def explain_failure(
 ) -> None:
     """Add a note to an exception of Transformer Engine: the layer, and the next supported size.
 
-    The exception itself does not change. Python 3.10 has no notes; there the text is logged.
-
-    Args:
-        error: the exception that ended a run.
-        modules: the modules of the model.
-        others: the names of other modules of Transformer Engine, such as attention, by id.
+    Python 3.10 has no notes; there the text is logged. ``others`` are the names of other modules of Transformer Engine,
+    such as attention, by id.
     """
     inner = transformer_engine_error(error)
     if not isinstance(inner, Exception):
@@ -75,7 +71,6 @@ def _add_note(error: BaseException, text: str) -> None:
 
 
 def _layer_of(error: Exception, place: _Failed | None, others: Mapping[int, str]) -> str:
-    """A sentence with the layer whose forward or backward raised; empty outside of layers."""
     if place is not None:
         where, name, kind = "backward" if place.in_backward else "forward", place.named.name, place.named.module
     else:
@@ -94,16 +89,6 @@ _FORWARDS = ("forward", "_call_impl")
 
 @dataclass
 class _Failed:
-    """A forward or backward that raised.
-
-    Attributes:
-        named: the module.
-        in_backward: whether its backward raised.
-        rows: rows of the input on this rank; None if unknown.
-        splits: the rows of each GEMM of a GroupedLinear.
-        gemm: the GEMM, if one raised.
-    """
-
     named: NamedModule
     in_backward: bool
     rows: int | None = None
@@ -112,7 +97,7 @@ class _Failed:
 
 
 def _explanation(place: _Failed) -> str | None:
-    """A sentence with the GEMM and the dimension if a shape is not supported; None otherwise."""
+    """A sentence with the GEMM and the dimension if a shape is not supported."""
     module: Any = place.named.module
     if not module.fp8:
         return None

@@ -161,7 +161,6 @@ def _span(finding: Finding) -> str:
 
 
 def _good(finding: Finding) -> str:
-    """The last step without a finding, and the last checkpoint that is safe."""
     if finding.last_good is None:
         return "no step is known to be good"
     if finding.checkpoint is None:

@@ -1,11 +1,4 @@
-"""The incremental engine: rules check each step once, and the verdict is available after each step.
-
-diagnosis = Diagnosis()
-diagnosis.know(facts, iteration)                # on the first step, and after each change
-new = diagnosis.step(numbers)                   # findings that are new in this step
-new = diagnosis.scalars(iteration, {"loss": 2.3, "grad_norm": 0.8})
-diagnosis.verdict                               # all findings
-"""
+"""The incremental engine: rules check each step once, and the verdict is available after each step."""
 
 from __future__ import annotations
 
@@ -33,13 +26,10 @@ _Key = tuple[str, str, str]
 
 
 class Diagnosis:
-    """Judges a run by the rules.
+    """Checks a run by the rules. ``know``, ``step``, ``scalars`` and ``event`` return the findings that are new, or
+    worse than before.
 
-    Args:
-        rules: the rules.
-
-    Attributes:
-        has_run: whether anything of a training step is known; if not, that is why rules are not judged.
+    ``has_run``: whether anything of a training step is known; if not, that is why rules are not checked.
     """
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
@@ -56,21 +46,11 @@ class Diagnosis:
         self._collected = 0
 
     def know(self, facts: Facts, iteration: int) -> list[Finding]:
-        """Judge facts that are new.
-
-        Returns:
-            The findings that are new, or worse than before.
-        """
         self._facts = facts
         self.has_run = self.has_run or facts.has_run
         return self._judge(iteration, lambda judge: judge.facts(facts))
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
-        """Judge the numbers of a step; each step once, in order.
-
-        Returns:
-            The findings that are new, or worse than before.
-        """
         self.has_run = True
         self._collected += 1
         if numbers.rank is not None:
@@ -79,32 +59,12 @@ class Diagnosis:
         return self._judge(numbers.iteration, lambda judge: judge.step(numbers, self._facts), numbers.rank)
 
     def scalars(self, iteration: int, values: Mapping[str, float], rank: int | None = None) -> list[Finding]:
-        """Check metrics of the trainer; by iteration, in order.
-
-        Args:
-            iteration: the iteration.
-            values: name -> value.
-            rank: the only rank with these metrics; None for metrics of the run.
-
-        Returns:
-            The findings that are new, or worse than before.
-        """
         return self._judge(iteration, lambda judge: judge.scalars(iteration, values), rank)
 
     def event(self, event: Event, rank: int | None = None) -> list[Finding]:
-        """Check an event of the run.
-
-        Args:
-            event: the event.
-            rank: the rank, if only one rank reports the event.
-
-        Returns:
-            The findings that are new, or worse than before.
-        """
         return self._judge(event.iteration, lambda judge: judge.event(event), rank)
 
     def add_sighting(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
-        """Add a sighting of another rank, after the values of this iteration."""
         if rule in self._places:
             self._keep(self._judges[self._places[rule]], sighting, iteration, rank)
 
@@ -116,12 +76,7 @@ class Diagnosis:
             self._found[key] = (finding.since or 0, self._places[finding.rule])
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
-        """Note that a checkpoint has taken the state before an iteration.
-
-        Args:
-            iteration: the iteration.
-            file: its file or folder, which replaces an earlier checkpoint there; empty if it is not known.
-        """
+        """Note that a checkpoint has the state before an iteration; a file replaces an earlier checkpoint there."""
         self._checkpoints = {place: saved for place, saved in self._checkpoints.items() if not _is_deleted(place)}
         self._checkpoints[file or str(iteration)] = iteration
 
@@ -132,13 +87,12 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
-        """The findings so far."""
         judged, not_judged = [], []
-        found = {finding.rule for finding in self._findings.values()}
+        with_findings = {finding.rule for finding in self._findings.values()}
         for rule, judge in self._judges:
             if rule.id in self._failed:
                 not_judged.append(NotJudged(rule.id, self._failed[rule.id], "", rule.essential))
-            elif judge.judged or rule.id in found:
+            elif judge.judged or rule.id in with_findings:
                 judged.append(rule.id)
             elif judge.applies is not False:
                 why = self._why_not(judge)
@@ -165,7 +119,6 @@ class Diagnosis:
         return ", ".join(parts)
 
     def _why_not(self, judge: Judge) -> str:
-        """The reason why a rule was not checked; empty if its data are not collected."""
         if not self.has_run:
             return "no training step has run"
         if judge.why_not:
@@ -182,25 +135,23 @@ class Diagnosis:
         return "only one collection step has run" if self._collected == 1 else ""
 
     def with_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
-        """The verdict on all ranks: what several of them have alike is one finding.
-
-        Args:
-            others: have judged the own numbers of one other rank each.
+        """The verdict on all ranks: what several of them have alike is one finding. ``others`` have checked one other
+        rank each.
         """
         own, judged = self.verdict, {rule for other in others for rule in other.verdict.judged}
-        found: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
+        merged: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
         for diagnosis in (self, *others):
             for key, finding in diagnosis._findings.items():
-                of_all = found.get((key, False))
+                of_all = merged.get((key, False))
                 if finding.ranks and of_all is not None and set(finding.layers) <= set(of_all[1].layers):
                     continue
                 if finding.ranks and of_all is None and finding.last_good is None:
                     finding = self._good_of_all(finding)
                 own_place = diagnosis._found[key][0], self._places[finding.rule]
-                place, known = found.get((key, bool(finding.ranks)), (own_place, None))
+                place, known = merged.get((key, bool(finding.ranks)), (own_place, None))
                 together = finding if known is None else _together(known, finding)
-                found[key, bool(finding.ranks)] = min(place, own_place), together
-        in_order = (finding for _, finding in sorted(found.values(), key=lambda each: each[0]))
+                merged[key, bool(finding.ranks)] = min(place, own_place), together
+        in_order = (finding for _, finding in sorted(merged.values(), key=lambda entry: entry[0]))
         findings = self._ordered(map(self._with_checkpoint, in_order))
         return dataclasses.replace(
             own,
@@ -303,7 +254,6 @@ class Diagnosis:
 
 
 def _last_good(since: int | None, judged: Iterable[int]) -> int | None:
-    """The last of the checked steps before a finding."""
     return max((step for step in judged if step < (-1 if since is None else since)), default=None)
 
 

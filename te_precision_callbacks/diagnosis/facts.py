@@ -1,7 +1,7 @@
 """The facts about a run that rules use: its layers, their precision, and why a product is not in low precision.
 
 They are made from the rows of the record's tables (:mod:`te_precision_callbacks.runs.tables`), which a live run has
-too, so a live run and a recorded one are judged alike.
+too, so a live run and a recorded one are checked alike.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _BACKWARD = frozenset({"gradient", "dgrad", "wgrad"})
 _UNSEEN = 1 << 40
 
 OF_SPANS = ("layers", "gemms", "operands")
-"""The tables whose rows hold for a span of iterations."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,10 @@ class LayerFacts:
     """A layer.
 
     Attributes:
-        name: its name.
         module_class: the class of its module; ``attention`` for attention.
-        forward: the place of its forward in the order of execution; None if it has not run.
-        backward: the same of its backward.
+        forward, backward: the places in the order of execution; None if it has not run.
         formats: tensor -> its format as an operand, such as ``FP8 E4M3``; without unknown ones.
-        recipe: the name of its recipe; empty without one.
+        recipe: empty without one.
         weight_dtype: the types of its weights; empty if unknown.
         shape: m and k of its forward product (outputs and inputs); empty if unknown.
         reasons: GEMM -> the name of the reason why it is not in low precision, and details.
@@ -50,7 +47,6 @@ class LayerFacts:
         never: GEMM -> why it did not run.
         rows: n of its forward product, the rows of its input in a call; 0 if unknown.
         calls: the calls of its forward product in a step.
-        is_of_te: whether it is a Transformer Engine layer.
         refused: why it, or some of its forwards, are not observed; empty if they are.
         is_quantized_only: whether its weights exist in quantized form only (``te.quantized_model_init``).
     """
@@ -74,18 +70,15 @@ class LayerFacts:
 
     @property
     def is_explicit(self) -> bool:
-        """True if a region of ``te.autocast(enabled=False)`` keeps the layer in high precision."""
         reason, exactly = self.reasons.get("fprop", ("", ""))
         return reason == "NO_AUTOCAST" and "enabled=False" in exactly
 
     @property
     def is_frozen(self) -> bool:
-        """True if its weight needs no gradient."""
         return self.never.get("wgrad", NO_BACKWARD) != NO_BACKWARD
 
     @property
     def lacks_backward(self) -> bool:
-        """True if its weight needs a gradient, and no backward has reached it."""
         return self.never.get("wgrad") == NO_BACKWARD
 
 
@@ -106,7 +99,7 @@ class Settings:
         unmeasured: why LogGemmError has measured nothing; empty otherwise.
         loss_is_filtered: whether the trainer leaves inf and nan out of the logged loss.
         expects_low: why low precision is expected, such as "Accelerate's mixed_precision is 'fp8'"; empty otherwise.
-        gpu: the result of ``torch.cuda.get_device_name``; empty without a GPU.
+        gpu: empty without a GPU.
     """
 
     loss_is_scaled: bool = False
@@ -157,7 +150,6 @@ class Facts:
         states: Iterable[Row] = (),
         settings: Settings | None = None,
     ) -> Facts:
-        """Facts from rows of the tables of :mod:`te_precision_callbacks.runs.tables` that hold in one iteration."""
         fields: dict[str, dict[str, Any]] = {}
 
         def of(name: str) -> dict[str, Any]:
@@ -203,19 +195,11 @@ class Facts:
     def from_tables(
         cls, tables: Mapping[str, Iterable[Row]], iteration: int, settings: Settings | None = None
     ) -> Facts:
-        """Facts from the rows of all tables of a run, as they were in an iteration."""
         layers, gemms, operands = (_at(tables[name], iteration) for name in OF_SPANS)
         return cls.from_rows(layers, gemms, operands, tables["states"], settings)
 
     @classmethod
     def of_plan(cls, products: Iterable[Product], recipe: str, ignored: Sequence[Row]) -> Facts:
-        """Facts from planned products.
-
-        Args:
-            products: the products, in the order of the model.
-            recipe: the name of the recipe; empty without one.
-            ignored: as in :class:`Settings`.
-        """
         gemms: list[Row] = []
         operands: list[Row] = []
         for product in products:
@@ -229,14 +213,7 @@ class Facts:
         return cls.from_rows((), gemms, operands, settings=Settings(ignored=ignored))
 
     def once(self, what: str, tensor: str, layers: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
-        """Cache a value derived from the facts for a tensor of some layers.
-
-        Args:
-            what: the name of the value.
-            tensor: the tensor.
-            layers: the numbers of the layers, which do not change in a run.
-            make: computes the value.
-        """
+        """Cache a value derived from the facts for a tensor of some layers, whose numbers do not change in a run."""
         key = (what, tensor, layers.tobytes())
         if key not in self._kept:
             self._kept[key] = make()
@@ -244,23 +221,16 @@ class Facts:
         return kept
 
     def place(self, layer: str, tensor: str) -> tuple[int, int]:
-        """A key that orders the tensors of a step by execution: the forward's first, then the backward's.
-
-        Args:
-            layer: the layer.
-            tensor: the tensor.
-        """
+        """A key that orders the tensors of a step by execution: the forward's first, then the backward's."""
         known = self.layers.get(layer)
         backward = tensor in _BACKWARD
         place = None if known is None else known.backward if backward else known.forward
         return int(backward), _UNSEEN + self._places.get(layer, _UNSEEN) if place is None else place
 
     def in_order(self, layers: Iterable[str], tensor: str) -> list[str]:
-        """Sort layers by the execution order of a tensor."""
         return sorted(layers, key=lambda layer: self.place(layer, tensor))
 
     def format_of(self, layer: str, tensor: str) -> str:
-        """The format of an operand; empty where that is not known."""
         known = self.layers.get(layer)
         return "" if known is None else known.formats.get(tensor, "")
 
@@ -274,7 +244,6 @@ class Facts:
         return bool(low) or not readers & known.reasons.keys()
 
     def recipe_of(self, layer: str) -> str:
-        """The recipe of a layer; empty without one."""
         known = self.layers.get(layer)
         return "" if known is None else known.recipe
 
@@ -293,7 +262,6 @@ class Facts:
 
     @property
     def has_delayed_scaling(self) -> bool:
-        """True if a layer runs with delayed scaling."""
         return any(layer.recipe == "fp8_delayed_scaling" for layer in self.layers.values())
 
     @functools.cached_property
@@ -301,15 +269,12 @@ class Facts:
         return {name: place for place, name in enumerate(self.layers)}
 
     def kind_of(self, layer: str) -> str:
-        """A key that alike layers share."""
         known = self.layers.get(layer)
         form = form_of(layer)
         return form if known is None else f"{form}|{known.module_class}|{known.shape}"
 
 
 def _at(rows: Iterable[Row], iteration: int) -> list[Row]:
-    """The rows that hold in an iteration."""
-
     def holds(row: Row) -> bool:
         until = row.get("until")
         return bool((row["since"] or 0) <= iteration and (until is None or iteration <= until))

@@ -1,11 +1,4 @@
-"""Findings, and the verdict over all rules.
-
-verdict = session.findings
-verdict.state           # "problems found", "no problems found" or "not enough checked"
-str(verdict)            # "Problems found: 1 warning (9 of 12 rules checked). First: ..."
-for finding in verdict:
-    print(finding.severity, finding.rule, finding.layers, finding.seen, finding.remedy)
-"""
+"""Findings, and the verdict over all rules."""
 
 from __future__ import annotations
 
@@ -22,7 +15,6 @@ Severity = Literal["error", "warning", "note"]
 State = Literal["problems found", "no problems found", "not enough checked"]
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-"""From the worst to the least."""
 
 _MOST_NAMES = 2
 
@@ -32,7 +24,6 @@ NO_CONFIG = "or no config at all"
 ADD_DEFAULT = "add the section default_statistics to the config"
 
 _MOST_REASONS = 2
-"""The reasons in the first line for not having checked enough."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        """The tensor and the layers, in few words: ``gradient of h.4.mlp.fc1 and 3 more layers``."""
+        """The tensor and the layers: ``gradient of h.4.mlp.fc1 and 3 more layers``."""
         if not self.layers:
             return "the model"
         first, more = self.layers[0], len(self.layers) - 1
@@ -115,7 +106,7 @@ class Finding:
 
     @property
     def when(self) -> str:
-        """Since which step, in words; empty for what holds from the start."""
+        """The first step, in words; empty for a problem from the start."""
         return "" if self.since is None else f"since step {self.since}"
 
     @property
@@ -132,7 +123,7 @@ class Finding:
         return f"{self.subject}: {self.seen_in_words} ({details})"
 
     def as_json(self) -> dict[str, Any]:
-        """All attributes, the GEMM, the subject, and the description with its place, as JSON values."""
+        """All attributes, the GEMM, the subject, and the description with its place."""
         return {
             **asdict(self),
             "layers": list(self.layers),
@@ -148,7 +139,6 @@ class NotJudged(NamedTuple):
     """A rule that could not be checked.
 
     Attributes:
-        rule: its id.
         why: why not.
         collect: what to collect so that it can be; empty if that is not the reason.
         essential: whether the run gets no all-clear without it.
@@ -161,7 +151,6 @@ class NotJudged(NamedTuple):
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Sort findings by severity, then by the order in which they were found."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
@@ -169,11 +158,7 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
     """Order findings so that each follows a finding that can explain it; otherwise most severe first.
 
     The explanation is the earliest finding of a rule that can cause it, and that began no later: after the last step
-    without it. A note explains only notes.
-
-    Args:
-        findings: the findings, in the order in which they were found.
-        causes: rule -> the rules that can cause its findings.
+    without it. A note explains only notes. ``causes``: rule -> the rules that can cause its findings.
     """
     ordered = sorted(findings, key=_first_step)
     cause_of = [
@@ -200,7 +185,6 @@ def _first_step(finding: Finding) -> int:
 
 
 def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[str]]) -> bool:
-    """Return whether a finding can be the cause of another one."""
     begun = -1 if cause.since is None or cause.last_good is None else cause.last_good
     return (
         cause.rule in causes.get(finding.rule, ())
@@ -287,12 +271,11 @@ class Verdict(Sequence[Finding]):
 
     @property
     def _lacks(self) -> str:
-        """Rules without data, and the data to collect."""
         lacking: dict[str, list[str]] = {}
-        for each in self.not_judged:
-            if each.essential:
-                collect = ADD_DEFAULT if NO_CONFIG in each.collect else each.collect and f"collect {each.collect}"
-                lacking.setdefault(f"data ({collect})" if collect else each.why, []).append(each.rule)
+        for rule in self.not_judged:
+            if rule.essential:
+                collect = ADD_DEFAULT if NO_CONFIG in rule.collect else rule.collect and f"collect {rule.collect}"
+                lacking.setdefault(f"data ({collect})" if collect else rule.why, []).append(rule.rule)
         reasons = []
         for why, rules in lacking.items():
             named, lack = ", ".join(rules), "lacks" if len(rules) == 1 else "lack"
@@ -311,8 +294,7 @@ class Verdict(Sequence[Finding]):
     def as_json(self) -> dict[str, Any]:
         """The verdict as JSON values, at the top of what ``diagnose``, ``show`` and ``report`` print with ``--json``.
 
-        ``state`` is as :attr:`state`, and ``healthy`` whether it is ``no problems found``. ``verdict`` is the text,
-        ``judged`` the number of rules that were checked, and ``judged_rules`` has their ids.
+        ``verdict`` is the text, ``judged`` the number of rules that were checked, and ``judged_rules`` has their ids.
         """
         return {
             "verdict": str(self),

@@ -28,8 +28,6 @@ class KnownFindingsError(PrecisionDebugError, ValueError):
 
 
 class _Line(NamedTuple):
-    """A line of the file: its number, its text, the rule, and what its patterns of layers match."""
-
     number: int
     text: str
     rule: str
@@ -38,16 +36,10 @@ class _Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """The findings that a file names. A finding is named if the lines of its rule together cover all of its layers."""
-
     lines: tuple[_Line, ...]
 
     def leave_out(self, verdict: Verdict) -> tuple[Verdict, int, list[tuple[int, str]]]:
-        """A verdict without them.
-
-        Returns:
-            The verdict, how many findings it lacks, and the lines that leave out nothing: number and text.
-        """
+        """A verdict without them, how many findings it lacks, and the lines that leave out nothing: number and text."""
         left, used = [], set()
         for finding in verdict:
             names = finding.layers or ("",)
@@ -61,16 +53,11 @@ class Known:
 
 
 def known_line(finding: Finding) -> str:
-    """The line that leaves a finding out: ``sibling h.{0-7}.fc1, h.{0-7}.fc2``."""
     return " ".join(filter(None, (finding.rule, ", ".join(folded(finding.layers, most_ranges=None)))))
 
 
 def read_known(path: Path) -> Known:
-    """Read a file of known findings.
-
-    Raises:
-        KnownFindingsError: the file cannot be read, or a line names no rule.
-    """
+    """Read a file of known findings; raises KnownFindingsError if a line names no rule."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -97,7 +84,6 @@ def read_known(path: Path) -> Known:
 
 
 _SHORTENED = re.compile(r"\b\d+ more(?:\}|,|$| layer)")
-"""The text in an output in place of layers that it does not name."""
 
 _PLAIN = re.compile(r"[^*?\[]*")
 _COMMA = re.compile(r",\s*(?![^{}]*\})")
@@ -105,14 +91,12 @@ _BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
 
 
 def _matcher(layers: str) -> Callable[[str], bool]:
-    """Return a function that matches names against patterns such as ``h.*.fc1, h.{0-2,5}.fc2, head``."""
     patterns = {pattern for text in _COMMA.split(layers) for pattern in _expanded(text.strip())}
     globs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
     return lambda name: name == layers or name in patterns or any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _expanded(text: str) -> list[str]:
-    """A pattern without sets of numbers: ``h.{0-2,5}.fc1`` is four patterns."""
     braces = _BRACES.search(text)
     if braces is None:
         return [text] if text else []

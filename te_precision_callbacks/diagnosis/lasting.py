@@ -14,11 +14,7 @@ from te_precision_callbacks.diagnosis.rule import Sighting
 
 
 class ColumnStreaks:
-    """The streaks of each column that a rule looks at.
-
-    Args:
-        steps: in how many collection steps in a row something must hold.
-    """
+    """The streaks of each column that a rule looks at; something must hold in so many collection steps in a row."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -39,13 +35,10 @@ class ColumnStreaks:
         """Return one sighting of all layers with a condition that has lasted long enough.
 
         Args:
-            numbers, facts: the step.
-            column: the column.
             holds: [layers of the column]: whether the condition holds.
             seen: the description, with a ``{}`` for each of ``values``.
             values: [layers of the column]; the first layer in execution order is described.
             tells: [layers of the column]: whether to report the layer; None for all layers.
-            severity: see :class:`Sighting`.
             key: keeps several conditions on a column apart; see :class:`Sighting`.
         """
         before = self._held.get((column.family, key), {})
@@ -76,11 +69,8 @@ class ColumnStreaks:
         *values: npt.NDArray[np.generic],
         key: str = "",
     ) -> Iterator[Sighting]:
-        """Return sightings like :meth:`sightings`, as a warning for some layers and a note for others.
-
-        Args:
-            warnings, notes: [layers of the column]: whether the condition holds.
-            numbers, facts, column, seen, values, key: see there; the severity is added to the key.
+        """Return sightings like :meth:`sightings`, as a warning for some layers and a note for others; the severity is
+        added to the key.
         """
         severities: tuple[tuple[Severity, npt.NDArray[np.bool_]], ...] = (("warning", warnings), ("note", notes))
         for severity, holds in severities:

@@ -20,12 +20,8 @@ Values = npt.NDArray[np.float64]
 
 
 class Column(NamedTuple):
-    """A statistic of a tensor in a step, in the layers that have it.
-
-    Attributes:
-        family: the tensor and the statistic.
-        layers: [layers], int64: the number of each layer, which is the same in all steps.
-        values: [layers], float64.
+    """A statistic of a tensor in a step: the numbers of its layers, the same in all steps, int64, and their values,
+    float64.
     """
 
     family: Family
@@ -41,7 +37,6 @@ class Column(NamedTuple):
 
     @property
     def bits(self) -> Values:
-        """[layers]: the logarithms to base 2; nan if not finite."""
         with np.errstate(divide="ignore", invalid="ignore"):
             bits: Values = np.log2(self.values)
         bits[~np.isfinite(bits)] = np.nan
@@ -49,13 +44,7 @@ class Column(NamedTuple):
 
 
 class StepNumbers:
-    """The values of a step.
-
-    Attributes:
-        iteration: the debug iteration.
-        names: the name of each layer, by its number.
-        rank: the rank, one of several, with these local values; None for reduced values.
-    """
+    """The values of a step; ``rank`` is None for reduced values."""
 
     def __init__(
         self, iteration: int, names: list[str], columns: Mapping[Family, Column], rank: int | None = None
@@ -66,7 +55,6 @@ class StepNumbers:
         self._columns = columns
 
     def names_of(self, column: Column) -> list[str]:
-        """The name of each layer of a column."""
         return [self.names[layer] for layer in column.layers.tolist()]
 
     def all(self, statistic: str, tensors: Iterable[str] = (), facts: Facts | None = None) -> Iterator[Column]:
@@ -77,7 +65,7 @@ class StepNumbers:
 
         Args:
             statistic: its plain name, as in docs/statistics.md, or a user's own name.
-            tensors: the tensors; by default all.
+            tensors: by default all.
             facts: the recipe of each layer; None leaves out statistics of named recipes.
         """
         wanted = frozenset(tensors)
@@ -96,7 +84,6 @@ class StepNumbers:
                 yield from self._quantized(column, request.recipe, facts)
 
     def _amaxes(self, wanted: frozenset[str]) -> Iterator[Column]:
-        """The larger magnitude of max and min, of tensors without ``cur_amax``."""
         own = {family.tensor for family in self._columns if family.statistic == "cur_amax"}
         for family, column in self._columns.items():
             if family.statistic != "max" or family.tensor in own or (wanted and family.tensor not in wanted):
@@ -106,7 +93,6 @@ class StepNumbers:
                 yield column._replace(values=np.maximum(np.abs(column.values), np.abs(least.at(column.layers, np.nan))))
 
     def _quantized(self, column: Column, recipe: str | None, facts: Facts | None) -> Iterator[Column]:
-        """The part of a column of the layers that quantize the tensor by a recipe; nothing if there are none."""
         if facts is None:
             yield column
             return
@@ -132,17 +118,10 @@ class StepNumbers:
         return column._replace(values=np.where(lost.at(column.layers, 0.0) > 0, np.nan, column.values))
 
     def one(self, statistic: str, tensor: str, facts: Facts | None = None) -> Column | None:
-        """The column of a statistic of a tensor, see :meth:`all`; None without one."""
         return next(self.all(statistic, (tensor,), facts), None)
 
 
 class Splitter:
-    """Splits steps into columns.
-
-    Args:
-        series_of: the series of a number.
-    """
-
     def __init__(self, series_of: Callable[[int], Series]) -> None:
         self.names: list[str] = []
         self._series_of = series_of
@@ -161,25 +140,19 @@ class Splitter:
         unscaled: frozenset[str] = frozenset(),
         rank: int | None = None,
     ) -> StepNumbers:
-        """Return the values of a step.
-
-        Args:
-            iteration: the debug iteration.
-            series: [numbers], int32.
-            values: [numbers], float64.
-            unscaled: the layers in their first step of delayed scaling: their statistics of quantization are left out.
-            rank: see :class:`StepNumbers`.
+        """Return the values of a step, without statistics of quantization of layers in their first step of delayed
+        scaling.
         """
         if not np.array_equal(series, self._last):
             self._split_by(series)
         columns = {}
         for family, places, layers in self._split:
-            found = values[places]
+            own = values[places]
             if unscaled and family.is_of_delayed_scaling:
                 kept = np.array([self.names[layer] not in unscaled for layer in layers.tolist()], bool)
-                layers, found = layers[kept], found[kept]
+                layers, own = layers[kept], own[kept]
             if len(layers):
-                columns[family] = Column(family, layers, found)
+                columns[family] = Column(family, layers, own)
         return StepNumbers(iteration, self.names, columns, rank)
 
     def _split_by(self, series: npt.NDArray[np.int32]) -> None:
@@ -196,13 +169,12 @@ class Splitter:
         self._last = series.copy()
 
     def _know(self, count: int) -> None:
-        """Number the layers and families of all series below a number."""
         new = [self._series_of(number) for number in range(len(self._layer_of), count)]
         if not new:
             return
         layers, families = self._numbers, self._families
-        of_layers = [layers.setdefault(one.layer, len(layers)) for one in new]
-        of_families = [families.setdefault(one.family, len(families)) for one in new]
+        of_layers = [layers.setdefault(series.layer, len(layers)) for series in new]
+        of_families = [families.setdefault(series.family, len(families)) for series in new]
         self._layer_of = np.append(self._layer_of, np.array(of_layers, np.int64))
         self._family_of = np.append(self._family_of, np.array(of_families, np.int64))
         self.names[len(self.names) :] = list(layers)[len(self.names) :]

@@ -31,8 +31,7 @@ class PlainLog(NamedTuple):
     """Facts derived from the values of a log.
 
     Attributes:
-        gemms, operands: rows of the tables of facts, with the recipes and formats of layers with delayed or current
-            scaling.
+        gemms, operands: rows of the tables of facts, of layers with delayed or current scaling.
         codes: the series with codes of E8M0.
         magnitudes: the series where 0 means below the last decimal; empty in a log with all digits.
     """
@@ -43,14 +42,12 @@ class PlainLog(NamedTuple):
     magnitudes: frozenset[int]
 
     def adapt(self, series: npt.NDArray[np.int32], values: Values) -> tuple[npt.NDArray[np.bool_], Values]:
-        """Return which numbers are known, and the numbers with codes replaced by scales."""
         known = ~((values == 0) & np.isin(series, list(self.magnitudes)))
         is_code = np.isin(series, list(self.codes))
         return known, np.where(is_code, np.exp2(np.where(is_code, values, 0) - _BIAS), values)
 
 
 def read_plain_log(run: RecordedRun) -> PlainLog:
-    """Derive facts from the values of a log."""
     table = run.values(list(range(len(run.subjects))))
     series, values = table["series"].to_numpy(), table["value"].to_numpy()
     iterations = table["iteration"].to_numpy()
@@ -90,17 +87,17 @@ def _are_codes(values: Values) -> bool:
 def _facts(
     columns: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]], nvfp4: Iterable[str]
 ) -> tuple[list[Row], list[Row]]:
-    found = {place: _recipe(place[1], statistics) for place, statistics in columns.items()}
+    of_columns = {place: _recipe(place[1], statistics) for place, statistics in columns.items()}
     span = {"since": None, "until": None}
     recipes = dict.fromkeys(nvfp4, "nvfp4")
-    for (layer, _), (recipe, _) in found.items():
+    for (layer, _), (recipe, _) in of_columns.items():
         if recipe and recipes.get(layer) != "fp8_delayed_scaling":
             recipes[layer] = recipe
     # The log does not show whether a layer without a gradient has a weight to train.
     row = {"gemm": "wgrad", "family": "", "runs": "never", "not_run": "not in the log", "calls": 1, **span}
     operands: list[Row] = [
         {"layer": layer, "tensor": tensor, "format": "NVFP4" if recipes[layer] == "nvfp4" else text, **span}
-        for (layer, tensor), (_, text) in found.items()
+        for (layer, tensor), (_, text) in of_columns.items()
         if layer in recipes
     ]
     layers = dict.fromkeys([*recipes, *(layer for layer, _ in columns)])
@@ -109,7 +106,6 @@ def _facts(
 
 
 def _recipe(tensor: str, statistics: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
-    """The recipe and the format of a tensor; the recipe is empty if unknown."""
     text = "FP8 E5M2" if tensor == "gradient" else "FP8 E4M3"
     largest, least = statistics.get("scale_inv_max", {}), statistics.get("scale_inv_min", {})
     scales = np.array(list(largest.values()))

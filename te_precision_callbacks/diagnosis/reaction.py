@@ -21,12 +21,7 @@ OnFinding = str | Callable[[Finding], Any]
 
 
 class PrecisionFindingError(PrecisionDebugError, RuntimeError):
-    """A finding stops the training, by ``on_finding=``.
-
-    Args:
-        message: the full message.
-        findings: the findings that stop it; may be empty on other ranks.
-    """
+    """A finding stops the training, by ``on_finding=``; ``findings`` may be empty on other ranks."""
 
     def __init__(self, message: str, findings: Sequence[Finding] = ()) -> None:
         super().__init__(message)
@@ -34,11 +29,7 @@ class PrecisionFindingError(PrecisionDebugError, RuntimeError):
 
 
 def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
-    """Return a function that selects the findings that stop the training.
-
-    Raises:
-        OptionError: not a valid value of ``on_finding=``.
-    """
+    """Return a function that selects the findings that stop the training; raises OptionError."""
     if callable(on_finding) or on_finding == "warn":
         return lambda finding: False  # what a function returns is not known before
     word, _, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")

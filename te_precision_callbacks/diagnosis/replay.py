@@ -1,8 +1,4 @@
-"""Diagnosis of a recorded run: its steps go through the engine that checks a live run.
-
-verdict = diagnose("logs")
-verdict.healthy, verdict.findings, verdict.not_judged
-"""
+"""Diagnosis of a recorded run: its steps go through the engine that checks a live run."""
 
 from __future__ import annotations
 
@@ -37,13 +33,10 @@ _IDS_ON_NUMBERS = frozenset(rule.id for rule in _ON_NUMBERS)
 
 
 def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
-    """Check a recorded run by the rules.
+    """Check a recorded run, or the path of a log folder or of an nvidia-dlfw-inspect log, by the rules.
 
     Reduced values are checked together with the local values of the first rank, as the run itself has checked them;
     then the local values of each other rank, so that only one rank's values are in memory.
-
-    Args:
-        run: a run, or the path of a log folder or of an nvidia-dlfw-inspect log.
 
     Raises:
         RunError: the path has no readable run.
@@ -63,22 +56,12 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
 
 
 class _FromRank(NamedTuple):
-    """A sighting on another rank that has not recorded its values."""
-
     rule: str
     sighting: Sighting
     rank: int
 
 
 class _Logged(NamedTuple):
-    """Metrics, sightings and events of an iteration.
-
-    Attributes:
-        scalars: the trainer's metrics on rank 0.
-        from_ranks: the sightings of other ranks in their metrics.
-        events: events with the rank that recorded them.
-    """
-
     scalars: dict[str, float]
     from_ranks: list[_FromRank]
     events: list[tuple[int, Event]]
@@ -88,10 +71,9 @@ class _Record:
     """The record of a run without its statistics.
 
     Attributes:
-        plain: the contents of an nvidia-dlfw-inspect log; None for a run with records.
+        plain: the contents of an nvidia-dlfw-inspect log.
         rank_of_series: [series]: the rank, or ``REDUCED``.
         saved: checkpoints: the next iteration, and the file if it is known.
-        logged: by iteration, in order.
         ends: how the last start of the run ended, with the rank that recorded it.
         last: the last iteration with records or facts.
     """
@@ -142,7 +124,6 @@ class _Record:
         return int(np.searchsorted(self._edges, iteration, side="right"))
 
     def facts(self, iteration: int) -> Facts:
-        """The facts of an iteration."""
         begun = [settings for first, settings in self._settings if first <= iteration]
         return Facts.from_tables(self._tables, iteration, begun[-1] if begun else None)
 
@@ -150,15 +131,6 @@ class _Record:
 def _check(
     run: RecordedRun, record: _Record, ranks: tuple[int, ...], rank: int | None, rules: Sequence[Rule]
 ) -> Diagnosis:
-    """Check the values of some ranks.
-
-    Args:
-        run: the run.
-        record: its record.
-        ranks: the ranks; ``REDUCED`` stands for reduced values, and for metrics and events.
-        rank: the rank that findings name; None for a run with one rank.
-        rules: the rules.
-    """
     diagnosis = Diagnosis(rules)
     diagnosis.has_run = bool(len(run.steps) or run.unread or run.lacks_in_words)
     for iteration, file in record.saved:
@@ -171,8 +143,8 @@ def _check(
             iteration, of_step = logged.popleft()
             if of_step.scalars:
                 diagnosis.scalars(iteration, of_step.scalars)
-            for found in of_step.from_ranks:
-                diagnosis.add_sighting(iteration, *found)
+            for of_rank in of_step.from_ranks:
+                diagnosis.add_sighting(iteration, *of_rank)
             for rank_of_event, event in of_step.events:
                 diagnosis.event(event, rank_of_event or None)
 
@@ -204,8 +176,6 @@ def _check(
 def _steps(
     run: RecordedRun, record: _Record, chosen: npt.NDArray[np.int64]
 ) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float64], npt.NDArray[np.bool_]]]:
-    """Each step of some series: iteration, places in ``chosen``, values, and which are of delayed scaling's first
-    step."""
     table = run.values(chosen.tolist())
     if record.plain is not None:
         known, adapted = record.plain.adapt(table["series"].to_numpy(), table["value"].to_numpy())
@@ -216,9 +186,9 @@ def _steps(
     iterations, values = iterations[order], table["value"].to_numpy()[order]
     numbers = np.searchsorted(chosen, table["series"].to_numpy()[order]).astype(np.int32)
     unscaled = (table["flags"].fill_null(0).to_numpy()[order] & STEP0) != 0
-    found, begins = np.unique(iterations, return_index=True)
+    steps, begins = np.unique(iterations, return_index=True)
     edges = [*begins.tolist(), len(iterations)]
-    for iteration, begin, end in zip(found.tolist(), edges[:-1], edges[1:], strict=True):
+    for iteration, begin, end in zip(steps.tolist(), edges[:-1], edges[1:], strict=True):
         yield iteration, numbers[begin:end], values[begin:end], unscaled[begin:end]
 
 
@@ -229,7 +199,6 @@ def _event(row: Row) -> Event:
 
 
 def _data(row: Row) -> dict[str, Any]:
-    """The data of an event; empty if they are damaged."""
     try:
         data = json.loads(row["data"] or "{}")
     except (ValueError, RecursionError):
@@ -238,13 +207,12 @@ def _data(row: Row) -> dict[str, Any]:
 
 
 def _from_rank(row: Row) -> _FromRank | None:
-    """The sighting in an event of another rank; None if its values are recorded, so that they are checked here, or if
-    its data are damaged."""
+    """The sighting in an event of another rank; None if its values are recorded, so that they are checked here."""
     try:
-        found = _data(row)
-        rule, (rank, *_), severity = found["rule"], found["ranks"], found["severity"]
-        texts = {name: str(found[name]) for name in ("tensor", "statistic", "seen", "patch", "remedy")}
-        sighting = Sighting(tuple(map(str, found["layers"])), since=found["since"], severity=severity, **texts)
+        data = _data(row)
+        rule, (rank, *_), severity = data["rule"], data["ranks"], data["severity"]
+        texts = {name: str(data[name]) for name in ("tensor", "statistic", "seen", "patch", "remedy")}
+        sighting = Sighting(tuple(map(str, data["layers"])), since=data["since"], severity=severity, **texts)
     except (ValueError, TypeError, KeyError):
         return None
     return _FromRank(rule, sighting, rank) if rule not in _IDS_ON_NUMBERS and severity in SEVERITIES else None

@@ -23,15 +23,11 @@ class Sighting(NamedTuple):
     """The result of a rule in a step.
 
     Attributes:
-        layers: the layers, in any order.
-        tensor: the tensor; may be empty.
-        statistic: the statistic that shows it; may be empty.
+        layers: in any order.
         seen: a description with values, of the first layer.
         since: its first iteration; None for a problem from the start.
-        severity: by default the severity of the rule.
-        patch: a section for a config that applies the remedy; may be empty.
+        severity, remedy: by default those of the rule.
         key: distinguishes findings of a rule and a tensor.
-        remedy: by default the remedy of the rule.
     """
 
     layers: tuple[str, ...]
@@ -46,14 +42,13 @@ class Sighting(NamedTuple):
 
 
 class Judge:
-    """Checks one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step`,
-    :meth:`scalars` or :meth:`event`.
+    """Checks one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step`, :meth:`scalars` or
+    :meth:`event`.
 
     Attributes:
         needed: the minimum number of steps with data.
         applies: whether the rule applies to the run; None as long as that is unknown.
         judged: whether there were enough data.
-        steps: the last steps with data.
     """
 
     needed = 1
@@ -66,7 +61,6 @@ class Judge:
         self._count = 0
 
     def saw(self, iteration: int) -> None:
-        """Note that a step has numbers to judge by."""
         if not self.steps or self.steps[-1] != iteration:
             self.steps.append(iteration)
             self._count += 1
@@ -74,17 +68,14 @@ class Judge:
 
     @property
     def why_not(self) -> str:
-        """The reason why the rule was not checked although there were data; empty without data."""
         if not self._count:
             return ""
         return f"it needs {many(self.needed, self._kind_of_step)}, and has had {self._count}"
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        """Judge the facts, when they are known and whenever they have changed."""
         return ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterable[Sighting]:
-        """Judge the numbers of a step."""
         return ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterable[Sighting]:
@@ -110,11 +101,9 @@ class Rule:
         silent: healthy cases that do not count.
         severity: the worst severity of its findings.
         recipes: the recipes to which it applies; empty for all.
-        source: the source of the rule and its thresholds.
-        why: why it matters.
+        source: of the rule and its thresholds.
         disproof: evidence that there is no problem.
-        remedy: the remedy.
-        cost: the cost of the remedy; empty if there is none.
+        cost: of the remedy; empty if there is none.
         judge: makes a judge for a run.
         essential: whether an all-clear requires this rule.
         consequence_of: ids of rules that can cause its findings.

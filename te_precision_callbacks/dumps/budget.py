@@ -43,7 +43,6 @@ class Budget:
         self.files, self.bytes = len(sizes), sum(sizes)
 
     def refuses(self, nbytes: int, limits: Limits) -> str | None:
-        """Return why a file of this size must not be written; None if it may."""
         if self.bytes + nbytes > limits.max_bytes:
             return (
                 f"max_bytes={limits.max_bytes:,} leaves no room for the next file, of up to {nbytes:,} bytes:"
@@ -62,7 +61,6 @@ class Budget:
 
 
 def why_full(folder: Path, nbytes: int = 0) -> str | None:
-    """Return why the disk of a folder has no room for ``nbytes`` more; None if it has."""
     disk = shutil.disk_usage(_existing(folder))
     if disk.free - nbytes < min(KEPT_FREE, disk.total // 20):
         return f"little space is left on the disk: {disk.free:,} of {disk.total:,} bytes are free"

@@ -1,11 +1,5 @@
 """``te-precision dumps``: lists, shows and compares dumped tensors.
 
-Usage::
-
-    te-precision dumps list logs/tensor_dumps
-    te-precision dumps show fc1_activation.safetensors
-    te-precision dumps diff a.safetensors b.safetensors
-
 ``list`` and ``show`` return exit code 0; ``diff`` returns 0 if the dumps are equal and 1 if they differ. Wrong use,
 such as a file that is not a dump, returns 2. ``--json`` prints one JSON object; non-finite numbers are strings.
 """
@@ -48,16 +42,17 @@ def list_command(
     from te_precision_callbacks.dumps.dump_files import list_dumps
 
     with _visible_errors():
-        found = list_dumps(folder)
+        listing = list_dumps(folder)
     if as_json:
         rows = [
-            {"path": str(entry.path), "size": entry.size, "header": dataclasses.asdict(entry.header)} for entry in found
+            {"path": str(entry.path), "size": entry.size, "header": dataclasses.asdict(entry.header)}
+            for entry in listing
         ]
-        foreign = [{"path": str(file.path), "why": file.why} for file in found.foreign]
+        foreign = [{"path": str(file.path), "why": file.why} for file in listing.foreign]
         terminal.show_json({"dumps": rows, "foreign": foreign})
         return
     table = terminal.table("iteration", "layer", "tensor", "micro-batch", "rank", "holds", "bytes", "file")
-    for entry in found:
+    for entry in listing:
         header = entry.header
         place = str(entry.path.relative_to(folder)) if folder.is_dir() else str(entry.path)
         what = [] if header.high_precision is None else [header.high_precision.dtype]
@@ -68,14 +63,14 @@ def list_command(
         iteration = "" if header.iteration is None else header.iteration
         cells = (iteration, header.layer, header.tensor, header.micro_batch, header.rank, ", ".join(what))
         table.add_row(*map(terminal.cell, (*cells, f"{entry.size:,}", place)))
-    if found:
+    if listing:
         terminal.show(table)
     else:
         terminal.show_text(f"{folder}: no dumps. DumpTensors writes them below <log_dir>/tensor_dumps.")
-    for file in found.foreign[:_MOST_FOREIGN]:
+    for file in listing.foreign[:_MOST_FOREIGN]:
         terminal.show_text(f"not a dump: {file.path}: {file.why}", hanging=2)
-    if len(found.foreign) > _MOST_FOREIGN:
-        terminal.show_text(f"and {len(found.foreign) - _MOST_FOREIGN} more; --json lists them.")
+    if len(listing.foreign) > _MOST_FOREIGN:
+        terminal.show_text(f"and {len(listing.foreign) - _MOST_FOREIGN} more; --json lists them.")
 
 
 @app.command("show")

@@ -1,13 +1,5 @@
 """The content of a dump: named plain torch tensors, and a header that describes them.
 
-Usage::
-
-    dump = dump_of(
-        high_precision, quantized, internals=True, layer="fc1", tensor="activation", iteration=100
-    )
-    snapshot = dump.copied()  # training may continue
-    write(snapshot, "fc1_activation.safetensors")  # dump_files.py; from any thread
-
 The names of the tensors follow Transformer Engine's pull request 2645; ``docs/dumps.md`` lists them. Scales are neither
 padded nor swizzled. Transformer Engine is not needed.
 """
@@ -73,7 +65,6 @@ class Dump:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors of this object."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def copied(self) -> Dump:
@@ -93,16 +84,11 @@ class Dump:
         return dataclasses.replace(self, tensors=tensors, events=tuple(events))
 
     def wait(self) -> None:
-        """Wait for the copies of :meth:`copied`."""
         for event in self.events:
             event.synchronize()
 
     def part(self, *, columnwise: bool) -> Stored | None:
-        """Return one direction of the quantized tensor, if the dump has it.
-
-        Raises:
-            NotADumpError: the tensors do not match the header.
-        """
+        """Return one direction of the quantized tensor, if the dump has it; raises NotADumpError."""
         quantized = self.header.quantized
         direction = None if quantized is None else quantized.direction(columnwise)
         return None if direction is None else _part(direction, columnwise, self.tensors)
@@ -110,9 +96,8 @@ class Dump:
     def complete(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a file; with ``internals``, including decoded tensors.
 
-        Returns:
-            name -> tensor. ``*_unpacked_values``: FP4 codes as float32. ``*_scale_inv_values``: E8M0 and E4M3 scales as
-            float32. ``*_block_factors``: NVFP4 only: the factors of the elements of each block.
+        ``*_unpacked_values`` are FP4 codes as float32, ``*_scale_inv_values`` E8M0 and E4M3 scales as float32, and
+        ``*_block_factors`` (NVFP4 only) the factors of the elements of each block.
         """
         tensors = dict(self.tensors)
         quantized = self.header.quantized
@@ -199,7 +184,6 @@ def record_of(
         gemm: its description, with the tensors and directions of its operands, but without the contents.
         operands: "a" and "b" -> the plain or quantized operand, and the tensor before quantization, if any.
         out, before, bias: the result, the tensor that it was added to, and the bias.
-        layer, iteration, micro_batch, rank, recipe: see :class:`Header`.
 
     Raises:
         DumpError: an operand or the result is of a kind that cannot be dumped.
@@ -248,7 +232,6 @@ def _operand(
     quantizer: Any,
     tensors: dict[str, torch.Tensor],
 ) -> DumpedOperand:
-    """Describe an operand, and add its tensors to ``tensors`` with ``name`` as prefix."""
     if not isinstance(memory, Stored):
         tensors[f"{name}.values"] = _plain(memory)
         return dataclasses.replace(operand, values=_described(memory), rounding=None)
@@ -270,15 +253,6 @@ def _described(tensor: torch.Tensor) -> Plain:
 
 
 def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
-    """Return an operand of a recorded GEMM: a direction of a quantized tensor, or a plain tensor.
-
-    Args:
-        dump: a record of a GEMM.
-        side: "a" or "b".
-
-    Raises:
-        DumpError: the dump is not a record.
-    """
     gemm = a_dump(dump).header.gemm
     if gemm is None:
         raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
@@ -289,19 +263,12 @@ def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
 
 
 def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Dequantize the tensor of a dump.
-
-    The result is bit-equal to Transformer Engine's ``dequantize()``: the product in float32, rounded to the nominal
-    dtype.
+    """Dequantize the tensor of a dump, bit-equal to Transformer Engine's ``dequantize()``: a contiguous tensor.
 
     Args:
-        dump: a dump with a quantized tensor.
         columnwise: read the columnwise data; for per-tensor FP8 both directions are equal. If the header's
             ``columnwise.hadamard`` is set, the result is a random Hadamard transform of the tensor.
         dtype: the dtype of the result; by default the nominal dtype. float32 is exact.
-
-    Returns:
-        A contiguous tensor of the tensor's shape.
 
     Raises:
         DumpError: the dump has no quantized tensor, or not this direction; or ``dump`` is not a dump.
@@ -326,20 +293,17 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
 
 
 def a_dump(given: Any) -> Dump:
-    """Return the argument if it is a dump, else raise a DumpError."""
     if isinstance(given, Dump):
         return given
     raise DumpError(f"A dump is expected, not {given!r:.200}. Use a result of load(path) or save(tensor, path).")
 
 
 def kind_is_known(tensor: Any) -> bool:
-    """Return whether the tensor can be dumped as a quantized tensor: of one format, or of one format in each
-    direction."""
+    """Return whether the tensor can be dumped as a quantized tensor, of one format in each direction."""
     return is_quantized(tensor) or hasattr(tensor, "_rowwise_storage")
 
 
 def _plain(tensor: Any) -> torch.Tensor:
-    """Return the detached tensor if it is a plain torch tensor."""
     # Subclasses that hold other tensors: of Transformer Engine, DTensor, ...
     holds_others = hasattr(tensor, "_quantizer") or hasattr(tensor, "__tensor_flatten__")
     if not isinstance(tensor, torch.Tensor) or holds_others or tensor.layout is not torch.strided or tensor.is_meta:
@@ -353,7 +317,6 @@ def _plain(tensor: Any) -> torch.Tensor:
 def _quantized(
     quantized: Any, columnwise_from: Any, before: tuple[int, ...] | None
 ) -> tuple[Quantized, dict[str, torch.Tensor]]:
-    """Return the description and the tensors; ``before`` is the shape before quantization, if known."""
     class_name = type(quantized).__name__
     if not kind_is_known(quantized):
         tensor = _plain(quantized)
@@ -487,5 +450,5 @@ def _format_quantizer(quantizer: Any) -> str | None:
 
 @functools.cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    found = {name: installed_version(name) for name in ("transformer_engine", "te_precision_callbacks")}
-    return ("torch", str(torch.__version__)), *((name, version) for name, version in found.items() if version)
+    versions = {name: installed_version(name) for name in ("transformer_engine", "te_precision_callbacks")}
+    return ("torch", str(torch.__version__)), *((name, version) for name, version in versions.items() if version)

@@ -1,16 +1,4 @@
-"""Compares two dumps, or a quantized tensor with the tensor before quantization; summarizes the tensors of a dump.
-
-Usage::
-
-    result = compare(load("a.safetensors"), load("b.safetensors"))
-    result.equal
-    for difference in result.differences:
-        difference.what, difference.max_abs_error, difference.max_at, difference.sqnr_db, difference.first_block
-
-    compare(dump)  # its high-precision tensor against each direction of its quantized one
-
-    tensor_numbers(dump), direction_numbers(dump)  # of each tensor, and of the blocks and scales
-"""
+"""Compares two dumps, or a quantized tensor with the tensor before quantization; summarizes the tensors of a dump."""
 
 from __future__ import annotations
 
@@ -55,8 +43,6 @@ class Internals:
     """The differences of codes and scales of two quantized tensors in one format.
 
     Attributes:
-        blocks: the number of all blocks.
-        codes_differing: the number of elements with different codes.
         scales_differing: the number of blocks with different factors; NVFP4's amax is part of a factor.
         first_block: the first block, row by row, with a different code or factor.
     """
@@ -76,7 +62,6 @@ class Difference:
 
     Attributes:
         what: "high_precision", "rowwise", "columnwise" (both dequantized), or a pair, "high_precision / rowwise".
-        shape: the shape of both.
         differing: the number of different elements; NaN equals NaN, and -0 equals 0.
         max_abs_error: the largest ``|a - b|``; 0 if nothing is finite in both.
         max_at: the first index in ``shape`` with the largest error, unless it is 0.
@@ -103,25 +88,17 @@ class Difference:
 
     @property
     def share(self) -> float:
-        """The share of different elements, 0 to 1."""
         return self.differing / self.elements if self.elements else 0.0
 
     @property
     def equal(self) -> bool:
-        """True if no element, code or scale differs."""
         inside = self.internals
         return self.differing == 0 and (inside is None or inside.codes_differing + inside.scales_differing == 0)
 
 
 @dataclass(frozen=True)
 class DumpComparison:
-    """The result of :func:`compare`.
-
-    Attributes:
-        a, b: the headers.
-        differences: one for each compared pair.
-        not_compared: the parts in only one dump, or in different forms.
-    """
+    """The result of :func:`compare`; ``not_compared`` are parts in only one dump, or in different forms."""
 
     a: Header
     b: Header
@@ -130,7 +107,6 @@ class DumpComparison:
 
     @property
     def equal(self) -> bool:
-        """True if everything was compared and nothing differs."""
         return not self.not_compared and all(difference.equal for difference in self.differences)
 
 
@@ -194,7 +170,6 @@ def _alike(a: Dump, b: Dump) -> DumpComparison:
 
 
 def _across(high: Dump, quantized: Dump) -> DumpComparison:
-    """Compare the high-precision tensor of one dump with the quantized tensor of the other."""
     differences: list[Difference] = []
     not_compared: list[str] = []
     tensor = high.tensors.get(HIGH_PRECISION)
@@ -213,7 +188,6 @@ def _across(high: Dump, quantized: Dump) -> DumpComparison:
 
 
 def _in_one_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reshape both tensors to all dimensions, if one is the matrix of the other."""
     if leads_to(tuple(a.shape), tuple(b.shape)):
         return a, b.reshape(a.shape)
     if leads_to(tuple(b.shape), tuple(a.shape)):
@@ -301,8 +275,8 @@ def _internals(a: Stored, b: Stored) -> Internals:
 
 
 def tensor_numbers(dump: Dump) -> list[dict[str, Any]]:
-    """Summarize each tensor of the dump: dtype, shape, bytes; the extremes and the mean of finite elements, nan without
-    any; the counts of nan, inf and zeros. Packed FP4 codes and E8M0 bytes are integers from 0 to 255.
+    """Summarize each tensor of the dump; extremes and mean are of finite elements, nan without any. Packed FP4 codes
+    and E8M0 bytes are integers from 0 to 255.
     """
     return [_tensor(name, tensor) for name, tensor in sorted(dump.tensors.items())]
 
@@ -310,8 +284,8 @@ def tensor_numbers(dump: Dump) -> list[dict[str, Any]]:
 def direction_numbers(dump: Dump) -> list[dict[str, Any]]:
     """Summarize the blocks of each direction of the quantized tensor.
 
-    ``smallest_factor`` and ``largest_factor`` are over finite factors above 0, nan without any; ``at_largest_code`` is
-    the number of blocks with an element at the format's largest value or beyond.
+    The factors are finite factors above 0, nan without any; ``at_largest_code`` is the number of blocks with an element
+    at the format's largest value or beyond.
     """
     parts = ((name, dump.part(columnwise=name == "columnwise")) for name in ("rowwise", "columnwise"))
     return [_direction(name, part) for name, part in parts if part is not None]

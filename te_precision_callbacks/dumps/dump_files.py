@@ -1,13 +1,5 @@
 """Writes, reads and lists dump files, in the safetensors format.
 
-Usage::
-
-    save(layer.weight, "weight.safetensors", layer="decoder.fc1", tensor_name="weight")
-    save(quantized, "input.safetensors", high_precision=x, iteration=100)  # both in one file
-    write_new(dump, iteration_folder(log_dir, 0, 100))  # named after the layer; never replaces another file
-    dump = load("weight.safetensors")
-    listing = list_dumps("logs/tensor_dumps")  # reads the headers only
-
 Files are written atomically. A killed process may leave a hidden file that ends with ``.incomplete``.
 
 The safetensors format (huggingface/safetensors, "Format"): 8 bytes with the length of a JSON object, little-endian; the
@@ -94,11 +86,7 @@ def save(
             or a plain tensor.
         path: the file. Its folder is created if missing; an existing file is replaced.
         high_precision: ``tensor`` before quantization, for the same file.
-        layer: the layer of the tensor, for the header.
-        tensor_name: ``activation``, ``weight`` or another name, for the header.
-        iteration: the debug iteration, for the header.
-        micro_batch: the micro-batch of the iteration, for the header.
-        rank: the rank, for the header.
+        layer, tensor_name, iteration, micro_batch, rank: for the header.
         recipe: the recipe, as an object or text.
         internals: add decoded tensors: unpacked FP4 values, scales as float32.
 
@@ -144,10 +132,6 @@ def _whole(name: str, number: Any) -> int:
 def write(dump: Dump, path: str | os.PathLike[str]) -> int:
     """Write a dump; replaces an existing file.
 
-    Args:
-        dump: the dump.
-        path: the file. Its folder is created if missing.
-
     Returns:
         The file's size in bytes.
 
@@ -160,16 +144,10 @@ def write(dump: Dump, path: str | os.PathLike[str]) -> int:
 
 
 def write_new(dump: Dump, folder: Path) -> int:
-    """Write a dump to a folder under a free name, even if other processes write there.
+    """Write a dump to a folder under a free name, even if other processes write there, and return the size in bytes.
 
     The name has the layer, the tensor, and from the second micro-batch on its number; ``.1``, ``.2`` and so on are
-    appended if the name exists.
-
-    Returns:
-        The file's size in bytes.
-
-    Raises:
-        DumpError: see :func:`write`.
+    appended if the name exists. Raises DumpError.
     """
     header = dump.header
     parts = [_distinct(header.layer), _distinct(header.tensor)]
@@ -178,7 +156,6 @@ def write_new(dump: Dump, folder: Path) -> int:
 
 
 def _write(dump: Dump, path: Path, appear: Callable[[Path], None]) -> int:
-    """Write a hidden file in the folder of ``path``, and let ``appear`` rename it."""
     dump.wait()
     hidden = path.parent / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
@@ -214,12 +191,10 @@ def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
 
 
 def iteration_folder(folder: Path, rank: int, iteration: int) -> Path:
-    """Return ``tensor_dumps/rank_R/iter_XXXXXX`` in a log folder, as in Transformer Engine."""
     return rank_folder(folder, rank) / f"iter_{iteration:06d}"
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """Return ``tensor_dumps/rank_R`` in a log folder."""
     return folder / "tensor_dumps" / f"rank_{rank}"
 
 
@@ -313,8 +288,6 @@ def _header_of(file: Any) -> Header:
 
 @dataclass(frozen=True)
 class Entry:
-    """A dump in a folder: its file, the file's size in bytes, and its header."""
-
     path: Path
     size: int
     header: Header
@@ -322,31 +295,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A file that is not a dump, with the reason."""
-
     path: Path
     why: str
 
 
 class Listing(tuple[Entry, ...]):
-    """The dumps, sorted by iteration, layer, tensor, micro-batch and rank.
-
-    Attributes:
-        foreign: the other files, by path.
-    """
+    """The dumps, sorted by iteration, layer, tensor, micro-batch and rank; ``foreign`` are the other files, by path."""
 
     foreign: tuple[Foreign, ...]
 
 
 def list_dumps(folder: str | os.PathLike[str]) -> Listing:
-    """List the dumps in a folder and its subfolders, without reading tensors.
-
-    Args:
-        folder: the folder, or one file. Hidden files are ignored.
-
-    Raises:
-        DumpError: there is no such folder.
-    """
+    """List the dumps in a folder and its subfolders, or in a file, by their headers; raises DumpError."""
     entries: list[Entry] = []
     foreign: list[Foreign] = []
 

@@ -1,10 +1,4 @@
-"""The header of a dump: a description of its tensors as JSON.
-
-Usage::
-
-    header = Header.from_json(text)  # an invalid field is a NotADumpError
-    check(header, tensors)           # so is a missing tensor, or another shape or dtype
-"""
+"""The header of a dump: a description of its tensors as JSON, which is checked against them."""
 
 from __future__ import annotations
 
@@ -98,13 +92,11 @@ class Direction:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of the data as a matrix, in elements."""
         leading, last = math.prod(self.shape[:-1]), math.prod(self.shape[-1:])
         return (last, leading) if self.transposed else (leading, last)
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Rows and columns of blocks."""
         if self.scaling_mode == PER_TENSOR:
             return (1, 1)
         rows, columns = self.matrix_shape
@@ -131,7 +123,6 @@ class Quantized:
 
     Attributes:
         class_name: Transformer Engine's class, or "Tensor" for a plain tensor, such as after fake quantization.
-        shape: the shape of the tensor.
         dtype: the nominal dtype of ``dequantize()``.
         quantizer: the quantizer and its settings, as text.
         rowwise, columnwise: the data of each direction, if any.
@@ -145,7 +136,6 @@ class Quantized:
     columnwise: Direction | None = None
 
     def direction(self, columnwise: bool) -> Direction | None:
-        """Return the columnwise or the rowwise data, if any."""
         return self.columnwise if columnwise else self.rowwise
 
 
@@ -157,7 +147,6 @@ class DumpedOperand:
         tensor: "activation", "weight" or "gradient".
         columnwise: whether the GEMM sums over the rows of the tensor, not over its last dimension.
         direction: the data that the GEMM read; None for the plain tensor ``NAME.values``.
-        values: the plain tensor.
         high_precision: the tensor before quantization, ``NAME.high_precision``, if the record has it.
         rounding: the rounding of the quantizer, if known.
     """
@@ -183,15 +172,10 @@ class DumpedGemm:
         expert: the number of the expert; None outside of grouped GEMMs.
         order: its number among the GEMMs of the iteration, in execution order.
         layout: "TN", "NN" or "NT", of A and B.
-        n, m, k: the sizes.
-        alpha, beta: the factors.
         split_accumulator: as in the call.
-        a, b: the operands.
         out: the result, before an activation function.
         before: the tensor that the product was added to, if any.
-        bias: the bias, if one was added.
-        device: the name of the device.
-        capability: its compute capability; None for the reference backend.
+        capability: the device's compute capability; None for the reference backend.
     """
 
     gemm: str
@@ -215,11 +199,9 @@ class DumpedGemm:
 
     @property
     def name(self) -> str:
-        """Such as ``fprop of expert 3``."""
         return self.gemm if self.expert is None else f"{self.gemm} of expert {self.expert}"
 
     def operands(self) -> dict[str, DumpedOperand]:
-        """Return the operands by the prefix of their tensors' names."""
         return {"a": self.a, "b": self.b}
 
 
@@ -228,15 +210,13 @@ class Header:
     """Describes the tensor in a dump.
 
     Attributes:
-        layer: the layer's name in the model.
         tensor: "activation", "weight", "gradient", "output", "wgrad", "dgrad", or any other word.
         iteration: the debug iteration; None if there is none.
         micro_batch: counts the dumps of this tensor within the iteration, from 0.
         rank: the rank of the process in the default process group.
         run: the id of the session's start on this rank, sorted by time; empty without a session.
         recipe: the quantization recipe, as text.
-        high_precision: the tensor before quantization, if the dump has it.
-        quantized: the tensor after quantization, if the dump has it.
+        high_precision, quantized: the tensor before and after quantization, if the dump has it.
         gemm: the GEMM, in a record of a GEMM, without ``high_precision`` and ``quantized``.
         versions: the versions of "torch", "transformer_engine" and "te_precision_callbacks" that made the dump.
         time: the time in UTC (ISO 8601).
@@ -258,10 +238,9 @@ class Header:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        """Return the header as a JSON object, with the names of the attributes."""
         text = json.dumps(dataclasses.asdict(self), ensure_ascii=False)
         # JSON has no lone surrogates, which a name on disk may have.
-        return _LONE_SURROGATE.sub(lambda found: rf"\\u{ord(found[0]):04x}", text)
+        return _LONE_SURROGATE.sub(lambda match: rf"\\u{ord(match[0]):04x}", text)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Header:
@@ -296,11 +275,7 @@ _HEADER = pydantic.TypeAdapter(Header)
 
 
 def check(header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check the tensors of a dump against its header.
-
-    Raises:
-        NotADumpError: a tensor is missing, or has another shape or dtype.
-    """
+    """Check that tensors exist and have the shape and dtype of the header; raises NotADumpError."""
     described: dict[str, Plain | None] = {HIGH_PRECISION: header.high_precision}
     directions: list[Direction | None] = []
     if header.quantized is not None:
@@ -321,7 +296,6 @@ def check(header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_direction(direction: Direction, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check the tensors of one direction against the header; see :func:`check`."""
     dtype = FORMATS[direction.format].dtype or torch.uint8
     _check_tensor(tensors, direction.data, direction.shape_in_memory, dtype)
     scales = SCALE_DTYPES.get(direction.scale_format, torch.float32)
@@ -336,13 +310,11 @@ def check_direction(direction: Direction, tensors: Mapping[str, torch.Tensor]) -
 
 
 def leads_to(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether two shapes are equal, or the other is the matrix of the shape, with its leading dimensions
-    merged."""
+    """Return whether two shapes are equal, or the other is the matrix of the shape, with leading dimensions merged."""
     return other in (shape, (math.prod(shape[:-1]), *shape[-1:]))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in torch, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,11 +1,5 @@
 """Records tensors for DumpTensors: holds or drops them, and writes them within the budget.
 
-    recorder = Recorder(log_dir, report=failures.report)
-    recorder.note(seen, wanted)             # in a forward or backward: an asynchronous snapshot
-    recorder.learn(measured)                # the statistics of the step
-    recorder.end_step()                     # writes or drops held dumps
-    recorder.close()                        # waits until everything is written
-
 :meth:`Recorder.note` and :meth:`Recorder.end_step` wait for the disk only if the queue exceeds ``max_memory`` bytes. On
 CUDA the condition ``nonfinite`` makes ``end_step`` wait for the device, once per step.
 
@@ -56,9 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST_STILL = 30.0
-"""The maximum seconds without progress that the end of a run waits for the disk."""
-
 _WEIGHT = "weight"
 
 Report = Callable[[str, str, Exception], None]
@@ -71,8 +62,7 @@ class Wanted:
 
     Attributes:
         schedule: the steps in which to dump.
-        high_precision, quantized, internals: the parts of the tensor to dump.
-        conditions: one of these must hold; without conditions, the tensor is always dumped.
+        conditions: at least one must hold; without conditions, the tensor is always dumped.
         limits: the budget.
         gemm: the GEMM, for a record of a GEMM; empty for a tensor.
     """
@@ -87,7 +77,6 @@ class Wanted:
 
     @classmethod
     def of_gemm(cls, gemm: DumpTensorsGemmItem, options: DumpTensors) -> Wanted:
-        """Return the options for one GEMM."""
         return cls(
             schedule=gemm.schedule,
             high_precision=True,
@@ -100,7 +89,6 @@ class Wanted:
 
     @classmethod
     def of(cls, tensor: DumpTensorsItem, options: DumpTensors) -> Wanted:
-        """Return the options for one tensor."""
         return cls(
             schedule=tensor.schedule,
             high_precision=tensor.high_precision_tensor,
@@ -112,8 +100,6 @@ class Wanted:
 
 
 class _OnStatistic(NamedTuple):
-    """A condition with its collected statistic."""
-
     condition: Threshold
     collected: Collected
 
@@ -123,7 +109,6 @@ class _WaitingDump:
     """A dump that is held until the end of its step.
 
     Attributes:
-        job: the dump to write.
         nonfinite: whether the tensor has inf or nan, on its device; None without this condition.
         statistics: the conditions on statistics of this step.
         overflow: whether the dump is written after an overflow.
@@ -136,7 +121,7 @@ class _WaitingDump:
 
 
 class Recorder:
-    """See the module docstring.
+    """Receives tensors in a forward or backward, as asynchronous snapshots, and decides on them at the end of the step.
 
     Args:
         folder: the log folder; dumps go to ``tensor_dumps/rank_R/iter_XXXXXX`` in it.
@@ -167,18 +152,13 @@ class Recorder:
         self._learned: list[Measured] = []
 
     def end_step(self) -> None:
-        """Write the held dumps if their conditions hold, drop the others, and report failures.
-
-        Raises:
-            Exception: any exception of ``report``.
-        """
+        """Write the held dumps if their conditions hold, drop the others, and report failures."""
         self._follow_fork()
         self._decide()
         self._micro_batches.clear()
         self._report_failure()
 
     def flush(self) -> None:
-        """Wait until all queued dumps are written."""
         self._writer.drain()
         self._report_failure()
 
@@ -189,13 +169,8 @@ class Recorder:
 
     def close(self, *, decides: bool = True) -> None:
         """End the run: write or drop held dumps, and wait until all are written, or until the disk no longer responds,
-        which is logged. Closing twice does nothing.
-
-        Args:
-            decides: False drops held dumps without reading their conditions from a device.
-
-        Raises:
-            Exception: see :meth:`end_step`.
+        which is logged. Closing twice does nothing. ``decides=False`` drops held dumps without reading their conditions
+        from a device.
         """
         self._follow_fork()
         if self._closed:
@@ -206,13 +181,7 @@ class Recorder:
         if decides:
             self._decide()
         writer = self._writer
-        if not writer.drain(LONGEST_STILL):
-            logger.error(
-                "The disk does not answer: %s bytes of tensors that wait to be written to %s may be lost. The session"
-                " ends without waiting any longer.",
-                f"{writer.pending:,}",
-                writer.folder,
-            )
+        writer.finish()
         if writer.files:
             logger.info("%d tensors were dumped (%s bytes), in %s.", writer.files, f"{writer.nbytes:,}", writer.folder)
         self._report_failure()
@@ -222,7 +191,6 @@ class Recorder:
             self._begin()
 
     def stopped(self, limits: Limits) -> bool:
-        """Return whether writing has ended, or these limits are exhausted."""
         return self._writer.stopped(limits)
 
     # ------------------------------------------------------------------ a tensor
@@ -295,7 +263,6 @@ class Recorder:
     def _conditions_left(
         self, seen: Watched, wanted: Wanted, collected: Callable[[], Mapping[str, Collected]]
     ) -> tuple[torch.Tensor | None, tuple[_OnStatistic, ...], bool] | None:
-        """Return the conditions to check at the end of the step; None if the tensor is written anyway."""
         if not wanted.conditions:
             return None
         nonfinite: torch.Tensor | None = None
@@ -319,12 +286,11 @@ class Recorder:
         return nonfinite, tuple(statistics), overflow
 
     def _statistic(self, condition: Threshold, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:
-        """Return the statistic of a condition, if it is collected in this step."""
-        found = read_by(condition, collected, _recipe_of_quantized(seen))
-        if found is None:
+        statistic = read_by(condition, collected, _recipe_of_quantized(seen))
+        if statistic is None:
             self._complain(condition, seen, missing_statistic(condition, collected, [seen.layer], seen.tensor))
             return None
-        return found if any(schedule.at(seen.iteration)[0] for schedule in found.schedules) else None
+        return statistic if any(schedule.at(seen.iteration)[0] for schedule in statistic.schedules) else None
 
     def _complain(self, condition: Condition, seen: Watched, text: str) -> None:
         if self._notices.first(condition):
@@ -361,7 +327,6 @@ class Recorder:
     # ------------------------------------------------------------------ the end of a step
 
     def learn(self, measured: Measured) -> None:
-        """Receive the statistics of the step."""
         if any(held.statistics for held in self._held):
             self._learned.append(measured)
 
@@ -388,9 +353,9 @@ class Recorder:
 
     def _statistic_that_holds(self, entry: _WaitingDump, learned: Sequence[Measured]) -> str | None:
         header = entry.job.dump.header
-        for condition, found in entry.statistics:
+        for condition, collected in entry.statistics:
             tensor = header.tensor if header.gemm is None else header.gemm.result
-            values = (one.value(header.layer, tensor, label) for label in found.labels for one in learned)
+            values = (measured.value(header.layer, tensor, label) for label in collected.labels for measured in learned)
             value = next((value for value in values if value is not None), None)
             if value is None:
                 self._warn_once(
@@ -401,8 +366,8 @@ class Recorder:
                     header.tensor,
                     header.layer,
                     header.iteration,
-                    is_of_the_layers_recipe(condition, found.request.label, header.recipe)
-                    if found.of_own_recipe
+                    is_of_the_layers_recipe(condition, collected.request.label, header.recipe)
+                    if collected.of_own_recipe
                     else "the statistic was due, but could not be computed",
                 )
             elif condition.holds(value):
@@ -430,7 +395,6 @@ def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
 
 
 def _recipe_of_quantized(seen: Watched) -> str | None:
-    """Return the recipe of a quantized tensor; None if it is not quantized."""
     quantized, _ = _quantized_form(seen)
     if quantized is None or not kind_is_known(quantized):
         return None
@@ -453,7 +417,6 @@ def _quantized_form(watched: Watched) -> tuple[Any, Any]:
 
 
 def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
-    """Return whether an operand is the high-precision tensor or a view of it."""
     if values is None or operand is values:
         return operand is values
     plain = {type(operand), type(values)} <= {torch.Tensor, torch.nn.Parameter}
@@ -461,7 +424,6 @@ def _is_values(values: torch.Tensor | None, operand: Any) -> bool:
 
 
 def _has_nonfinite(watched: Watched) -> torch.Tensor | None:
-    """Return a bool on the device: whether a tensor has inf or nan; None if there is nothing to check."""
     values = watched.values
     if values is None:
         became, _ = _quantized_form(watched)

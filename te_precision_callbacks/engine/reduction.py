@@ -193,7 +193,7 @@ class Reduction:
                 if not layout.has_one_stamp() or self._has_missed_a_step(layout, stamp):
                     self._part(messages, stamp)
                 if not layout.has_changed():
-                    messages.put_noted(layout.is_noted(), stops=layout.stops())
+                    messages.noted, messages.stop_is_wanted = layout.is_noted(), layout.stops()
                     if layout.has_one_optimizer_count():
                         self._agreements, self._last_agreement = self._agreements + 1, stamp.iteration
                     return layout

@@ -48,7 +48,9 @@ class EventLog(logging.Handler):
         if self._lines.file is None:
             self._lines.least = logging.NOTSET if in_full else logging.WARNING
             path = self._folder / log_file_name(own_rank())
-            self._lines.file = LogFile(path, LIMIT, "", self._thread.note_progress)
+            file = LogFile(path, LIMIT, "")
+            file.note_progress = self._thread.note_progress
+            self._lines.file = file
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -97,4 +99,4 @@ class _Lines:
 
     def leave(self) -> None:
         if self.file is not None:
-            self.file.close()
+            self.file.leave()

@@ -187,7 +187,7 @@ class ForwardHooks:
         all_graphs = self.products.counting or self._tap.operations.has_new
         if (self._watched.armed or all_graphs) and not is_captured():
             self._graphs.bypass(self._watched.armed, all_graphs=all_graphs)
-            self.products.has_graphs = bool(self._graphs)
+            self.products.calls.has_graphs = bool(self._graphs)
 
     def end_step(self) -> None:
         """Refuse the modules in CUDA graphs that cannot be bypassed."""

@@ -19,12 +19,10 @@ _OF_EVERY_RUN = {"segment_started", "segment_ended"}
 
 
 def has_numbers(run: RecordedRun) -> bool:
-    """Return whether a run has any values, scalars or coverage."""
     return bool(len(run.series) or len(run.scalars) or len(run.gemms))
 
 
 def why_nothing_to_show(run: RecordedRun) -> str:
-    """Return why there is nothing to show; empty if there are values, coverage, events, or an error at the end."""
     has_failed = any(segment.status == "failed" for segment in run.segments)
     if has_numbers(run) or has_failed or set(run.events["kind"].to_pylist()) - _OF_EVERY_RUN:
         return ""
@@ -36,7 +34,6 @@ def why_nothing_to_show(run: RecordedRun) -> str:
 
 
 def no_step_in_words(run: RecordedRun) -> list[str]:
-    """Return a line for a run without steps; nothing if it has steps, or unreadable parts."""
     if has_numbers(run) or len(run.steps) or run.unread:
         return []
     yet = " yet" if run.segments and run.segments[-1].status == "running" else ""
@@ -44,10 +41,7 @@ def no_step_in_words(run: RecordedRun) -> list[str]:
 
 
 def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
-    """Map precision, and whether the product is of the backward, to the multiply-adds per step at the end of the run.
-
-    The precision is empty where unknown; the result is empty without coverage.
-    """
+    """Map precision (or empty), and whether a product is of the backward, to its multiply-adds per step."""
     counts: dict[tuple[str, bool], int] = defaultdict(int)
     for row in at_the_end(run.gemms).select(["precision", "backward", "macs"]).to_pylist():
         if row["macs"]:
@@ -66,7 +60,6 @@ def precision_shares(run: RecordedRun) -> dict[str, float]:
 
 
 def not_measured_in_words(run: RecordedRun) -> list[str]:
-    """Return what LogGemmError did not measure in the last segment, a line per reason."""
     reasons = run.segments[-1].facts.get("not_measured") if run.segments else None
     lines = []
     for why, names in reasons.items() if isinstance(reasons, dict) else ():
@@ -84,14 +77,14 @@ def words_of(name: str) -> set[str]:
 
 
 def is_loss(name: str) -> bool:
-    """Return whether a scalar's name is a loss, such as ``train/loss``; ``loss_scale`` is not."""
     words = words_of(name)
     return "loss" in words and "scale" not in words
 
 
 def is_loss_of_training(name: str) -> bool:
-    """Return whether a scalar's name can only be the training loss. Other losses may be nan or inf in a healthy run: a
-    part such as ``aux_loss``, the mean of an epoch before the epoch ends, ``best_loss`` at the start."""
+    """Return whether a scalar can only be the training loss. Others, such as ``best_loss``, may be inf in a healthy
+    run.
+    """
     return is_loss(name) and words_of(name) <= _OF_TRAINING
 
 

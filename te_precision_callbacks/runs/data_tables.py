@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from te_precision_callbacks.runs.input_files import MOST_ITERATION, open_regular
 from te_precision_callbacks.runs.run_files import CLOSED, OPEN, replace_whole
 
 UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, OverflowError)
@@ -18,16 +17,9 @@ UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, OverflowError)
 _ROW_GROUP = 1 << 17
 """Rows per row group: the least that a reader of one series has to read."""
 
-_NEVER_NULL = {"iteration", "series", "value", "bin", "name", "kind", "gemm_id"}
-_TIMES = {"iteration", "logging_step", "since", "until", "wall_time"}
-
 
 def write_table(table: pa.Table, path: Path) -> int:
-    """Write a Parquet file atomically, and return its size.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a Parquet file atomically, and return its size."""
     names = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
     replace_whole(
         path,
@@ -45,12 +37,8 @@ def write_table(table: pa.Table, path: Path) -> int:
 
 
 def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
-    """Read columns of a Parquet file, or of an Arrow stream up to its last whole batch.
-
-    Args:
-        path: the file; for a stream that was closed since, its Parquet file is read.
-        schema: the types of the columns.
-        series: only the rows of these series; None for all.
+    """Read columns of a Parquet file, or of an Arrow stream up to its last whole batch; or the Parquet file of a stream
+    that was closed since.
 
     Raises:
         OSError, pyarrow.ArrowException, ValueError, KeyError: it is damaged.
@@ -62,7 +50,6 @@ def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: li
         except FileNotFoundError:
             path = path.with_suffix(CLOSED)
     if table is None:
-        open_regular(path).close()
         if series is None:  # in a training too, in which read_table would import pandas
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 table = file.read(list(columns))
@@ -77,14 +64,12 @@ def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: li
         table = table.cast(wanted)
     if series is not None and path.suffix == OPEN:
         table = table.filter(pc.field("series").isin(series))
-    _require_sound(table)
     return table.unify_dictionaries()
 
 
 def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:
     # Not mapped: a process that maps a file gets SIGBUS where another one cuts it meanwhile.
-    with open_regular(path) as file:
-        data = file.read()
+    data = path.read_bytes()
     batches: list[pa.RecordBatch] = []
     try:
         with pa.ipc.open_stream(data) as stream:
@@ -95,20 +80,3 @@ def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:
     except (pa.ArrowInvalid, OSError):
         pass  # the process was killed, or the disk was full, in the middle of a batch
     return pa.Table.from_batches(batches, schema)
-
-
-def _require_sound(table: pa.Table) -> None:
-    """Raise ValueError for values that no writer produces."""
-    for field in table.schema:
-        values = table[field.name]
-        if field.name in _NEVER_NULL and values.null_count:
-            raise ValueError(f"it is damaged: its column {field.name} has nulls")
-        if pa.types.is_signed_integer(field.type) or pa.types.is_timestamp(field.type):
-            span = pc.min_max(values.cast(pa.int64()))
-            most = MOST_ITERATION if field.name in _TIMES else 1 << 63
-            if len(table) > values.null_count and not 0 <= span["min"].as_py() <= span["max"].as_py() < most:
-                raise ValueError(f"it is damaged: its column {field.name} has impossible values")
-    if {"bin", "count"} <= set(table.column_names):
-        same = pc.equal(*(pc.list_value_length(table[name]) for name in ("bin", "count")))
-        if not pc.all(pc.fill_null(same, False), min_count=0).as_py():
-            raise ValueError("it is damaged: its histograms have bins without counts")

@@ -1,12 +1,7 @@
 """Fingerprints: the FP8 state in a checkpoint, and the audit that a resume has restored it.
 
-    text = fingerprint.to_text()                # JSON, one line
-    fingerprint = Fingerprint.from_text(text)   # raises FingerprintError
-    report = compare(saved, now)                # ResumeReport
-
-A fingerprint is small enough for every checkpoint: it holds hashes instead of tensors. Each rank has one, as text in a
-checkpoint's state, or as a file in its folder: ``te_precision_fingerprint.json`` for rank 0,
-``te_precision_fingerprint_rank-3.json`` for rank 3.
+A fingerprint holds hashes instead of tensors, so it fits into every checkpoint. Each rank has one, as text in a
+checkpoint's state, or as a file in its folder.
 
 Read from Transformer Engine 2.20.2: ``pytorch/module/base.py`` (``fp8_meta``; the first forward replaces a restored
 recipe, and makes or adapts the state), ``pytorch/quantization.py`` (recipe states), ``common/recipe``.
@@ -64,8 +59,7 @@ class ScalingState:
 
     Attributes:
         scale, history: hashes of the scales and of the amax history.
-        has_unit_scales: whether all scales are 1.
-        is_new: whether the state is also otherwise the initial one, with a history of zeros.
+        is_new: whether the state is the initial one: scales of 1, and a history of zeros.
         steps: the length of the history.
     """
 
@@ -106,8 +100,6 @@ class LayerFingerprint:
     """The state of one layer.
 
     Attributes:
-        scope, name: as in :class:`te_precision_callbacks.layers.naming.Layer`.
-        weights: its primary weights.
         forward, backward: its state of delayed scaling, if it has one.
         unsaved: whether the checkpoint lacks this state: Transformer Engine 2.20 saves an empty ``_extra_state`` after
             a forward outside of FP8 (``pytorch/module/base.py: get_extra_state``).
@@ -130,12 +122,9 @@ class Fingerprint:
     Attributes:
         iteration: the next debug iteration.
         run: identifies the session that took the fingerprint.
-        rank, world_size: of torch.distributed.
         config: a hash of the config.
         versions: package -> version.
         recipes: the recipes of all layers, without duplicates.
-        layers: the layers of this rank.
-        schema: the version of this format.
     """
 
     iteration: int
@@ -152,16 +141,11 @@ class Fingerprint:
         return None if layer.recipe is None else self.recipes[layer.recipe]
 
     def to_text(self) -> str:
-        """Return the fingerprint as JSON."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str) -> Fingerprint:
-        """Parse the result of :meth:`to_text`.
-
-        Raises:
-            FingerprintError: the text is damaged, or has another version.
-        """
+        """Parse the result of :meth:`to_text`; raises FingerprintError if it is damaged, or of another version."""
         from pydantic import TypeAdapter, ValidationError
 
         try:
@@ -190,21 +174,13 @@ def file_name(rank: int) -> str:
 
 
 def write(fingerprint: Fingerprint, folder: Path) -> None:
-    """Write a fingerprint atomically.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a fingerprint atomically; raises OSError."""
     text = fingerprint.to_text().encode()
     replace_whole(folder / file_name(fingerprint.rank), lambda file: file.write(text))
 
 
 def read(folder: Path, rank: int) -> Fingerprint | None:
-    """Read a rank's fingerprint from a checkpoint, else the fingerprint of rank 0; None without fingerprints.
-
-    Raises:
-        FingerprintError: the file cannot be read, is damaged, or has another version.
-    """
+    """Read the fingerprint of a rank, else of rank 0, from a checkpoint; raises FingerprintError."""
     for path in (folder / file_name(rank), folder / FILE_NAME):
         if path.exists():
             try:
@@ -238,8 +214,6 @@ def with_recipes(
     """Add the recipes of the layers, which the first forward decides.
 
     Args:
-        fingerprint: has the layers.
-        modules: the modules of this rank.
         trained_in_fp8: returns whether a layer trained in FP8 in its last step; None if unknown. (A module's state
             describes its last forward, which may have been an evaluation in another precision.)
     """
@@ -284,22 +258,21 @@ def _states(module: torch.nn.Module, direction: str, layers: int) -> list[Scalin
     state = delayed_state(vars(module).get("fp8_meta"), direction)
     if state is None:
         return [None] * layers
-    found: list[ScalingState | None] = []
+    states: list[ScalingState | None] = []
     scales, histories = state.scale.detach().cpu().chunk(layers), state.amax_history.detach().cpu().chunk(layers, 1)
     for scale, history in zip(scales, histories, strict=True):
         unit = bool((scale == 1).all())
         is_new = unit and not history.any()
-        found.append(ScalingState(content_hash(scale), content_hash(history), unit, is_new, len(history)))
-    return found
+        states.append(ScalingState(content_hash(scale), content_hash(history), unit, is_new, len(history)))
+    return states
 
 
 def weights_of(module: Any, number: int) -> list[Any]:
-    """Return the weights of one of a module's layers, as they are on this rank."""
     if "LayerNormMLP" in class_names(module):
         names = [("fc1_weight", "fc2_weight")[number]]
     else:
         names = getattr(module, "weight_names", None) or [f"weight{number}", "weight"]
-    return [found for name in names if (found := getattr(module, name, None)) is not None]
+    return [weight for name in names if (weight := getattr(module, name, None)) is not None]
 
 
 def _weights(module: Any, number: int) -> Weights:
@@ -307,7 +280,7 @@ def _weights(module: Any, number: int) -> Weights:
     local = [getattr(weight, "_local_tensor", weight) for weight in weights]  # a DTensor holds its shard (torch 2.13)
     sharded = getattr(module, "tp_size", 1) > 1 or any(hasattr(weight, "_local_tensor") for weight in weights)
     quantized = [weight for weight in local if not QUANTIZED.isdisjoint(class_names(weight))]
-    names = [type(weight).__name__ for weight in quantized] or [str(each.dtype).partition(".")[2] for each in local]
+    names = [type(weight).__name__ for weight in quantized] or [str(weight.dtype).partition(".")[2] for weight in local]
     hashes = {}
     for direction, columnwise in (("rowwise", False), ("columnwise", True)):
         parts = [part for weight in quantized for part in _data(weight, columnwise=columnwise)]
@@ -317,13 +290,12 @@ def _weights(module: Any, number: int) -> Weights:
 
 
 def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
-    """Return the codes and scales of one direction; nothing for an unknown class, or data that follow from the other
-    direction."""
+    """Return codes and scales; nothing for an unknown class, or data that follow from the other direction."""
     held = gemm_operand(weight, columnwise=columnwise)
     if not is_quantized(held) or (columnwise and scaling_mode(held) == PER_TENSOR):
         return []
     part = stored(held, columnwise=columnwise)
-    return [] if part is None else [each for each in (part.codes, part.scales, part.amax) if each is not None]
+    return [] if part is None else [tensor for tensor in (part.codes, part.scales, part.amax) if tensor is not None]
 
 
 def content_hash(*tensors: torch.Tensor) -> str:
@@ -336,7 +308,7 @@ def content_hash(*tensors: torch.Tensor) -> str:
     total = 0
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        found = torch.zeros((), dtype=torch.int64, device=data.device)
+        subtotal = torch.zeros((), dtype=torch.int64, device=data.device)
         for start in range(0, data.numel(), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
             words = torch.zeros(-(-chunk.numel() // 8), dtype=torch.int64, device=data.device)
@@ -344,8 +316,8 @@ def content_hash(*tensors: torch.Tensor) -> str:
             first = start // 4 + 1
             odd = torch.arange(first, first + 2 * words.numel(), 2, device=data.device)
             words ^= (words >> 32) & 0xFFFFFFFF  # torch's shift of a negative number fills in ones
-            found += (words * odd).sum()
-        total = total * 0x9E3779B97F4A7C15 + int(found) + data.numel()
+            subtotal += (words * odd).sum()
+        total = total * 0x9E3779B97F4A7C15 + int(subtotal) + data.numel()
     return f"{total % 2**64:016x}"
 
 
@@ -357,7 +329,6 @@ class Finding:
     """A difference between a checkpoint and the restored state.
 
     Attributes:
-        what: the difference.
         layers: the affected layers, in the order of the model; empty for a difference of the run.
         all_layers: whether all compared layers are affected.
         of_rank: whether other ranks may differ in it, since it concerns restored data and not the code.
@@ -406,29 +377,28 @@ class ResumeReport:
 
 def for_log(report: ResumeReport) -> ResumeReport:
     """Return the part of a report that its rank logs: rank 0 logs differences that all ranks have."""
-    findings = report.findings if report.rank == 0 else tuple(each for each in report.findings if each.of_rank)
+    findings = report.findings if report.rank == 0 else tuple(finding for finding in report.findings if finding.of_rank)
     return replace(report, findings=findings)
 
 
 def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
-    """Compare a checkpoint's fingerprint with the state of this rank; layers that only one side has are skipped.
+    """Compare a checkpoint's fingerprint, of this rank or of rank 0, with the state of this rank.
 
-    Args:
-        saved: the fingerprint of this rank, or of rank 0.
-        now: states and weights as restored, before any forward; recipes as in the first step.
+    Layers that only one side has are skipped. ``now`` has states and weights as restored, before any forward, and
+    recipes as in the first step.
     """
     layers = {(layer.scope, layer.name): layer for layer in saved.layers}
-    found: dict[tuple[str, bool], list[str]] = {}
+    layers_with: dict[tuple[str, bool], list[str]] = {}
     compared = 0
     for layer in now.layers:
         before = layers.get((layer.scope, layer.name))
         if before is not None:
             compared += 1
             for difference in _differences(saved, before, now, layer):
-                found.setdefault(difference, []).append(layer.name)
+                layers_with.setdefault(difference, []).append(layer.name)
     findings = [
         Finding(what, tuple(names), all_layers=len(names) == compared, of_rank=of_rank)
-        for (what, of_rank), names in found.items()
+        for (what, of_rank), names in layers_with.items()
     ]
     changed = _changes(saved.versions, now.versions, "none")
     if changed:
@@ -452,13 +422,13 @@ def _differences(
     if old is not None and new is not None and old != new:
         changed = f"Other values of {new.name}: {_changes(old.fields, new.fields)}"
         if old.name != new.name:
-            names = [("no recipe" if each.name == HIGH_PRECISION else each.name) for each in (old, new)]
+            names = [("no recipe" if recipe.name == HIGH_PRECISION else recipe.name) for recipe in (old, new)]
             changed = f"Another recipe: {names[0]} -> {names[1]}"
         yield changed, False
     same_rank = saved.rank == now.rank
     if new is None or not _FIELDS_WITH_STATE.isdisjoint(new.fields):
         # Contents are compared on the rank that saved them, or where ranks share them by a reduction of amax.
-        same_scales = same_rank or all(each is not None and each.fields.get("reduce_amax") for each in recipes)
+        same_scales = same_rank or all(recipe is not None and recipe.fields.get("reduce_amax") for recipe in recipes)
         of_direction: dict[str, list[str]] = {}
         for direction in ("forward", "backward"):
             states = getattr(before, direction), getattr(layer, direction)
@@ -471,7 +441,9 @@ def _differences(
         yield f"Other primary weights: {weights.name} -> {restored.name}", True
         return
     comparable = (same_rank and saved.world_size == now.world_size) or not (weights.sharded or restored.sharded)
-    if comparable and any(restored.hashes.get(direction, each) != each for direction, each in weights.hashes.items()):
+    if comparable and any(
+        restored.hashes.get(direction, content) != content for direction, content in weights.hashes.items()
+    ):
         yield "Quantized primary weights came back with other data: they were rounded anew", True
 
 
@@ -495,7 +467,6 @@ def _of_direction(
 
 
 def unsaved_layers(fingerprint: Fingerprint) -> Finding | None:
-    """Return the layers without scales and amax histories in the checkpoint, if any."""
     has_state = [layer for layer in fingerprint.layers if layer.forward is not None and not layer.forward.is_new]
     lacking = tuple(layer.name for layer in has_state if layer.unsaved)
     what = "The checkpoint does not have the scales and amax histories of these layers"

@@ -30,7 +30,7 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.runs.errors import NotARunError
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
-from te_precision_callbacks.runs.input_files import open_regular, pieces_of
+from te_precision_callbacks.runs.input_files import pieces_of
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
@@ -63,14 +63,12 @@ _Rows = npt.NDArray[np.void]
 
 
 class Logs(NamedTuple):
-    """The logs of a run, by rank."""
-
     statistics: dict[int, Path]
     events: dict[int, Path]
 
 
 def find_logs(path: Path) -> Logs | None:
-    """Find the logs of nvidia-dlfw-inspect at a path; None without statistics."""
+    """Find the logs of nvidia-dlfw-inspect at a path, by rank; None without statistics."""
     if path.is_file():
         match = _NAME.fullmatch(path.name)
         return None if match is None else Logs({int(match[1]): path}, {})
@@ -86,11 +84,7 @@ def find_logs(path: Path) -> Logs | None:
 
 
 def import_logs(path: Path, logs: Logs) -> RecordedRun:
-    """Read logs.
-
-    Raises:
-        NotARunError: they hold no statistic.
-    """
+    """Read logs; raises NotARunError if they hold no statistic."""
     unread: list[str] = []
     names: dict[bytes, int] = {}
     times: dict[int, bytes] = {}
@@ -144,14 +138,14 @@ def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
 
 
 def _halves(file: Path) -> list[Path]:
-    """The files of a log: at its limit, a log is renamed to ``<name>.old``, which is read first."""
+    """Return the files of a log: at its limit, a log is renamed to ``<name>.old``, which is read first."""
     return [half for half in (older_half(file), file) if half.is_file()]
 
 
 def _lines_of(file: Path, advance: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
     """Yield whole lines, many at once, without an incomplete line at the end."""
     for half in _halves(file):
-        with open_regular(half) as log:
+        with half.open("rb") as log:
             for lines, nbytes in pieces_of(log):
                 advance(nbytes)
                 yield lines
@@ -181,8 +175,7 @@ def _read_statistics(
     unread: list[str],
     advance: Callable[[int], None],
 ) -> Iterator[_Rows]:
-    """Read a log piece by piece; add its names with their numbers, the time of each iteration, and a note on lines
-    that cannot be read."""
+    """Read a log piece by piece, with its names, the time of each iteration, and a note on unreadable lines."""
     segment = bad = 0
     for lines in _lines_of(file, advance):
         rows, matches = [], _LINE.findall(lines)
@@ -201,7 +194,6 @@ def _read_statistics(
 
 
 def _time(text: str) -> datetime | None:
-    """Parse a time of the logging module, in this machine's time zone."""
     try:
         return datetime.strptime(text, _TIME).astimezone(timezone.utc)
     except ValueError:
@@ -210,7 +202,6 @@ def _time(text: str) -> datetime | None:
 
 @contextmanager
 def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal; yield the function that advances it."""
     if total < _PROGRESS_BYTES or not sys.stderr.isatty():
         yield lambda done: None
         return
@@ -227,12 +218,7 @@ def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def parse_names(names: Iterable[str], layers: Iterable[str]) -> dict[str, tuple[str, str, str]]:
-    """Split names of a log into layer, tensor and statistic; ``("", "", name)`` for names of another form.
-
-    Args:
-        names: names in the log.
-        layers: known names of layers.
-    """
+    """Split names of a log into layer, tensor and statistic; ``("", "", name)`` for names of another form."""
     known = set(layers)
     parsed: dict[str, tuple[str, str, str]] = {}
     for name in names:
@@ -251,7 +237,7 @@ def _by_statistic(name: str) -> tuple[str, str, str]:
 
 
 def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[str]) -> tuple[SeriesIndex, pa.Table]:
-    """Give each series its number; return all values, sorted by series and iteration."""
+    """Number the series, and return all values, sorted by series and iteration."""
     by_name: dict[int, list[tuple[int, _Rows]]] = {}  # name -> rank and rows
     for rank, parts in rows.items():
         of_rank = np.concatenate(parts) if parts else np.empty(0, _ROW)
@@ -278,7 +264,9 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
     values = np.concatenate(kept)
     columns = [values["segment"], values["iteration"], np.concatenate(series), values["value"], values["local"]]
     schema = pa.schema([VALUES.field(name) for name in ("segment", "iteration", "series", "value", "flags")])
-    table = in_order(pa.Table.from_arrays([pa.array(np.ascontiguousarray(each)) for each in columns], schema=schema))
+    table = in_order(
+        pa.Table.from_arrays([pa.array(np.ascontiguousarray(column)) for column in columns], schema=schema)
+    )
     table = _with_first_steps(table, index)
     index.note(*(table[name].to_numpy() for name in ("series", "iteration", "value", "flags")))
     return index, table
@@ -288,7 +276,7 @@ def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
     """Flag the first step of delayed scaling, with a scale of 1; the logs do not have this flag.
 
     A tensor has such a step where its scale is 1 in the first iteration of a run, and later not a power of two; and in
-    iteration 0, where the name of a statistic names delayed scaling.
+    iteration 0, where a statistic names delayed scaling.
     """
     segments, iterations, series, values = (
         table[name].to_numpy() for name in ("segment", "iteration", "series", "value")

@@ -25,8 +25,6 @@ NO_VECTORS = pa.Table.from_batches([], pa.schema([VECTORS.field(name) for name i
 
 
 class Subject(NamedTuple):
-    """The subject of a series."""
-
     scope: str
     layer: str
     tensor: str
@@ -97,7 +95,6 @@ class SeriesIndex:
             self._of = np.append(self._of, np.array(rows, _OF_SERIES))
 
     def table(self) -> pa.Table:
-        """Build the table of all series, with null for missing ranges and worst values."""
         self._grow()
         subjects = list(self._numbers)
         of = self._of
@@ -125,8 +122,6 @@ def in_order(table: pa.Table) -> pa.Table:
     if not len(series):
         return table
     first, last = int(iterations.min()), int(iterations.max())
-    if (int(series.max()) + 1) * (last - first + 1) > np.iinfo(np.int64).max:  # where an iteration is damaged
-        return table.take(pa.array(np.lexsort((iterations, series))))
     keys = series.astype(np.int64) * (last - first + 1) + (iterations - first)
     if np.all(keys[1:] >= keys[:-1]):
         return table

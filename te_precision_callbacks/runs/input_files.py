@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -12,32 +10,12 @@ from typing import IO, Any
 MOST_ITERATION = 1 << 53
 """Upper bound of iterations: JavaScript's integers are exact up to here."""
 
-_LONGEST_LINE = 1 << 24
-
 _PIECE = 1 << 23
-
-
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading.
-
-    Raises:
-        OSError: it cannot be read, or is a folder, a pipe or a device.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError("it is not a regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, and make its texts :func:`writable`; raises OSError or ValueError."""
-    with open_regular(path) as file:
-        text = file.read()
-    try:
-        facts = writable(json.loads(text))
-    except RecursionError:
-        raise ValueError("its objects are nested too deeply") from None
+    facts = writable(json.loads(path.read_bytes()))
     if not isinstance(facts, dict):
         raise ValueError("no JSON object")
     return facts
@@ -55,14 +33,9 @@ def writable(value: Any) -> Any:
 
 
 def pieces_of(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yield chunks of whole lines, and the number of bytes read for each.
-
-    An incomplete last line is left out. A line that is too long is replaced by NUL and its end, which is not a valid
-    line of any file.
-    """
-    rest = b""
-    while piece := file.read(_PIECE):
-        rest += piece
-        end = rest.rfind(b"\n") + 1
-        yield rest[:end], len(piece)
-        rest = rest[end:] if len(rest) - end <= _LONGEST_LINE else b"\0"
+    """Yield chunks of whole lines, without an incomplete last line, and the number of bytes read for each."""
+    while lines := file.readlines(_PIECE):
+        nbytes = sum(map(len, lines))
+        if not lines[-1].endswith(b"\n"):
+            lines.pop()
+        yield b"".join(lines), nbytes

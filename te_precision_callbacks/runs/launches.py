@@ -17,19 +17,14 @@ _AHEAD = 120.0
 
 
 def launch_key() -> str:
-    """Return a text that is equal on all ranks of a launch."""
     return "|".join(os.environ.get(name, "") for name in _VARIABLES)
 
 
 def find_segment(runs: Path, rank: int, since: float) -> tuple[str, int] | None:
     """Return the run and the segment of rank 0 of this launch, or None before it has begun.
 
-    A segment with files of this rank belongs to an earlier launch.
-
-    Args:
-        runs: the folder of the runs.
-        rank: this rank.
-        since: the start of this rank, in seconds since the epoch.
+    A segment with files of this rank belongs to an earlier launch. ``since`` is the start of this rank, in seconds
+    since the epoch.
     """
     if not runs.is_dir():
         return None

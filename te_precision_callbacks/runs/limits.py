@@ -15,7 +15,7 @@ Records = bool | int | str
 
 
 def record_limit(records: object) -> int:
-    """Return the most bytes that a rank records, or 0 without records; raises OptionError for invalid values."""
+    """Return the most bytes that a rank records, or 0 without records; raises OptionError."""
     if isinstance(records, bool):
         return DEFAULT_LIMIT if records else 0
     word = records.strip().lower() if isinstance(records, str) else ""

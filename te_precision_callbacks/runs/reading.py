@@ -74,7 +74,7 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
         path: a log folder, its folder ``precision_records``, or the folder of a run; or a log folder or a statistics
             log of plain nvidia-dlfw-inspect.
         run: one of :func:`list_runs`, or the beginning of its name; required if there are several. ``"latest"`` is the
-            run that was started or resumed last. Logs of plain nvidia-dlfw-inspect have no name.
+            run that was started or resumed last.
 
     Raises:
         NotARunError: there is no such run.
@@ -103,7 +103,7 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
 
 
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
-    """Read a run for a command, by default the latest; also return a note on other runs in the folder, if any."""
+    """Read a run for a command, by default the latest; also return a note on other runs in the folder."""
     recorded = open_run(path, run=run or "latest")
     names = list_runs(path) if run is None else ()
     others = [name for name in reversed(names) if name != recorded.run_id]
@@ -180,13 +180,10 @@ class _Rows:
 
 @dataclass
 class _Reader:
-    """Reads a run. Each segment replaces earlier ones from its first step on.
-    Args:
-        folder: the folder of the run.
-        given: the path that the user gave.
-        folders: the segments.
+    """Reads a run.
 
     Attributes:
+        folder, given: the folder of the run, and the path that the user gave.
         spans: segment -> the first and last recorded iteration.
         ends: segment -> the end of its valid iterations: a later segment begins, or the run was opened.
     """
@@ -305,7 +302,6 @@ class _Reader:
         return [table for table in tables if table is not None]
 
     def _files(self, folder: Path, name: str) -> list[DataFile]:
-        """Return the files of a table in a rank's folder, and note missing ones."""
         files = [file for file in data_files(folder)[0] if file.table == name]
         missing = gaps(((file.first, file.last) for file in files), 1)
         if missing:
@@ -313,7 +309,6 @@ class _Reader:
         return files
 
     def _load(self, path: Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table | None:
-        """Read columns of a file; note and return None if it is damaged."""
         try:
             return read_table(path, columns, schema)
         except FileNotFoundError:
@@ -392,7 +387,6 @@ class _Reader:
     def _read_rows(
         self, rows: _Rows, columns: list[str], nothing: pa.Table, chosen: set[int] | None
     ) -> pa.Table | None:
-        """Read the rows of a file; None without rows of the chosen series."""
         numbers = {own: run for own, run in rows.numbers.items() if chosen is None or run in chosen}
         if not numbers:
             return None

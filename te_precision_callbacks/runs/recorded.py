@@ -36,7 +36,6 @@ class Segment:
     """A process of a run; a resumed run has several.
 
     Attributes:
-        number: from 0.
         status: ``running``, ``ended``, ``failed`` after an error, or ``stopped without an end``; ``unknown`` for logs.
         started_at, ended_at: ISO 8601, UTC; empty if unknown.
         first_iteration: the first debug iteration.
@@ -115,7 +114,6 @@ class Grid(NamedTuple):
 
 
 def by_place(rows: Iterable[tuple[str, float | None]]) -> list[str]:
-    """Sort layers by their lowest place; layers without a place come last, empty names are dropped."""
     places: dict[str, float] = {}
     for layer, place in rows:
         places[layer] = min(places.get(layer, math.inf), math.inf if place is None else place)
@@ -135,16 +133,12 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """A recorded run, as its files are now.
-
-    Each segment replaces earlier ones from its first step on.
+    """A recorded run, as its files are now. Each segment replaces earlier ones from its first step on.
 
     Attributes:
         source: the program that recorded it.
-        run_id: the run.
         segments: its process starts, in order.
-        layers, gemms, operands, states, plan: facts of all ranks and segments: tables of
-            :mod:`te_precision_callbacks.runs.tables`, possibly empty.
+        layers, gemms, operands, states, plan: facts of all ranks and segments, possibly empty.
         series: :data:`~te_precision_callbacks.runs.tables.SERIES`; ``series`` counts from 0 and is the row's number.
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
         said: the :attr:`notes`, and whether each is about an unreadable part.
@@ -179,18 +173,17 @@ class RecordedRun:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The :attr:`notes` about unreadable parts."""
         return tuple(text for text, is_unread in self.said.items() if is_unread)
 
     @property
     def lacks_in_words(self) -> str:
-        """A sentence about contents that this kind of run cannot have; empty for a run with records."""
+        """A sentence about contents that a plain log cannot have."""
         if self.source == "te-precision-callbacks":
             return ""
         return f"A log of {self.source}: layers, coverage and the trainer's numbers are not in it."
 
     def has_all_of(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether the statistics of each iteration are complete, and not only extremes of a thinned step."""
+        """Return whether the statistics of each iteration are complete, not only extremes of a thinned step."""
         complete = np.ones(len(iterations), bool)
         steps = self.steps["iteration"].to_numpy()
         for span in self.thinned:
@@ -207,7 +200,7 @@ class RecordedRun:
         return self.read_values(None if series is None else sorted(set(series)))
 
     def vectors(self, series: Iterable[int] | None = None) -> pa.Table:
-        """Read histograms of some series, or of all, sorted by series and iteration."""
+        """Read histograms in the same way."""
         return self.read_vectors(None if series is None else sorted(set(series)))
 
     @cached_property
@@ -217,7 +210,6 @@ class RecordedRun:
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        """The trainer's scalars, by name."""
         names = pc.dictionary_encode(self.scalars["name"].cast(pa.string())).combine_chunks()
         numbers = names.indices.fill_null(-1).to_numpy()
         columns = self.scalars["iteration"].to_numpy(), self.scalars["value"].to_numpy()
@@ -229,7 +221,6 @@ class RecordedRun:
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:
-        """The :attr:`curves` without measures of speed."""
         return {name: curve for name, curve in self.curves.items() if not _OF_SPEED.search(name)}
 
     def select(self, **wanted: str | int | None) -> list[int]:
@@ -299,15 +290,11 @@ class RecordedRun:
 
     @cached_property
     def ordered_layers(self) -> list[str]:
-        """All layers, in the order of execution, then of the model."""
         columns = self.layers["layer"].to_pylist(), self.layers["exec_fwd"].to_pylist()
         return by_place((*zip(*columns, strict=True), *((subject.layer, None) for subject in self.subjects)))
 
     def grid(self, statistic: str, tensor: str, *, rank: int | None = None) -> Grid:
-        """Return a statistic of a tensor in all layers and iterations.
-        Raises:
-            UnknownSubjectError: the run has no such values.
-        """
+        """Return a statistic of a tensor in all layers and iterations; raises UnknownSubjectError without values."""
         numbers = self.select(statistic=statistic, tensor=tensor, rank=rank)
         if not numbers and len(self.series):
             raise UnknownSubjectError(f"{self.path}: {self._why_no_grid(statistic, tensor, rank)}")

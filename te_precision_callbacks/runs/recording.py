@@ -28,15 +28,11 @@ _FILES, _LEAST_FILE = 32, 1 << 15
 
 
 class Place(NamedTuple):
-    """The name of a run, and the number of a segment."""
-
     run_id: str
     segment: int
 
 
 class Facts(NamedTuple):
-    """The current facts of a run: for run.json, and the rows of each table."""
-
     run: Mapping[str, Any]
     tables: Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -71,8 +67,8 @@ class Recording:
         self._latest = run.start_iteration
         self._close_bytes = max(limit // _FILES, _LEAST_FILE)
         self._files: dict[DataFile, int] = {}
-        self._writer = self._open(place.segment, run.start_iteration, begun)
-        self._size_limit = SizeLimit(self._folder, self._writer, self._files, limit, self._warn)
+        self.writer = self._open(place.segment, run.start_iteration, begun)
+        self._size_limit = SizeLimit(self._folder, self.writer, self._files, limit, self._warn)
 
     def _open(self, segment: int, first_iteration: int, started: float) -> RunWriter:
         run = self._run
@@ -95,7 +91,6 @@ class Recording:
     # ------------------------------------------------------------------ what is handed over
 
     def take(self, job: Step | Event | Scalars | Facts) -> None:
-        """Take a job, which is on disk after :meth:`flush`."""
         match job:
             case Step():
                 self._take_step(job)
@@ -104,7 +99,7 @@ class Recording:
                 self._take_event(job)
             case Scalars():
                 self._latest = max(job.iteration, self._latest)
-                self._writer.add_scalars(job.iteration, job.values, logging_step=job.logging_step)
+                self.writer.add_scalars(job.iteration, job.values, logging_step=job.logging_step)
             case Facts():
                 self._facts = job
                 self._scopes.update((row["layer"], row["scope"]) for row in job.tables["layers"] if row["scope"])
@@ -112,12 +107,12 @@ class Recording:
 
     def _write_facts(self) -> None:
         if self._run.rank == 0:
-            self._writer.put_run(**self._facts.run)
+            self.writer.put_run(**self._facts.run)
         for name, rows in self._facts.tables.items():
-            self._writer.put_facts(name, rows)
+            self.writer.put_facts(name, rows)
 
     def _take_event(self, event: Event) -> None:
-        self._writer.add_event(
+        self.writer.add_event(
             event.kind,
             event.text,
             iteration=event.iteration,
@@ -137,7 +132,7 @@ class Recording:
         self._last_step = records.iteration
         self._latest = max(records.iteration, self._latest)
         self._size_limit.note_step(records.iteration)
-        self._writer.add_step(
+        self.writer.add_step(
             records.iteration,
             logging_step=records.logging_step,
             wall_time=step.wall_time,
@@ -151,14 +146,14 @@ class Recording:
 
     def _go_back(self, iteration: int) -> None:
         """Continue in another segment, after the training loop has returned to an earlier iteration."""
-        self._writer.close()
-        self._writer = self._open(self._writer.segment + 1, iteration, time.time())
-        self._size_limit.follow(self._writer)
+        self.writer.close()
+        self.writer = self._open(self.writer.segment + 1, iteration, time.time())
+        self._size_limit.follow(self.writer)
         if self._facts.tables:
             self._write_facts()
 
     def _take_numbers(self, records: StepRecords) -> None:
-        writer, table = self._writer, records.table
+        writer, table = self.writer, records.table
         rank = self._run.rank if self._run.world_size > 1 else None
         own = own_numbers(records)
         kept = np.ones(len(records), bool) if self._writes_reduced else own
@@ -181,57 +176,34 @@ class Recording:
     # ------------------------------------------------------------------ to the disk
 
     def flush(self) -> None:
-        """Write everything to disk, and show readers that the process lives.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        self._writer.flush()
+        """Write everything to disk, and show readers that the process lives."""
+        self.writer.flush()
         if self._run.rank == 0:
-            self._writer.show_life()
+            self.writer.show_life()
         self._size_limit.keep()
 
     def end(self, error: BaseException | None, last: int = -1) -> None:
-        """Write everything, and how the segment has ended.
-
-        Args:
-            error: the error that ended it, if any.
-            last: the last iteration, which may have had no records; -1 if unknown.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write everything, and how the segment has ended; ``last`` is the last iteration, -1 if unknown."""
         self._take_event(end_of(error, max(self._latest, last)))
-        self._writer.close("ended" if error is None else "failed")
-
-    def leave(self) -> None:
-        self._writer.leave()
-
-    def lose(self, error: BaseException) -> None:
-        """Record in the files, if possible, that the recording is incomplete."""
-        self._writer.put_lost(error)
+        self.writer.close("ended" if error is None else "failed")
 
     def _warn(self, kind: str, text: str) -> None:
         logger.warning("%s Training goes on. The records are in %s.", text, self._folder)
-        self._writer.add_event(kind, text, iteration=self._latest, severity="warning")
+        self.writer.add_event(kind, text, iteration=self._latest, severity="warning")
 
 
 def own_numbers(records: StepRecords) -> npt.NDArray[np.bool_]:
-    """[values]: whether each value belongs to this rank only."""
     if not records.own:
         return np.ones(len(records), bool)
     return np.fromiter(records.own, bool, len(records))
 
 
 class _Numbers:
-    """Maps series of the session's table to series of the files; ``scopes`` are by layer."""
-
     def __init__(self, writer: RunWriter, scopes: Mapping[str, str]) -> None:
-        self._writer, self._scopes = writer, scopes
+        self.writer, self._scopes = writer, scopes
         self._of: dict[int | None, npt.NDArray[np.int32]] = {}
 
     def of(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
-        """Return the file's series; ``rank`` is None for reduced values."""
         known = self._of.get(rank, np.empty(0, np.int32))
         if len(known) < len(table):
             known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
@@ -239,7 +211,7 @@ class _Numbers:
         for number in np.unique(new).tolist() if len(new) else ():  # sorting nothing takes longer than all else here
             subject = table[number]
             scope, gemm = self._scopes.get(subject.layer, ""), subject.family.gemm
-            known[number] = self._writer.series(
+            known[number] = self.writer.series(
                 subject.layer, subject.tensor, subject.statistic, gemm=gemm, scope=scope, rank=rank
             )
         return known[series]

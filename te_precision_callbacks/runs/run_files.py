@@ -85,12 +85,7 @@ def make_segment(run: Path) -> int:
 
 
 class DataFile(NamedTuple):
-    """A file of a rank's table.
-
-    Attributes:
-        first, last: its number, or the numbers of the files that it replaces.
-        interval: 1 for all steps, 2 for every second step, ...
-    """
+    """A file of a rank's table: its number, or the numbers of the files that it replaces, and its interval in steps."""
 
     table: str
     first: int
@@ -104,7 +99,6 @@ class DataFile(NamedTuple):
 
 
 def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
-    """Return the data files in a rank's folder, in order, and files that others of them replace."""
     all_files = []
     for entry in folder.iterdir():
         match = _DATA_NAME.fullmatch(entry.name)
@@ -120,7 +114,7 @@ def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
 
 
 def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:
-    """Format the numbers missing from ascending spans, which should begin at ``first``; empty if none is missing."""
+    """Format the numbers missing from ascending spans, which should begin at ``first``."""
     missing, expected = [], first
     for begin, end in spans:
         if begin > expected:
@@ -133,11 +127,7 @@ def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:
 
 
 def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file atomically: flush a temporary file to the disk, and rename it.
-
-    Raises:
-        OSError: it cannot be written; an existing file is unchanged.
-    """
+    """Write a file atomically: flush a temporary file to the disk, and rename it; raises OSError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
     try:
         with open(beside, "wb", opener=own_file) as file:
@@ -157,11 +147,7 @@ def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def overwrite(path: Path, data: bytes) -> None:
-    """Overwrite a file in place within its size, for a full disk.
-
-    Raises:
-        OSError: it cannot be written, or is too small.
-    """
+    """Overwrite a file in place within its size, for a full disk; raises OSError."""
     with open(path, "r+b", opener=own_file) as file:
         room = os.fstat(file.fileno()).st_size
         if len(data) > room:
@@ -172,7 +158,6 @@ def overwrite(path: Path, data: bytes) -> None:
 
 
 def is_incomplete(path: Path) -> bool:
-    """Return whether this is a temporary file of :func:`replace_whole`."""
     return path.name.startswith(".") and path.name.endswith(_INCOMPLETE)
 
 
@@ -183,11 +168,7 @@ class AppendedFile(io.FileIO):
         super().__init__(path, "x", opener=own_file)
 
     def write(self, data: Any, /) -> int:
-        """Append data.
-
-        Raises:
-            OSError: it cannot be written, or the file was deleted.
-        """
+        """Append data; raises OSError, also if the file was deleted."""
         left = memoryview(data).cast("B")
         count = len(left)
         while left:
@@ -240,7 +221,6 @@ def has_ended(run_file: Path, facts: Mapping[str, Any] | None = None) -> bool:
 
 
 def is_silent(path: Path) -> bool:
-    """Return whether a file or folder is gone, or unchanged for :data:`SILENT_SECONDS`."""
     try:
         return time.time() - path.stat().st_mtime > SILENT_SECONDS
     except OSError:
@@ -248,7 +228,6 @@ def is_silent(path: Path) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process started; None if it is dead or unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -257,6 +236,5 @@ def _started(pid: int) -> int | None:
 
 
 def time_text(seconds: float | None = None) -> str:
-    """Format a time in ISO 8601, UTC; by default now."""
     seconds = time.time() if seconds is None else seconds
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")

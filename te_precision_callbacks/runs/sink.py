@@ -8,9 +8,8 @@ the training. A killed process loses later records; see docs/records.md.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -48,18 +47,13 @@ _Job = Step | Event | Scalars | Facts | _End
 class RecordSink(EventSink):
     """Records a run. The training thread queues jobs, and another thread writes them.
 
-    Args:
-        log_dir: the session's folder.
-        limit: the most bytes for this rank.
-
     Attributes:
-        writes_reduced: whether this rank writes reduced values, steps, scalars and facts. Other ranks write only local
+        writes_reduced: whether this rank writes reduced values, steps, scalars and facts. Others write only local
             values, failures and dumps, and create no file before that.
         is_alone: whether this rank checks the contract alone.
-        place: the segment. None in a run that ends before its first step, and on a rank that does not reduce with
-            rank 0: rank 0 begins one with the first content, and the other ranks look for it.
+        place: the segment, which rank 0 begins with the first content; a rank that does not reduce with it looks for
+            it.
         last: the last iteration at the end of the run; -1 before.
-        has_recorded: whether anything was written.
         has_content: whether anything was written besides the start and the end.
     """
 
@@ -77,7 +71,6 @@ class RecordSink(EventSink):
         self._thread: WriterThread[_Job] = WriterThread("records", self, MOST_WAITING)
         self._recording: Recording | None = None
         self._before: list[Event | Scalars | Facts] = []
-        self.has_recorded = False
         self.has_content = False
         self._said = Notices()
         self._last_records: StepRecords | None = None
@@ -92,20 +85,11 @@ class RecordSink(EventSink):
         return self._run_id if self.place is None else self.place.run_id
 
     def go_on_with(self, run_id: str) -> None:
-        """Continue a recorded run, or begin one if the folder does not have it; no-op after the segment has begun.
-
-        Raises:
-            RecordingError: the disk does not respond.
-        """
+        """Continue a recorded run, or begin one if the folder does not have it; no-op after the segment has begun."""
         is_there = Path(run_id).name == run_id != "" and self._ask((self._runs / run_id).is_dir)
         self._run_id, self._is_new = (run_id, False) if is_there else (new_run_id(), True)
 
     def begin(self) -> Place:
-        """Begin a segment of the run.
-
-        Raises:
-            RecordingError: the folder cannot be created.
-        """
         if self._is_new:
             return Place(self._run_id, 0)
         return Place(self._run_id, self._ask(lambda: make_segment(self._runs / self._run_id)))
@@ -122,7 +106,6 @@ class RecordSink(EventSink):
         self._thread.hurry()  # a process that is killed soon leaves a run, and not an earlier one as the last
 
     def put_facts(self, facts: Facts) -> None:
-        """Write facts, replacing earlier ones."""
         self._put(facts)
 
     def write(self, records: StepRecords) -> None:
@@ -145,15 +128,10 @@ class RecordSink(EventSink):
             self._put(scalars)
 
     def hurry(self) -> Callable[[], bool]:
-        """Write the queue immediately, as :meth:`WriterThread.hurry` does."""
         return self._thread.hurry()
 
     def close(self, error: BaseException | None) -> None:
-        """Wait until everything is written; after an interruption, a second call continues.
-
-        Raises:
-            RecordingError: writing has failed.
-        """
+        """Wait until everything is written; after an interruption, a second call continues."""
         self._put(_End(error, self.last))
         self._run = None
         self._thread.finish()
@@ -168,17 +146,12 @@ class RecordSink(EventSink):
         if failure is not None:
             self._run = None
             why = failure if str(failure) else type(failure).__name__
-            now = "no longer recorded; what was recorded remains readable" if self.has_recorded else "not recorded"
+            now = "no longer recorded; what was recorded remains readable" if self._recording else "not recorded"
             raise RecordingError(f"{self._runs} cannot be written: {why}. The run is {now}.") from failure
 
     # ------------------------------------------------------------------ in the sink's own thread
 
     def take(self, job: _Job) -> bool:
-        """Write a job, once this rank has a segment."""
-        with self._losing():
-            return self._take(job)
-
-    def _take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
             if self.place is None:
                 # Without a step no run is made of that alone, nor of what a trainer logs at its end, so no rank waits
@@ -197,7 +170,6 @@ class RecordSink(EventSink):
                 limit=self._limit,
                 begun=self._made_at,
             )
-            self.has_recorded = True
             for earlier in self._before:
                 self._recording.take(earlier)
         if self._recording is None:
@@ -211,11 +183,6 @@ class RecordSink(EventSink):
         return True
 
     def _find_place(self) -> Place | None:
-        """Look for the segment of rank 0.
-
-        Raises:
-            RecordingError: there is no segment after a long search.
-        """
         self._searching_since = self._searching_since or time.monotonic()
         place = find_segment(self._runs, self._info.rank, self._made_at)
         if place is not None:
@@ -225,26 +192,16 @@ class RecordSink(EventSink):
         return None
 
     def flush(self) -> None:
-        with self._losing():
-            if self._recording is not None:
-                self._recording.flush()
-
-    @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
-        """Record a failure in the files."""
-        try:
-            yield
-        except BaseException as error:
-            if self._recording is not None:
-                self._recording.lose(error)
-            raise
+        if self._recording is not None:
+            self._recording.flush()
 
     def leave(self) -> None:
         if self._recording is not None:
-            self._recording.leave()
+            if self._thread.failure is not None:
+                self._recording.writer.put_lost(self._thread.failure)
+            self._recording.writer.leave()
 
     def _concerns(self, job: _Job) -> bool:
-        """Return whether this rank has to write a job."""
         if self.writes_reduced:
             return True
         if isinstance(job, Step):
@@ -262,7 +219,6 @@ class RecordSink(EventSink):
 
 
 def _is_content(job: _Job) -> bool:
-    """Return whether a view can show a job."""
     if isinstance(job, Facts):
         return len(job.tables["gemms"]) > 0
     if isinstance(job, Event):

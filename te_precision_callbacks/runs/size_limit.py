@@ -2,16 +2,15 @@
 
 Where the limit is reached, an old file is rewritten with every second step of each series, together with its neighbor
 if that has the same interval. Files with the shortest interval go first, then the oldest, so the interval of old steps
-doubles each time. The latest statistics, half of the limit, are rewritten only when no older ones are left.
-
-A rewritten file also keeps the *extremes* of each series, flagged
-:data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum, its maximum, and its first non-finite value.
+doubles each time. The latest statistics, half of the limit, are rewritten only when no older ones are left. A rewritten
+file also keeps the *extremes* of each series, flagged :data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum,
+its maximum, and its first non-finite value.
 
 The kept steps depend on iterations only: for a series with a value every ``g`` iterations, ``iteration // g`` is even.
-Series with the same schedule, layers, and runs with the same config keep the same steps.
+So series with the same schedule, and runs with the same config, keep the same steps.
 
-The new file is written atomically. Its name contains the numbers of the files that it replaces for readers from then
-on (``runs/run_files.py``), so a killed process neither duplicates nor loses steps.
+The new file is written atomically, and its name contains the numbers of the files that it replaces
+(``runs/run_files.py``), so a killed process neither duplicates nor loses steps.
 """
 
 from __future__ import annotations
@@ -60,13 +59,9 @@ class SizeLimit:
     """Keeps the files of a rank within a limit, in the thread that writes them.
 
     Args:
-        writer: the writer of this process's segment.
-        files: its closed files with their sizes, oldest first; those of earlier segments are added.
+        files: the writer's closed files with their sizes, oldest first; those of earlier segments are added.
         limit: the most bytes for the rank, in all segments.
         say: receives an event's kind and text.
-
-    Attributes:
-        is_full: whether there is no room for more statistics.
     """
 
     def __init__(
@@ -80,7 +75,6 @@ class SizeLimit:
         self._said: set[str] = set()
         self._begins: dict[Path, int] = {}  # segment -> the first iteration with a step, of this process
         self._fixed = 0  # the bytes of what is never rewritten in other segments
-        self._damaged: set[Path] = set()
         self._incompressible: set[Path] = set()  # rewriting these alone gains nothing
         for number, segment in segments_of(run).items():
             folder = segment / writer.own.name
@@ -108,7 +102,6 @@ class SizeLimit:
         self._begins.setdefault(self._writer.folder, iteration)
 
     def keep(self) -> None:
-        """Rewrite old files until the limit holds, and one ahead of time."""
         while True:
             used, room = self._used_and_room()
             if used <= _BEFORE * room:
@@ -132,22 +125,19 @@ class SizeLimit:
     # ------------------------------------------------------------------ which files
 
     def _used_and_room(self) -> tuple[int, float]:
-        """Return the bytes of statistics, and their limit."""
         everything = sum(self._files.values()) + self._fixed + self._writer.nbytes
         used = sum(size for file, size in self._files.items() if file.table in _TABLES) + self._writer.open_bytes
         return used, max(self._limit - (everything - used), _LEAST * self._limit)
 
     def _choose(self, room: float) -> list[DataFile]:
-        """Choose the files to merge next, if any."""
         files = {file: size for file, size in self._files.items() if file.table in _TABLES}
         newest, old = self._writer.open_bytes, list(files)
         while old and newest + files[old[-1]] <= _RECENT * room:
             newest += files[old.pop()]
         for candidates in (old, list(files)):
-            sound = [file for file in candidates if file.path not in self._damaged]
-            place = {(file.table, file.path.parent, file.interval, file.first): file for file in sound}
+            place = {(file.table, file.path.parent, file.interval, file.first): file for file in candidates}
             groups = []
-            for file in sound:
+            for file in candidates:
                 neighbour = place.get((file.table, file.path.parent, file.interval, file.last + 1))
                 if neighbour is not None or file.path not in self._incompressible:
                     groups.append([file] if neighbour is None else [file, neighbour])
@@ -158,7 +148,6 @@ class SizeLimit:
     # ------------------------------------------------------------------ rewriting
 
     def _rewrite(self, group: list[DataFile]) -> None:
-        """Replace files by one with every second step."""
         first, last = group[0], group[-1]
         schema, folder = _TABLES[first.table], first.path.parent
         tables = []
@@ -167,7 +156,7 @@ class SizeLimit:
                 tables.append(read_table(file.path, schema.names, schema))
             except UNREADABLE as error:
                 logger.warning("The records in %s cannot be thinned, and remain as they are: %s", file.path, error)
-                self._damaged.add(file.path)
+                self._fixed += self._files.pop(file)
                 return
         later = [begin for segment, begin in self._begins.items() if segment.name > folder.parent.name]
         table = every_second_step(pa.concat_tables(tables), min(later, default=MOST_ITERATION))
@@ -178,13 +167,10 @@ class SizeLimit:
             file.path.unlink(missing_ok=True)
         if size > _NO_GAIN * sum(self._files[file] for file in group):
             self._incompressible.add(path)
-        old = list(self._files.items())
+        merged = DataFile(first.table, first.first, last.last, interval, path)
+        files = [(merged, size) if file == first else (file, nbytes) for file, nbytes in self._files.items()]
         self._files.clear()
-        for file, nbytes in old:
-            if file == first:
-                self._files[DataFile(first.table, first.first, last.last, interval, path)] = size
-            elif file not in group:
-                self._files[file] = nbytes
+        self._files.update(item for item in files if item[0] not in group)
         self._say_once(
             "records_thinned",
             f"The records of rank {self._writer.rank} have reached their limit of {self._limit:,} bytes. Of the oldest"
@@ -205,13 +191,10 @@ Mask = npt.NDArray[np.bool_]
 
 
 def every_second_step(table: pa.Table, end: int) -> pa.Table:
-    """Keep every second step of each series, and its extremes; sorted by series and iteration.
+    """Keep every second step of each series, and its extremes, before the iteration ``end``; sorted by series and
+    iteration.
 
     The first step of delayed scaling is kept, but is not an extreme.
-
-    Args:
-        table: of :data:`VALUES` or :data:`VECTORS`.
-        end: the first iteration of a later segment; rows from there on are dropped.
     """
     iterations = table["iteration"].to_numpy()
     table = table.filter(arrow_array(iterations < end, pa.bool_())).unify_dictionaries()
@@ -247,7 +230,6 @@ def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int6
 
 
 def _extremes(series: npt.NDArray[np.int32], values: npt.NDArray[np.float64], first_step: Mask) -> Places:
-    """Select the rows with the minimum, the maximum and the first non-finite value of each series."""
     finite = np.isfinite(values)
     begins = np.flatnonzero(np.diff(series, prepend=-1))
     counts = np.diff(np.append(begins, len(series)))

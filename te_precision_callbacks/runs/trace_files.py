@@ -26,7 +26,6 @@ def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, la
 
 
 def traces_of(run: Path) -> list[Path]:
-    """Return the traces in a run's folder, sorted by segment, rank and iteration."""
     return sorted(path for path in (run / _TRACES).glob(f"*{_SUFFIX}") if not path.name.startswith("."))
 
 

@@ -1,13 +1,4 @@
-"""Writing of runs, by the session's sink or without a session.
-
-    with RunWriter.begin("logs", first_iteration=0, front_door="my loop") as run:
-        run.put_facts("layers", [{"layer": "fc1", "exec_fwd": 0, "since": 0}])
-        series = run.series("fc1", "activation", "amax")
-        for iteration in range(10):
-            run.add_step(iteration)
-            run.add_values(iteration, np.array([series]), np.array([1.0]))
-            run.add_scalars(iteration, {"loss": 2.0 / (1 + iteration)})
-        run.add_event("dump_written", "fc1_activation.safetensors", iteration=3, layer="fc1")
+"""Writing of runs, by the session's sink or without a session; docs/records.md has an example.
 
 Rows are collected until :meth:`RunWriter.flush` appends them to the open files. The writer is not thread-safe.
 """
@@ -49,7 +40,7 @@ from te_precision_callbacks.runs.run_files import (
     segment_name,
     time_text,
 )
-from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, VALUES, VECTORS
 
 CLOSE_BYTES = 64 << 20
 
@@ -65,35 +56,32 @@ _LONGEST_REASON = 200
 
 
 class _SeriesNames:
-    """Series of a rank, with their names as dictionary-encoded columns."""
+    """Numbers the series of a rank; ``columns`` gives the columns of :data:`SUBJECT` and ``rank`` for rows."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str | int | None, ...], int] = {}
-        self._codes: list[list[int]] = []  # [series][columns of SUBJECT]
-        self._texts: list[dict[str, int]] = [{} for _ in SUBJECT]
-        self._ranks: list[int | None] = []
-        self._arrays = np.empty((0, len(SUBJECT)), np.int32), list[pa.Array](), arrow_array([], pa.int32())
+        self._columns: list[tuple[npt.NDArray[np.int32], pa.Array]] = []  # for each series, and the different texts
+        self._ranks = arrow_array([], pa.int32())
 
     def number(self, subject: tuple[str, ...], rank: int | None) -> int:
-        number = self._numbers.get((*subject, rank))
-        if number is None:
-            number = self._numbers[(*subject, rank)] = len(self._ranks)
-            named = zip(self._texts, map(writable, subject), strict=True)
-            self._codes.append([texts.setdefault(text, len(texts)) for texts, text in named])
-            self._ranks.append(rank)
-        return number
+        return self._numbers.setdefault((*subject, rank), len(self._numbers))
 
     def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
-        """Return the columns of :data:`SUBJECT` and ``rank`` for rows."""
-        if len(self._arrays[0]) < len(self._codes):
-            texts = [arrow_array([*texts], pa.string()) for texts in self._texts]
-            self._arrays = np.array(self._codes, np.int32), texts, arrow_array(self._ranks, pa.int32())
-        codes, texts, ranks = self._arrays
-        columns = (arrow_array(column, pa.int32()) for column in codes[series].T)
+        if len(self._ranks) < len(self._numbers):
+            *subjects, ranks = zip(*self._numbers, strict=True)
+            self._columns = [_encoded(texts) for texts in subjects]
+            self._ranks = arrow_array(ranks, pa.int32())
         names = [
-            pa.DictionaryArray.from_arrays(*column_and_texts) for column_and_texts in zip(columns, texts, strict=True)
+            pa.DictionaryArray.from_arrays(arrow_array(codes[series], pa.int32()), texts)
+            for codes, texts in self._columns
         ]
-        return [*names, ranks.take(arrow_array(series, pa.int32()))]
+        return [*names, self._ranks.take(arrow_array(series, pa.int32()))]
+
+
+def _encoded(texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], pa.Array]:
+    """Encode texts in order of first appearance, so that the dictionaries of a stream only grow."""
+    codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
+    return np.array([codes[text] for text in texts], np.int32), arrow_array([*map(writable, codes)], pa.string())
 
 
 class _Table:
@@ -143,11 +131,7 @@ class _Table:
         self.waiting += waiting
 
     def flush(self) -> None:
-        """Append the new rows as one batch, and close a file that is large or old.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Append the new rows as one batch, and close a file that is large or old."""
         if self._rows:
             if self._file is None:
                 self._number += 1
@@ -162,11 +146,7 @@ class _Table:
             self.close()
 
     def close(self) -> None:
-        """Rewrite the open file as Parquet, sorted by series and iteration.
-
-        Raises:
-            OSError: it cannot be written; the open file remains.
-        """
+        """Rewrite the open file as Parquet, sorted by series and iteration; it remains after an OSError."""
         if self._file is None:
             return
         written = self.open_bytes
@@ -192,12 +172,11 @@ class _Table:
 
 
 class RunWriter:
-    """Writes a rank's files of a segment of a run; the module docstring has an example.
+    """Writes a rank's files of a segment of a run. Methods that write raise OSError.
 
     Args:
         run_folder: the folder of the run.
         segment: the number of the segment, whose folder exists.
-        rank: the rank that writes.
         close_bytes: close open files at this size, at most :data:`CLOSE_BYTES`.
         small_bytes: the minimum of this size for steps and scalars, which are never thinned.
         closed: receives closed files with their sizes, oldest first.
@@ -244,7 +223,7 @@ class RunWriter:
     def begin(
         cls, log_dir: str | os.PathLike[str], *, run_id: str | None = None, rank: int = 0, **facts: Any
     ) -> RunWriter:
-        """Begin a segment of a new run, or of the run ``run_id``; ``facts`` are for run.json. Raises OSError."""
+        """Begin a segment of a new run, or of the run ``run_id``; ``facts`` are for run.json."""
         run_folder = Path(log_dir) / FOLDER / (run_id or new_run_id())
         writer = cls(run_folder, make_segment(run_folder), rank)
         writer.put_run(**facts)
@@ -261,14 +240,7 @@ class RunWriter:
     # ------------------------------------------------------------------ facts
 
     def put_run(self, **facts: Any) -> None:
-        """Add facts to run.json, atomically.
-
-        Args:
-            **facts: JSON values; docs/records.md lists the keys that readers use.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Add facts to run.json, atomically: JSON values; docs/records.md lists the keys that readers use."""
         if not self._facts:
             self._facts = {
                 "schema": SCHEMA_VERSION,
@@ -289,15 +261,7 @@ class RunWriter:
         return json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Replace a table of facts, atomically.
-
-        Args:
-            name: one of :data:`~te_precision_callbacks.runs.tables.FACTS`.
-            rows: all rows; missing columns are null.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
         columns = _columns_of(FACTS[name], [writable(dict(row)) for row in rows])
         folder = self.own if self.rank else self.folder
         table = pa.Table.from_arrays(columns, schema=FACTS[name])
@@ -326,9 +290,7 @@ class RunWriter:
         scope: str = "",
         rank: int | None = None,
     ) -> int:
-        """Return the number of a series, new or known, with the arguments of
-        :data:`~te_precision_callbacks.runs.tables.SUBJECT`, with None for the rank of reduced values.
-        """
+        """Return the number of a series, new or known; ``rank`` is None for reduced values."""
         return self._names.number((scope, layer, tensor, gemm or "", statistic), rank)
 
     def add_step(
@@ -342,12 +304,7 @@ class RunWriter:
         local: bool = False,
         ranks: int = 1,
     ) -> None:
-        """Add a debug iteration; see :data:`~te_precision_callbacks.runs.tables.STEPS`.
-
-        Args:
-            logging_step: the trainer's own step; by default the iteration.
-            wall_time: when the step ended, in seconds since the epoch; by default now.
-        """
+        """Add a debug iteration; ``wall_time`` is in seconds since the epoch, by default now."""
         row = {
             "segment": self.segment,
             "iteration": iteration,
@@ -381,11 +338,10 @@ class RunWriter:
     def _values_batch(self, rows: list[Any]) -> pa.RecordBatch:
         iterations, series, values, flags = (np.concatenate(column) for column in zip(*rows, strict=True))
         columns = np.full(len(series), self.segment), iterations, series, values, flags
-        arrays = [arrow_array(each, field.type) for each, field in zip(columns, VALUES, strict=False)]
+        arrays = [arrow_array(column, field.type) for column, field in zip(columns, VALUES, strict=False)]
         return pa.record_batch([*arrays, *self._names.columns(series)], schema=VALUES)
 
     def add_vector(self, iteration: int, series: int, counts: Sequence[float] | npt.NDArray[np.floating[Any]]) -> None:
-        """Add a histogram of a step: the count of each bin."""
         dense = np.asarray(counts)
         bins = np.flatnonzero(dense)
         self._tables["vectors"].add((iteration, series, bins, dense[bins]), _ROW + _BIN * len(bins))
@@ -403,7 +359,6 @@ class RunWriter:
         return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)
 
     def add_scalars(self, iteration: int, scalars: Mapping[str, float], *, logging_step: int | None = None) -> None:
-        """Add the trainer's scalars; ``logging_step`` is by default the iteration."""
         step = iteration if logging_step is None else logging_step
         row = {"segment": self.segment, "iteration": iteration, "logging_step": step}
         for name, value in scalars.items():
@@ -426,9 +381,6 @@ class RunWriter:
             wall_time: in seconds since the epoch; by default now.
             data: details, as JSON.
             **subject: further columns: ``phase``, ``scope``, ``layer``, ``tensor``, ``gemm``.
-
-        Raises:
-            TypeError: unknown column.
         """
         unknown = subject.keys() - set(EVENTS.names)
         if unknown:
@@ -451,7 +403,6 @@ class RunWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but closed ones."""
         opened = sum(table.open_bytes for table in self._tables.values())
         return opened + sum(self._fact_bytes.values())
 
@@ -464,16 +415,11 @@ class RunWriter:
         return sum(self._tables[name].waiting for name in ("values", "vectors"))
 
     def flush(self) -> None:
-        """Append all new rows to the open files; raises OSError."""
         for table in self._tables.values():
             table.flush()
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
-        """Write and close all files; rank 0 records the end in run.json, even after a failure.
-
-        Raises:
-            OSError: something cannot be written.
-        """
+        """Write and close all files; rank 0 records the end in run.json, even after a failure."""
         self.status = status
         try:
             self.flush()
@@ -487,7 +433,6 @@ class RunWriter:
             raise
 
     def leave(self) -> None:
-        """Close all files as they are."""
         for table in self._tables.values():
             table.leave()
 

@@ -1,13 +1,11 @@
 """Choice of the series that go to a trainer's loggers, for a whole run: few series, without gaps.
 
-A *series* is one statistic of one tensor of one layer. Series of the same tensor and statistic are a *family*, with a
-value from each layer.
+A *series* is one statistic of one tensor of one layer; those of the same tensor and statistic are a *family*.
 
-- Until the run has had :data:`MOST_SERIES` series, all of them are logged.
-- In the first step with more, each family gets up to :data:`PLACES` layers: the worst by the table of statistics, or
-  the largest if the table has no direction. Series that were logged before stay.
+- Until the run has had :data:`MOST_SERIES` series, all of them are logged. - In the first step with more, each family
+gets up to :data:`PLACES` layers: the worst by the table of statistics, or
+  the largest if the table has no direction. Series that were logged before stay, to the end.
 - A layer joins later if its value is not finite, up to :data:`LATER_PLACES` in each family.
-- A series that is logged stays to the end.
 """
 
 from __future__ import annotations
@@ -25,11 +23,7 @@ LATER_PLACES = 50
 
 
 class SeriesChoice:
-    """The series that go to loggers; one object for a run.
-
-    Attributes:
-        crowded: whether more than :data:`MOST_SERIES` series were seen.
-    """
+    """The series that go to loggers, of a run; ``crowded`` once there are more than :data:`MOST_SERIES`."""
 
     def __init__(self) -> None:
         self.crowded = False
@@ -42,7 +36,7 @@ class SeriesChoice:
         Args:
             families: the values of the step, and its histograms with any value.
             telling: the values that count for the worst of the run, see
-            :func:`~te_precision_callbacks.sinks.worst.judged`.
+                :func:`~te_precision_callbacks.sinks.worst.judged`.
         """
         new = {family: values.keys() - self.logged(family) for family, values in families.items()}
         if not self.crowded:
@@ -65,7 +59,6 @@ class SeriesChoice:
             self._add(family, lost, PLACES + LATER_PLACES)
 
     def logged(self, family: Family) -> Set[str]:
-        """The layers of a family that are logged."""
         return self._logged.get(family, frozenset())
 
     def _add(self, family: Family, layers: Iterable[str], most: int) -> None:

@@ -1,11 +1,7 @@
 """A log as a text file that one process appends to, within a limit; for the thread that writes it.
 
-log = LogFile(path, limit)      # touches no file
-log.append("a line\\n")
-log.flush()                     # opens, or makes, the file: "<path>", or "<path>.1" if another process is writing that
-log.close()
-
-At half of the limit the file is renamed to ``<name>.old``, in place of the older half, and a new file begins.
+If another process is writing the file, ``<name>.1`` is written. At half of the limit the file is renamed to
+``<name>.old``, in place of the older half, and a new file begins.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import io
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -32,18 +28,14 @@ _CHUNK = 1 << 22
 """The bytes that are written at once."""
 
 
-class LogFileError(PrecisionDebugError, OSError):
-    """A log cannot be written."""
+class LogFileError(PrecisionDebugError, OSError): ...
 
 
 def claim(path: Path) -> io.FileIO:
     """Open a file for appending that no other process writes, without a buffer.
 
-    Existing content is kept. If another running process has claimed the file, the first free one of ``<name>.1``,
-    ``<name>.2`` and so on is opened. On a file system without locks, every file counts as free.
-
-    Raises:
-        OSError: the file cannot be created or appended to.
+    If another running process has claimed the file, the first free one of ``<name>.1``, ``<name>.2`` and so on is
+    opened. On a file system without locks, every file counts as free.
     """
     for name in itertools.chain([path.name], (f"{path.name}.{count}" for count in itertools.count(1))):
         file = _claimed(path.with_name(name))
@@ -55,7 +47,6 @@ def claim(path: Path) -> io.FileIO:
 
 
 def _claimed(path: Path) -> io.FileIO | None:
-    """Open and lock a file; None if another process has locked it."""
     while True:
         file = io.FileIO(path, "ab+", opener=own_file)
         try:
@@ -73,7 +64,6 @@ def _claimed(path: Path) -> io.FileIO | None:
 
 
 def older_half(path: Path) -> Path:
-    """Return the path of the older half of a log."""
     return path.with_name(path.name + OLDER_HALF)
 
 
@@ -82,42 +72,44 @@ def time_now() -> str:
     return f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
 
 
+LogJob = Callable[[], Iterable[str]]
+"""Returns whole lines, many at once; called in the log's own thread."""
+
+
 class LogFile:
-    """See the module. Its methods are for one thread.
+    """See the module. Its methods are for one thread, such as a ``WriterThread``.
 
     Args:
         path: the file. Its folder is made with it, when there is something to write.
         limit: the most bytes of the file and its older half together; 0 for any number.
         advice: how to keep more than the limit, as a sentence; empty if there is no way.
+
+    Attributes:
         note_progress: called when the disk has taken a piece.
     """
 
-    def __init__(self, path: Path, limit: int, advice: str, note_progress: Callable[[], None]) -> None:
+    def __init__(self, path: Path, limit: int, advice: str) -> None:
         self._path = path
         self._half = max(1, limit // 2) if limit else 0
         self._advice = advice
-        self._note_progress = note_progress
+        self.note_progress: Callable[[], None] = lambda: None
         self._file: io.FileIO | None = None
         self._size = 0
         self._has_rotated = False
         self._lines = bytearray()
 
-    def append(self, text: str) -> None:
-        """Append lines. :meth:`flush` writes them.
+    def take(self, job: LogJob) -> bool:
+        for text in job():
+            self.append(text)
+        return True
 
-        Raises:
-            LogFileError: see :meth:`flush`, which is called after many lines.
-        """
+    def append(self, text: str) -> None:
         self._lines += text.encode(errors="backslashreplace")
         if len(self._lines) >= _CHUNK:
             self.flush()
 
     def flush(self) -> None:
-        """Write the lines.
-
-        Raises:
-            LogFileError: the file cannot be made, was deleted, or cannot be written.
-        """
+        """Write the lines; raises LogFileError."""
         if not self._lines:
             return
         data, self._lines = bytes(self._lines), bytearray()
@@ -137,7 +129,7 @@ class LogFile:
             ) from error
 
     def _current(self) -> io.FileIO:
-        """The file, with a mark where the new part begins in an existing one."""
+        """Return the file, with a mark where the new part begins in an existing one."""
         if self._file is not None:
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 raise FileNotFoundError("it was deleted while it was written")
@@ -160,10 +152,9 @@ class LogFile:
             written = os.write(file.fileno(), data)
             self._size += written
             data = data[written:]
-            self._note_progress()
+            self.note_progress()
 
     def _rotated(self, full: io.FileIO) -> io.FileIO:
-        """Make the file the older half, and go on in a new one."""
         written = Path(str(full.name))
         older = older_half(written)
         os.replace(written, older)
@@ -183,7 +174,7 @@ class LogFile:
             )
         return file
 
-    def close(self) -> None:
+    def leave(self) -> None:
         if self._file is not None:
             file, self._file = self._file, None
             with contextlib.suppress(OSError):

@@ -23,8 +23,7 @@ ValueT = TypeVar("ValueT")
 
 
 def names_for_mlflow(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
-    """The metrics under names that MLflow accepts: without ``%``, and without characters that layer names rarely
-    have."""
+    """Return the metrics under names that MLflow accepts: without ``%`` and rare characters."""
     return {_NOT_IN_MLFLOW.sub("_", name.replace("%", "_pct")): value for name, value in metrics.items()}
 
 
@@ -57,7 +56,6 @@ def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: in
 
     Args:
         writer: a ``torch.utils.tensorboard.SummaryWriter``, or one of tensorboardX.
-        name: the name of the metric.
         counts: a :class:`Histogram`, or the counts of exponents.
         step: the logging step.
     """
@@ -76,7 +74,7 @@ def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: in
 
 
 def wandb_histogram(counts: Sequence[float]) -> Any:
-    """A :class:`Histogram`, or the counts of exponents, as a ``wandb.Histogram`` over powers of two."""
+    """Return a :class:`Histogram`, or the counts of exponents, as a ``wandb.Histogram`` over powers of two."""
     import numpy
     import wandb
 
@@ -85,17 +83,12 @@ def wandb_histogram(counts: Sequence[float]) -> Any:
 
 
 class LoggerSink(Sink):
-    """Hands the metrics and histograms of a step to :meth:`log`, in one call; the base of all front doors' sinks.
-
-    Args:
-        select: selects and names the metrics; one object for all sinks of a run.
-    """
+    """Hands the metrics and histograms of a step to :meth:`log`; ``select`` is shared by all sinks of a run."""
 
     def __init__(self, select: MetricSelection) -> None:
         self._select = select
 
     def write(self, records: StepRecords) -> None:
-        """Log at the records' logging step."""
         metrics, histograms = self._select(records), self._select.histograms(records)
         if metrics or histograms:
             self.log(metrics, histograms, records.logging_step)
@@ -111,11 +104,7 @@ class LoggerSink(Sink):
         raise NotImplementedError
 
     def report(self, path: Path) -> None:
-        """Take the page of the run, which ``report=True`` has written at its end: attach it, or log where it is.
-
-        Args:
-            path: the file.
-        """
+        """Take the page of the run, which ``report=True`` has written at its end: attach it, or log where it is."""
         return
 
 
@@ -124,12 +113,7 @@ REPORT_NAME = "te/report"
 
 
 def add_report_to_wandb(run: Any, path: Path) -> None:
-    """Attach the page of a run to a run of Weights & Biases, as an artifact of the type ``report``.
-
-    Args:
-        run: the ``wandb.Run``.
-        path: the page.
-    """
+    """Attach the page of a run to a ``wandb.Run``, as an artifact of the type ``report``."""
     import wandb
 
     artifact = wandb.Artifact(f"te-precision-report-{run.id}", type="report")

@@ -7,17 +7,14 @@
 ``te.<layer>/<tensor>/<statistic>``    a series of one layer
 ``te/worst_underflows%``               the worst of the step, of any layer and tensor; also ``worst_overflows%``,
                                        ``worst_sqnr_db`` and ``nonfinite_num``
-``te/findings``                        the number of errors and warnings so far, from the first step on; also
-                                       ``te/findings/<rule>``, once there are any
+``te/findings``                        the number of errors and warnings so far; also ``te/findings/<rule>``
 ``te/all/<tensor>/<statistic>/max``    over the layers, in steps in which all layers have the statistic; also ``min``
                                        and ``median``
 =====================================  ================================================================================
 
-TensorBoard and W&B group metrics by the part of the name before the first slash. Each layer is therefore a group, with
-a dot after the prefix, and the prefix alone is the group of the whole model, which comes first. With a slash instead of
-the dot, the 7,500 charts of 500 layers would be one group. :mod:`te_precision_callbacks.sinks.choice` chooses the
-layers of a large model. The statistics log always has all. If statistics are reduced over ranks, values of one rank
-alone are separate series: ``te.local.<layer>/...``, ``te.local/...``.
+TensorBoard and W&B group metrics by the part of the name before the first slash. Each layer is therefore a group, and
+the prefix alone is the group of the whole model; with a slash instead of the dot, the 7,500 charts of 500 layers would
+be one group. If statistics are reduced over ranks, values of one rank alone are ``te.local.<layer>/...``.
 """
 
 from __future__ import annotations
@@ -45,10 +42,7 @@ LogFilter = str | Sequence[str] | Callable[[str], bool] | None
 
 
 def metric_name(prefix: str, row: Row) -> str:
-    """``te.<layer>/<tensor>/<statistic>``, with the GEMM before the statistic if the number belongs to a GEMM.
-
-    A number without a layer, of a user's own feature, belongs to the whole model: ``te/<name>``.
-    """
+    """Return ``te.<layer>/<tensor>/<statistic>``, with the GEMM before the statistic if there is one."""
     group = f"{prefix}.{row.layer}" if prefix and row.layer else prefix or row.layer
     return "/".join(part for part in (group, row.tensor, row.gemm, row.statistic) if part)
 
@@ -63,21 +57,16 @@ def _histograms(records: StepRecords) -> Iterator[tuple[Series, tuple[float, ...
 
 
 def overall_name(prefix: str, name: str) -> str:
-    """``te/<name>``: a metric of the whole model."""
     return f"{prefix}/{name}" if prefix else name
 
 
 def prefix_of(prefix: str, *, local: bool) -> str:
-    """The first part of the names of a step's metrics; ``te.local`` for numbers of one rank alone."""
+    """Return the first part of the names of a step's metrics; ``te.local`` for numbers of one rank alone."""
     return ".".join(part for part in (prefix, "local" if local else "") if part)
 
 
 class Histogram(tuple[float, ...]):
-    """The counts of a histogram over powers of two, with their bins.
-
-    Attributes:
-        bins: the bin of each count.
-    """
+    """The counts of a histogram over powers of two, with their bins."""
 
     bins: Bins
 
@@ -113,7 +102,7 @@ class MetricSelection:
         return dict(self._chosen(records))
 
     def histograms(self, records: StepRecords) -> dict[str, Histogram]:
-        """The histograms of a step that go to the loggers: name -> counts with their bins."""
+        """Return the histograms of a step that go to the loggers: name -> counts with their bins."""
         self._chosen(records)
         prefix = prefix_of(self._prefix, local=records.local)
         named = {

@@ -3,22 +3,18 @@
 <log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-<rank>.log
     <time> - INFO - fc1_activation_max   iteration=000002   value=4.318804740905762
 
-A line ends with ``rank=<rank>`` if its number belongs to that rank alone although statistics are reduced over ranks, as
-after a reduction that failed. A run in the folder of an earlier run appends to the file. A file that has reached half
-of the log's limit becomes ``<name>.old``, in place of an older one. Lines mark both:
-    <time> - INFO - Here another run begins, of process 4711.
-    <time> - INFO - The log goes on from nvdlfw_inspect_globalrank-0.log.old.
+A line ends with ``rank=<rank>`` if its number belongs to that rank alone although statistics are reduced over ranks. A
+run in the folder of an earlier run appends to the file, after a line that names the process.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from pathlib import Path
-from typing import NamedTuple
 
-from te_precision_callbacks.sinks.log_file import LogFile, time_now
+from te_precision_callbacks.sinks.log_file import LogFile, LogJob, time_now
 from te_precision_callbacks.sinks.step_records import RunInfo, StepRecords
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 from te_precision_callbacks.statistics.series import SeriesTable, log_name
@@ -46,36 +42,22 @@ def log_file_name(rank: int) -> str:
 
 
 def format_value(value: float) -> str:
-    """The shortest decimal that reads back as the same float64, without an exponent, since tools expect none."""
+    """Return the shortest decimal that reads back as the same float64, without an exponent, as tools expect."""
     text = repr(value)
     return format(Decimal(text), "f") if "e" in text else text
-
-
-class _LoggedStep(NamedTuple):
-    """A step, for the thread.
-
-    Attributes:
-        at: the time, in the format of the logging module.
-        names: the names of all series, by their numbers; may grow.
-        records: the values.
-    """
-
-    at: str
-    names: Sequence[str]
-    records: StepRecords
 
 
 class StatisticsLog:
     """The sink that writes the statistics log of a rank.
 
-    The file is created when there is something to write. A thread writes, and alone touches the file: a step is in the
-    file ``FLUSH_SECONDS`` (``writer_thread.py``) after it was handed over at the latest, and all steps are when
-    ``close`` returns, unless the disk is too slow, which is logged.
+    A thread writes, and alone touches the file, which is created when there is something to write: a step is in it
+    after ``FLUSH_SECONDS`` (``writer_thread.py``) at the latest, and all steps when ``close`` returns, unless the disk
+    is too slow, which is logged.
 
     Args:
-        own_only: write only numbers of this rank alone, since another rank writes the reduced numbers; may be set until
+        own_only: write only numbers of this rank alone, since another rank writes the reduced ones; may be set until
             ``start``.
-        given_names: layer -> the name that the script has given to it, which the log uses. The mapping may change.
+        given_names: layer -> the name that the script has given to it. The mapping may change.
         limit: the most bytes of the log; 0 for any number.
     """
 
@@ -88,30 +70,30 @@ class StatisticsLog:
         self._named: SeriesTable | None = None
         self._named_as: Mapping[str, str] = {}
         self._names: list[str] = []
-        self._thread: WriterThread[_LoggedStep] | None = None
+        self._thread: WriterThread[LogJob] | None = None
+        self._local_mark = ""
+        self._last: StepRecords | None = None
 
     def start(self, run: RunInfo) -> None:
         path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
-        writing = _Writing(path, self._limit, own_only=self.own_only, mark=_LOCAL_MARK.format(rank=run.rank))
-        self._thread = writing.thread
+        advice = "statistics_log='rank0, 4GiB' keeps more, 'rank0, unlimited' everything."
+        self._local_mark = _LOCAL_MARK.format(rank=run.rank)
+        file = LogFile(path, self._limit, advice)
+        self._thread = WriterThread("statistics log", file, MOST_WAITING)
+        file.note_progress = self._thread.note_progress
 
     def write(self, records: StepRecords) -> None:
-        """Hand over a step's numbers, one line each. They are dropped while more than :data:`MOST_WAITING` wait.
-
-        Raises:
-            LogFileError: the file cannot be created, was deleted, or could not be written since; an OSError.
-        """
+        """Hand over a step's numbers. They are dropped while more than :data:`MOST_WAITING` wait."""
         self._raise_failure()
         count = sum(records.own) if self.own_only else len(records)
         if self._thread is not None and count:
-            self._thread.put(_LoggedStep(time_now(), self._names_in(records.table), records), count)
+            job = functools.partial(self._lines, records, time_now(), self._names_in(records.table))
+            self._thread.put(job, count)
 
     def hurry(self) -> Callable[[], bool]:
-        """Flush the log soon; see :meth:`WriterThread.hurry`."""
         return (lambda: True) if self._thread is None else self._thread.hurry()
 
     def _names_in(self, table: SeriesTable) -> Sequence[str]:
-        """The names of a table's series, each made once."""
         if self._named is not table or self._named_as != self._given_names:
             self._named, self._named_as, self._names = table, dict(self._given_names), []
         for number in range(len(self._names), len(table)):
@@ -121,12 +103,7 @@ class StatisticsLog:
         return self._names
 
     def close(self, error: BaseException | None) -> None:
-        """Wait until everything is written, and the file is closed, or until the disk no longer answers, which is
-        logged. An interruption may end the waiting, and a second call goes on with it.
-
-        Raises:
-            LogFileError: something could not be written.
-        """
+        """Wait until everything is written, or the disk no longer answers; an interrupted call can be repeated."""
         if self._thread is not None:
             self._thread.finish()
         self._raise_failure()
@@ -138,44 +115,14 @@ class StatisticsLog:
             self._thread = None
             raise failure
 
-
-class _Writing:
-    """The part of the log that runs in its thread.
-
-    Args:
-        path: the file.
-        limit: its maximum number of bytes; 0 for no limit.
-        own_only: as in :class:`StatisticsLog`.
-        mark: the end of a line with a local value, although statistics are reduced.
-    """
-
-    def __init__(self, path: Path, limit: int, *, own_only: bool, mark: str) -> None:
-        self.thread: WriterThread[_LoggedStep] = WriterThread("statistics log", self, MOST_WAITING)
-        advice = "statistics_log='rank0, 4GiB' keeps more, 'rank0, unlimited' everything."
-        self._file = LogFile(path, limit, advice, self.thread.note_progress)
-        self._own_only = own_only
-        self._mark = mark
-        self._last: StepRecords | None = None
-
-    def take(self, job: _LoggedStep) -> bool:
-        if job.records is not self._last:  # again, if Ctrl-C came when it was handed over
-            self._last = job.records
-            self._write_step(job)
-        return True
-
-    def _write_step(self, step: _LoggedStep) -> None:
-        records, names = step.records, step.names
+    def _lines(self, records: StepRecords, at: str, names: Sequence[str]) -> Iterator[str]:
+        """Yield the lines of a step, many at once, in the log's own thread."""
+        if records is self._last:  # again, if Ctrl-C came when it was handed over
+            return
+        self._last = records
         numbers: Iterable[tuple[int, float]] = zip(records.series.tolist(), records.values, strict=True)
-        left = iter(itertools.compress(numbers, records.own) if self._own_only else numbers)
-        before, between = f"{step.at} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
-        after = f"{self._mark if records.local else ''}\n"
+        left = iter(itertools.compress(numbers, records.own) if self.own_only else numbers)
+        before, between = f"{at} - INFO - ", f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
+        after = f"{self._local_mark if records.local else ''}\n"
         while some := list(itertools.islice(left, _AT_ONCE)):
-            self._file.append(
-                "".join(f"{before}{names[number]}{between}{format_value(value)}{after}" for number, value in some)
-            )
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def leave(self) -> None:
-        self._file.close()
+            yield "".join(f"{before}{names[number]}{between}{format_value(value)}{after}" for number, value in some)

@@ -17,14 +17,12 @@ from te_precision_callbacks.statistics.series import Family, Series, SeriesTable
 
 
 class Row(NamedTuple):
-    """One number of a step.
+    """A number of a step.
 
     Attributes:
         layer: the layer's name; empty for a number that a user's own feature logged under a free name.
         tensor: ``activation``, ``weight``, ``gradient``, ``output``, ``wgrad`` or ``dgrad``; empty as above.
         gemm: ``fprop``, ``dgrad`` or ``wgrad`` where the number belongs to one GEMM, else None.
-        statistic: the statistic's name, or the user's own name.
-        value: the number.
     """
 
     layer: str
@@ -53,8 +51,8 @@ class StepRecords:
         observe_seconds: the seconds spent by the session at the end of the step before the sinks got its values; None
             if unknown.
         unscaled: the layers that ran delayed scaling in this step with the scale 1, before there is an amax of an
-            earlier step. The quantization statistics of their tensors (66 to 89 % of a gradient may underflow) do not
-            apply to later steps, and are excluded from the worst values of several steps.
+            earlier step. Their quantization statistics (66 to 89 % of a gradient may underflow) do not apply to later
+            steps, and are excluded from the worst values of several steps.
         findings: rule -> number of its errors and warnings in the run so far.
     """
 
@@ -83,16 +81,11 @@ class StepRecords:
         unscaled: frozenset[str] = frozenset(),
         table: SeriesTable | None = None,
     ) -> StepRecords:
-        """Make records from rows, in their order. Without ``own`` all rows belong to this rank alone.
+        """Make records from rows, in their order.
 
         Args:
-            iteration: the debug iteration.
-            logging_step: the step of the trainer's own metrics.
-            rows: the numbers.
             vectors: histograms, by layer, tensor and statistic.
-            local: whether all numbers belong to this rank alone although statistics are reduced.
-            own: for each number, whether it belongs to this rank alone.
-            unscaled: the layers in their first step of delayed scaling.
+            own: for each number, whether it belongs to this rank alone; by default all do.
             table: the series of the run, for records that go to the same sink; None makes a new table.
         """
         table = SeriesTable() if table is None else table
@@ -120,35 +113,30 @@ class StepRecords:
     @functools.cached_property
     def families(self) -> Mapping[Family, Mapping[str, float]]:
         """The numbers by tensor and statistic: family -> layer -> value."""
-        found: dict[Family, dict[str, float]] = {}
+        families: dict[Family, dict[str, float]] = {}
         for number, value in zip(self.series.tolist(), self.values, strict=True):
             layer, family = self.table[number]
-            found.setdefault(family, {})[layer] = value
-        return found
+            families.setdefault(family, {})[layer] = value
+        return families
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layer of each value."""
         return tuple(row.layer for row in self)
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensor of each value."""
         return tuple(row.tensor for row in self)
 
     @property
     def gemms(self) -> tuple[str | None, ...]:
-        """The GEMM of each value, or None."""
         return tuple(row.gemm for row in self)
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The statistic of each value."""
         return tuple(row.statistic for row in self)
 
     @property
     def vectors(self) -> Mapping[tuple[str, str, str], tuple[float, ...]]:
-        """The histograms by layer, tensor and statistic."""
         named = ((self.table[number], counts) for number, counts in self.histograms.items())
         return {(series.layer, series.tensor, series.statistic): counts for series, counts in named}
 
@@ -162,18 +150,13 @@ class LayerInfo:
     """A layer, and its features in the config.
 
     Attributes:
-        name: as in the records.
-        module_class: the class of its module, such as ``LayerNormLinear``.
         sections: the sections of the config that select it.
         features: namespace -> feature -> options, as passed to nvidia-dlfw-inspect.
         scope: the first part of its name, if layers of other ranks have the same path; else empty.
-        given: the name that the script has given to the layer, used by the statistics log and ``summary``; empty
-            without such a name, or if another layer has the same name.
-        refused: the reason if Transformer Engine's debug path refuses the layer, or some of its forwards, which are
-            then not observed; else empty.
-        exec_fwd: the position of its first forward among the first forwards of all layers of this rank, from 0; None if
-            it has not run, or was not observed.
-        exec_bwd: the same for its backward.
+        given: the name that the script has given to no other layer, used by the statistics log and ``summary``.
+        refused: why Transformer Engine's debug path refuses the layer, or some of its forwards, which are not observed.
+        exec_fwd, exec_bwd: the position of its first forward and backward among those of all layers of this rank; None
+            if it has not run, or was not observed.
     """
 
     name: str
@@ -218,9 +201,6 @@ class Event:
 
     Attributes:
         kind: ``precision_changed``, ``nonfinite``, ``dump_written``, ...; docs/records.md has all.
-        text: the message.
-        iteration: the debug iteration.
-        severity: ``info``, ``warning`` or ``error``.
         phase: ``forward``, ``backward``, ``step`` or ``checkpoint``; None if that does not matter.
         layer, tensor, gemm: the subject; empty if there are several.
         data: JSON values for programs.
@@ -240,25 +220,14 @@ class Event:
 
 
 def end_of(error: BaseException | None, iteration: int) -> Event:
-    """The end of a run, or of one of its starts.
-
-    Args:
-        error: the exception that ended it; None if none did.
-        iteration: the last debug iteration.
-    """
+    """The end of a run, or of one of its starts; ``iteration`` is the last debug iteration."""
     text = "The session was stopped." if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
     return Event("segment_ended", text, iteration, "info" if error is None else "error")
 
 
 @dataclass(frozen=True)
 class Scalars:
-    """Scalars that the trainer logs: loss, gradient norm, learning rate, loss scale.
-
-    Attributes:
-        iteration: the debug iteration.
-        logging_step: the logging step.
-        values: name -> number.
-    """
+    """Scalars that the trainer logs: loss, gradient norm, learning rate, loss scale."""
 
     iteration: int
     logging_step: int
@@ -269,11 +238,7 @@ class Scalars:
 class Sink(Protocol):
     """A receiver of records. A sink that raises is reported once and dropped; with ``strict=True`` it ends the run.
 
-    The methods of the base class do nothing, so a sink defines only the methods that it needs::
-
-        class Printer(Sink):
-            def write(self, records: StepRecords) -> None:
-                print(records.iteration, len(records))
+    The methods of the base class do nothing, so a sink defines only the methods that it needs.
     """
 
     def start(self, run: RunInfo) -> None:
@@ -295,9 +260,7 @@ class EventSink(Sink, Protocol):
     """A sink that also receives what happens in a run, and the trainer's own numbers; on every rank."""
 
     def event(self, event: Event) -> None:
-        """Receive something that happened."""
         return
 
     def scalars(self, scalars: Scalars) -> None:
-        """Receive numbers that the trainer logs."""
         return

@@ -33,7 +33,7 @@ _Place = TypeVar("_Place", bound=Hashable)
 
 
 def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
-    """The values of a step that count for the worst of the run: without delayed scaling's first step."""
+    """Return the values of a step that count for the worst of the run: without delayed scaling's first step."""
     if not records.unscaled:
         return records.families
     return {
@@ -45,12 +45,8 @@ def judged(records: StepRecords) -> Mapping[Family, ByLayer]:
 
 
 def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, float]]:
-    """The worst number, with its series, for each name of :data:`WORST_OF_ALL` that the step has.
-
-    Args:
-        families: the numbers of a step that are :func:`judged`.
-    """
-    found: dict[str, tuple[Series, float]] = {}
+    """Return the worst :func:`judged` number, with its series, for each name of :data:`WORST_OF_ALL`."""
+    worst: dict[str, tuple[Series, float]] = {}
     keys = {statistic: key for key, statistic in WORST_OF_ALL.items()}
     for family, values in families.items():
         if family.request is None or family.request.statistic.name not in keys:
@@ -59,18 +55,13 @@ def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, 
         for layer in _worst(1, family, values):
             value = values[layer]
             # An SQNR of inf is never the worst: the quantized tensor is exact.
-            if family.badness(value) > (found[key][0].family.badness(found[key][1]) if key in found else -math.inf):
-                found[key] = (Series(layer, family), value)
-    return found
+            if family.badness(value) > (worst[key][0].family.badness(worst[key][1]) if key in worst else -math.inf):
+                worst[key] = (Series(layer, family), value)
+    return worst
 
 
 class Worst(NamedTuple):
-    """The worst value of a statistic of one tensor.
-
-    Attributes:
-        row: the layer, the tensor, the statistic, and the value.
-        iteration: the first debug iteration with this value.
-    """
+    """The worst value of a statistic of one tensor, and the first debug iteration with this value."""
 
     row: Row
     iteration: int
@@ -87,11 +78,7 @@ _OF_SERIES = np.dtype(
 
 
 class RunStatistics:
-    """The last value of each series of a run, and the worst so far of series with a worse direction.
-
-    Args:
-        table: the series.
-    """
+    """The last value of each series of a run, and the worst so far of series with a worse direction."""
 
     def __init__(self, table: SeriesTable) -> None:
         self._table = table
@@ -118,7 +105,6 @@ class RunStatistics:
             yield row_of(self._table[number], float(self._of["last"][number]))
 
     def worst(self) -> Iterator[Worst]:
-        """The worst value of each series, and its first iteration."""
         for number in np.flatnonzero(self._of["iteration"] >= 0).tolist():
             row = row_of(self._table[number], float(self._of["worst"][number]))
             yield Worst(row, int(self._of["iteration"][number]))
@@ -138,12 +124,7 @@ class RunStatistics:
 
 
 class Lost(NamedTuple):
-    """The loss that puts a place among the worst by another statistic, which does not show it.
-
-    Attributes:
-        statistic: the statistic that shows the loss.
-        value: its value.
-    """
+    """The loss that puts a place among the worst by another statistic, which does not show it."""
 
     statistic: str
     value: float
@@ -152,19 +133,15 @@ class Lost(NamedTuple):
 def worst_first(
     most: int, family: Family, values: Mapping[_Place, float], beside: Callable[[str], Mapping[_Place, float]]
 ) -> dict[_Place, Lost | None]:
-    """Return the worst places by a statistic, the worst first.
+    """Return the worst places by a statistic, the worst first, each with the loss that brings it here, if any.
 
-    An SQNR or a squared error does not show elements that are lost next to an outlier. For these statistics, the
-    places with the most underflows and overflows alternate with the places that are worst by the statistic itself.
+    An SQNR or a squared error does not show elements that are lost next to an outlier. For these statistics, the places
+    with the most underflows and overflows alternate with the places that are worst by the statistic itself.
 
     Args:
         most: the maximum number of places.
-        family: the statistic.
         values: the values of the places, such as layers, without delayed scaling's first step.
         beside: a statistic's name in records -> its values for the same tensor.
-
-    Returns:
-        The places, each with the loss that brings it here, or None for the statistic itself.
     """
     lists: list[list[tuple[_Place, Lost | None]]] = [[(place, None) for place in _worst(most, family, values)]]
     request = family.request
@@ -173,25 +150,17 @@ def worst_first(
         lost = {place: value for place, value in beside(label).items() if place in values and value != 0}
         worst = _worst(most, family_of(family.tensor, label), lost)
         lists.append([(place, Lost(label, lost[place])) for place in worst])
-    found: dict[_Place, Lost | None] = {}
+    chosen: dict[_Place, Lost | None] = {}
     for taking_turns in zip_longest(*lists):
         for turn in taking_turns:
-            if turn is not None and turn[0] not in found and len(found) < most:
-                found[turn[0]] = turn[1]
-    return found
+            if turn is not None and turn[0] not in chosen and len(chosen) < most:
+                chosen[turn[0]] = turn[1]
+    return chosen
 
 
 def worst_beside(
     most: int, family: Family, values: Mapping[_Place, float], families: Mapping[Family, Mapping[_Place, float]]
 ) -> dict[_Place, Lost | None]:
-    """The worst places by a statistic, as :func:`worst_first`.
-
-    Args:
-        most: the maximum number of places.
-        family: the statistic.
-        values: the values of the places.
-        families: all families -> their values.
-    """
     return worst_first(most, family, values, lambda label: families.get(family_of(family.tensor, label), {}))
 
 

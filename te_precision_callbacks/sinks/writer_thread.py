@@ -1,18 +1,14 @@
 """A thread that writes jobs of the training thread, every few seconds.
 
-thread = WriterThread("records", writing)   # writing.take(job), flush() and leave() run in the thread
-thread.put(job, count)                      # returns at once: False if the queue is full, and the job is dropped
-is_written = thread.hurry()                 # flush soon; is_written() is True when all is written
-thread.finish()                             # waits until everything is written, or the disk does not respond
-thread.take_failure()                       # the exception that has ended the thread, if any
-
-The training thread touches no file and never waits for a disk, except in ``finish``, which has a deadline.
+The training thread touches no file and never waits for a disk, except in ``wait`` and ``finish``, which have a
+deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -58,19 +54,26 @@ class WriterThread(Generic[JobT]):
         what: the name of the file, for messages and for the thread.
         writing: writes the jobs.
         most_waiting: the number of values that may wait; a job with values is dropped while more wait.
+        unit: what :meth:`put` counts, for messages.
+
+    Attributes:
+        failure: the exception that has ended the thread, if any.
     """
 
-    def __init__(self, what: str, writing: Writing[JobT], most_waiting: int) -> None:
+    def __init__(
+        self, what: str, writing: Writing[JobT], most_waiting: float = math.inf, *, unit: str = "numbers"
+    ) -> None:
+        self.failure: BaseException | None = None
         self._what = what
         self._writing = writing
         self._most_waiting = most_waiting
+        self._unit = unit
         self._process = os.getpid()
         self._jobs: deque[tuple[JobT, int]] = deque()
         self._asked: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # also in the handler of a signal
         self._is_to_finish = False
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._has_lost = False
+        self._is_reported = False
         self._is_flushed = True  # what was taken; changed by this thread alone
         self._given = 0  # numbers, counted by the training's thread
         self._taken = self._written = 0  # numbers, counted by this thread
@@ -79,25 +82,25 @@ class WriterThread(Generic[JobT]):
 
     @property
     def waiting(self) -> int:
-        """The number of values that are not written yet."""
         return self._given - self._written
 
-    def put(self, job: JobT, count: int = 0) -> bool:
-        """Hand over a job.
+    @property
+    def queued(self) -> int:
+        """The number of values in memory: of jobs that wait, or are being taken."""
+        return 0 if self.failure is not None else self._given - self._taken
 
-        Args:
-            job: for :meth:`Writing.take`.
-            count: the numbers in it. A job without numbers is never dropped.
+    def put(self, job: JobT, count: int = 0) -> bool:
+        """Hand over a job with ``count`` numbers; a job without numbers is never dropped.
 
         Returns:
             False if the job is dropped because the disk is too slow. After a failure, and in a process that was forked
-            from this one, nothing happens.
+                from
+            this one, nothing happens.
         """
-        if self._failure is not None or os.getpid() != self._process:
+        if self.failure is not None or os.getpid() != self._process:
             return True
-        queued = self._given - self._taken
-        if count and queued > self._most_waiting:
-            self._drop(count, queued)
+        if count and self.queued > self._most_waiting:
+            self._drop(count, self.queued)
             return False
         self._jobs.append((job, count))
         self._given += count
@@ -129,10 +132,24 @@ class WriterThread(Generic[JobT]):
 
     @property
     def _is_idle(self) -> bool:
-        return not self._jobs and self._is_flushed and not self._has_lost  # in this order: a job is taken, then flushed
+        return (
+            not self._jobs and self._is_flushed and self.failure is None
+        )  # in this order: a job is taken, then flushed
 
-    def finish(self) -> None:
-        """Wait until everything is written, as long as there is progress within :data:`LONGEST_STILL` seconds.
+    def wait(self, is_done: Callable[[], bool], still: float = math.inf) -> bool:
+        """Wait until a condition holds, or the thread has ended; False after ``still`` seconds without progress."""
+        seen, since = self._progress, time.monotonic()
+        while self._thread is not None and self._thread.is_alive() and not is_done():
+            if self._progress != seen:
+                seen, since = self._progress, time.monotonic()
+            if time.monotonic() - since > still:
+                return False
+            self._thread.join(_PAUSE)
+        return True
+
+    def finish(self, still: float | None = None) -> None:
+        """Wait until everything is written, as long as there is progress within ``still`` or :data:`LONGEST_STILL`
+        seconds.
 
         Otherwise an error names the missing values, and the thread may still write while the process lives. After an
         interruption, a second call continues to wait.
@@ -141,17 +158,8 @@ class WriterThread(Generic[JobT]):
             return
         self._is_to_finish = True
         self.hurry()
-        seen, since = self._progress, time.monotonic()
-        while self._thread is not None and self._thread.is_alive():
-            if self._progress != seen:
-                seen, since = self._progress, time.monotonic()
-            left = since + LONGEST_STILL - time.monotonic()
-            if left <= 0:
-                break
-            self._thread.join(min(left, 1.0))
-        else:
-            if self._jobs and self._failure is None:
-                self._run()
+        if self.wait(lambda: False, LONGEST_STILL if still is None else still) and self._jobs and self.failure is None:
+            self._run()
         dropped, self._dropped = self._dropped, []
         if dropped:
             logger.warning(
@@ -163,16 +171,18 @@ class WriterThread(Generic[JobT]):
             )
         if self._thread is not None and self._thread.is_alive():
             logger.error(
-                "The disk does not answer: %s numbers that wait for the %s may be lost. The session ends without"
+                "The disk does not answer: %s %s that wait for the %s may be lost. The session ends without"
                 " waiting any longer. Check the disk of log_dir=.",
                 f"{self.waiting:,}",
+                self._unit,
                 self._what,
             )
 
     def take_failure(self) -> BaseException | None:
-        """Return the exception that has ended the thread, once."""
-        failure, self._failure = self._failure, None
-        return failure
+        if self.failure is None or self._is_reported:
+            return None
+        self._is_reported = True
+        return self.failure
 
     # ------------------------------------------------------------------ in the thread
 
@@ -191,13 +201,12 @@ class WriterThread(Generic[JobT]):
                     self._writing.leave()
                     return
         except BaseException as error:  # SystemExit, no memory, ...: in a thread nobody else would see it
-            self._failure, self._has_lost = error, True
+            self.failure = error
             self._jobs.clear()
             with contextlib.suppress(Exception):  # it is known to fail
                 self._writing.leave()
 
     def _wait(self) -> Iterable[threading.Event]:
-        """Wait for the next time; returns what to set when it is over."""
         asked = []
         with contextlib.suppress(queue.Empty):
             asked.append(self._asked.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))
@@ -221,7 +230,6 @@ class WriterThread(Generic[JobT]):
 
 
 def all_within(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
-    """Wait until everything is written, for at most some seconds; return whether it is."""
     until = time.monotonic() + seconds
     left = list(written)
     while left and time.monotonic() < until:

@@ -1,8 +1,5 @@
 """Advice for speed, ordered by the milliseconds it saves.
 
-    for advice in estimate_step(step, device).advice:
-        advice.text, advice.saves_ms, advice.interval, advice.patch
-
 Each saving is estimated alone, so savings do not add up: a layer kept in BF16 gains nothing from another recipe.
 """
 
@@ -38,7 +35,6 @@ _REMEDY: Mapping[Reason, str] = {
     Reason.BACKWARD_OVERRIDE: "leave out backward_override, which keeps the backward of {layers} in high precision",
     Reason.ENVIRONMENT: "unset the environment variable that keeps {layers} in high precision",
 }
-"""Reasons for high precision that a user can change -> what to do."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +59,6 @@ class Advice:
 def advise(
     times: Sequence[ProductTime], device: Device, alternative: str, *, table: Calibration | None = None
 ) -> list[Advice]:
-    """Return advice, the largest saving first.
-
-    Args:
-        times: the times of the step.
-        device: the device.
-        alternative: a recipe for layers in high precision; empty for none.
-        table: measured times.
-    """
     advice = [*_keep_high(times, device), *_other_recipe(times, device, table)]
     if alternative:
         advice += _low_instead(times, device, alternative, table)
@@ -79,7 +67,6 @@ def advise(
 
 
 def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]:
-    """Suggest BF16 for layers that low precision makes slower."""
     layers = layers_without_gain(times)
     of_layers = [time for time in times if time.layer in layers and time.is_low]
     if not of_layers:
@@ -98,7 +85,6 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
 
 
 def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibration | None) -> Iterator[Advice]:
-    """Suggest another FP8 recipe."""
     scatter = device.fitted.scatter
     of_recipe: dict[str, list[ProductTime]] = defaultdict(list)
     for time in times:
@@ -125,7 +111,6 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
 def _low_instead(
     times: Sequence[ProductTime], device: Device, recipe: str, table: Calibration | None
 ) -> Iterator[Advice]:
-    """Suggest low precision for layers with a removable reason for high precision."""
     of_reason: dict[Reason, list[Product]] = defaultdict(list)
     for time in times:
         reason = time.product.reason
@@ -151,7 +136,6 @@ def _low_instead(
 
 
 def _padding(times: Iterable[ProductTime], recipe: str, device: Device) -> str:
-    """Return which dimensions a recipe pads, as part of a sentence."""
     sizes: dict[str, None] = {}
     for time in times:
         shape = shape_of(time.product)

@@ -1,10 +1,5 @@
 """Times of a model's own shapes, measured on the device as Transformer Engine runs them.
 
-    table = calibrate(with_recipes(products, recipes))     # with CUDA events
-    table.write(Path("speed_calibration.json"))
-    table = Calibration.read(Path("speed_calibration.json"))
-    timed(with_recipes(products, recipes), device, table=table)   # with the model for missing times
-
 Three kinds of times: ``high`` is ``torch.matmul`` in BF16, ``gemm`` Transformer Engine's GEMM of quantized operands,
 and ``cast`` the quantizer of an operand in the directions that its GEMMs read. On a CPU the same code runs on the
 reference backend; those times are never used for a GPU.
@@ -35,7 +30,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_FILE = Path("speed_calibration.json")
 
 _REPEATS, _CALLS = 7, 10
-"""Measurements per time, and calls per measurement."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -52,8 +46,8 @@ class Calibration:
 
     Attributes:
         device: its name in ``torch.cuda.get_device_name``; ``cpu`` for the reference backend.
-        versions: versions of torch and Transformer Engine.
-        times: times by the keys of :func:`high_key`, :func:`gemm_key` and :func:`cast_key`.
+        versions: of torch and Transformer Engine.
+        times: by the keys of :func:`high_key`, :func:`gemm_key` and :func:`cast_key`.
     """
 
     device: str
@@ -66,11 +60,7 @@ class Calibration:
         return None if time is None else time.ms
 
     def check_device(self, device: Device) -> None:
-        """Check that the times were measured on a device.
-
-        Raises:
-            CalibrationError: they were measured on another one.
-        """
+        """Raise a CalibrationError if the times were measured on another device."""
         if not device.is_called(self.device):
             raise CalibrationError(
                 f"The table has times measured on {self.device!r}, not on {device.title}. Measure on that device with"
@@ -78,11 +68,7 @@ class Calibration:
             )
 
     def write(self, path: Path) -> None:
-        """Write the table as JSON, replacing the file.
-
-        Raises:
-            CalibrationError: it cannot be written.
-        """
+        """Write the table as JSON, replacing the file; raises CalibrationError."""
         try:
             new = path.with_name(f".{path.name}.new")
             new.write_bytes(_TABLE.dump_json(self, indent=1) + b"\n")
@@ -92,11 +78,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
-        """Read a table.
-
-        Raises:
-            CalibrationError: it cannot be read, or is not a valid table.
-        """
+        """Read a table; raises CalibrationError for an unreadable or invalid one."""
         try:
             return _TABLE.validate_json(path.read_bytes())
         except OSError as error:
@@ -115,17 +97,14 @@ _TABLE = TypeAdapter(Calibration)
 
 
 def high_key(shape: Shape) -> str:
-    """Return the key of a GEMM in BF16."""
     return f"high {shape}"
 
 
 def gemm_key(shape: Shape, recipe: str) -> str:
-    """Return the key of a GEMM of quantized operands."""
     return f"gemm {recipe} {shape}"
 
 
 def cast_key(recipe: str, operand: str, rows: int, columns: int, directions: tuple[bool, bool]) -> str:
-    """Return the key of a cast in the directions rowwise and columnwise."""
     words = [word for word, wanted in zip(("rowwise", "columnwise"), directions, strict=True) if wanted]
     return f"cast {recipe} {operand} {rows}x{columns} {'+'.join(words)}"
 
@@ -142,7 +121,7 @@ def calibrate(
     Args:
         products: products with their recipes, from :func:`~te_precision_callbacks.speed.expected.with_recipes`.
         device: ``cuda``, or ``cpu`` for the reference backend.
-        table: the table to extend; None for a new one.
+        table: the table to extend.
         report: called before each measurement with its key, its number and the number of measurements.
 
     Raises:
@@ -181,7 +160,6 @@ def calibrate(
 
 
 def _time_of(run: Callable[[], object], device: str) -> Time:
-    """Measure a call on a device, including all kernels it launches."""
     import torch
 
     run()
@@ -205,7 +183,6 @@ def _time_of(run: Callable[[], object], device: str) -> Time:
 
 
 def _wanted(products: Iterable[tuple[Product, str]], device: str) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Return the keys to measure -> a factory of the function to time."""
     wanted: dict[str, Callable[[], Callable[[], object]]] = {}
     low: dict[str, dict[str, tuple[Shape, str]]] = {}
     for product, recipe in products:
@@ -232,7 +209,6 @@ def _matmul(shape: Shape, device: str) -> Callable[[], object]:
 
 
 def _quantizer(recipe: str, operand: str, directions: tuple[bool, bool]) -> Any:
-    """Return a te.Linear's quantizer for an operand in a recipe with default arguments."""
     from transformer_engine.common import recipe as recipes
     from transformer_engine.pytorch.quantization import RecipeState
 

@@ -136,7 +136,6 @@ def _show_shapes(
     *,
     as_json: bool,
 ) -> None:
-    """Print expected times of linear layers."""
     if device is None:
         raise typer.BadParameter("shapes need a device, such as --device h200", param_hint="--device")
     if recipe is None:
@@ -168,12 +167,7 @@ def speed_of_step(
     calibrate: bool = False,
     table: Path | None = None,
 ) -> StepSpeed:
-    """Return the expected speed of a step, with measured times according to a command's options.
-
-    Raises:
-        SpeedError: as in :func:`~te_precision_callbacks.speed.estimate.estimate_step`.
-        CalibrationError: the table cannot be used, or this machine cannot measure.
-    """
+    """Return the expected speed of a step, with measured times according to a command's options."""
     from te_precision_callbacks.speed import calibration
     from te_precision_callbacks.speed.estimate import estimate_step
     from te_precision_callbacks.speed.expected import with_recipes

@@ -44,23 +44,19 @@ from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
 from te_precision_callbacks.speed.errors import SpeedError
 
 _HIGH_BYTES = 2
-"""Bytes of an element in BF16."""
 
 _LEAST_MS = 0.002
 """Time of the smallest kernel: torchao's ``roofline_utils.py``, measured on an H100."""
 
 _BYTES_OF_KERNEL = {HIGH: 2.0, "fp8": 1.0, "fp8_block": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Kernels -> bytes read per element of an operand."""
 
 _LARGEST = 2**31
-"""Limit of a GEMM's dimensions."""
 
 
 class Shape(NamedTuple):
-    """Shape of a GEMM: the result has m rows of n elements, each a sum of k products.
+    """Shape of a GEMM: the result has m rows of n elements, each a sum of k products; a call makes ``batch`` of them.
 
-    For a forward m is tokens, k in_features, and n out_features, and the text is tokens x in x out. A call makes
-    ``batch`` such products.
+    For a forward m is tokens, k in_features, and n out_features, and the text is tokens x in x out.
     """
 
     m: int
@@ -70,11 +66,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Parse m, k and n from a text such as ``15872x4096x12288``.
-
-        Raises:
-            SpeedError: the text is not a shape.
-        """
+        """Parse m, k and n from a text such as ``15872x4096x12288``; raises SpeedError for another text."""
         match = re.fullmatch(r"\s*(\d{1,10})\s*x\s*(\d{1,10})\s*x\s*(\d{1,10})\s*", text)
         sizes = [] if match is None else [int(size) for size in match.groups()]
         if not sizes or not all(0 < size < _LARGEST for size in sizes):
@@ -112,9 +104,8 @@ def cast_bytes(
 
     Args:
         recipe: one of :data:`~te_precision_callbacks.base.vocabulary.RECIPES`.
-        operand: the operand; a weight has blocks in two dimensions, and no Hadamard transform.
-        elements: number of elements, of two bytes each.
-        capability: compute capability of the GPU.
+        operand: a weight has blocks in two dimensions, and no Hadamard transform.
+        elements: of two bytes each.
         rowwise, columnwise: whether a GEMM reads its rows, and its columns.
     """
     directions = rowwise + columnwise
@@ -176,10 +167,8 @@ def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
 def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
     """Yield each operand that a layer casts, the first GEMM that reads it, and whether its rows and columns are cast.
 
-    Transformer Engine casts columns without rows neither of a gradient nor of an operand with one scale.
-
-    Args:
-        low: GEMMs of the layer that run in low precision -> their recipes.
+    Transformer Engine casts columns without rows neither of a gradient nor of an operand with one scale. ``low`` maps
+    the GEMMs in low precision to their recipes.
     """
     for operand in get_args(OperandName):
         rowwise, columnwise = ROWWISE[operand], COLUMNWISE[operand]
@@ -190,7 +179,6 @@ def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, 
 
 
 def operand_sizes(operand: OperandName, gemm: str, shape: Shape) -> tuple[int, int]:
-    """Return the rows and columns of an operand in memory, from the shape of a GEMM that reads it."""
     m, k, n = shape.m, shape.k, shape.n
     sizes = {
         ("activation", "fprop"): (m, k),

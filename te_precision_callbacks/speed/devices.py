@@ -29,7 +29,6 @@ from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.speed.errors import DeviceError, SpeedError, why_unreadable
 
 HIGH = "bf16"
-"""The kernels of products in high precision."""
 
 KERNEL_OF_RECIPE: Mapping[str, str] = {
     "fp8_delayed_scaling": "fp8",
@@ -65,7 +64,6 @@ class Constants(BaseModel):
     """Constants measured on one device, and used for similar devices.
 
     Attributes:
-        measured_on: the title of the measured device.
         kernel: kernels (:data:`KERNEL_OF_RECIPE`, and ``bf16``) -> share of the peak.
         cast: recipe -> share of the memory bandwidth reached by its casts.
         launch_ms: milliseconds of each kernel of a cast in addition to its bytes.
@@ -130,11 +128,7 @@ class Device(BaseModel):
         return name in (self.title, *self.reported_as)
 
     def check_recipe(self, recipe: str) -> None:
-        """Check that the device runs a recipe.
-
-        Raises:
-            SpeedError: the recipe is unknown, the device does not run it, or its speed is unknown.
-        """
+        """Raise a SpeedError if the recipe is unknown, the device does not run it, or its speed is unknown."""
         if recipe not in RECIPES:
             from te_precision_callbacks.config.problems import suggestion  # readers load no configs
 
@@ -182,16 +176,11 @@ def known_devices() -> Mapping[str, Device]:
 
 @functools.cache
 def constants() -> Mapping[str, Constants]:
-    """Return the measured constants by name."""
     return {name: Constants.model_validate(fields) for name, fields in _read("constants.yaml").items()}
 
 
 def device_named(name: str) -> Device:
-    """Return a device by its name or the path of a device file.
-
-    Raises:
-        DeviceError: the device is unknown, or the file is invalid.
-    """
+    """Return a device by its name or the path of a device file; raises DeviceError."""
     if name.endswith((".yaml", ".yml")):
         return _from_file(Path(name).expanduser())
     word = name.lower().replace("-", "_").replace(" ", "_").removeprefix("nvidia_")

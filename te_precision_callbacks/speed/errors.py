@@ -22,7 +22,6 @@ class TraceError(PrecisionDebugError, ValueError):
 
 
 def why_unreadable(error: OSError | ValueError) -> str:
-    """Return why a user's file cannot be read."""
     if isinstance(error, OSError):
         return (error.strerror or str(error)).lower()
     return "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"it is not valid ({error})"

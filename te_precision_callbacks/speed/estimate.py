@@ -1,8 +1,4 @@
-"""Expected speed of a step: its products, their total, and advice.
-
-speed = estimate_step(step_of_run(open_run("logs")), device_named("h200"))
-speed.times, speed.total, speed.advice, speed.notes
-"""
+"""Expected speed of a step: its products, their total, and advice."""
 
 from __future__ import annotations
 
@@ -116,7 +112,6 @@ class LayerRow:
     """A table row for layers that are alike.
 
     Attributes:
-        layers: their names.
         shapes: tokens x in x out of their products.
         recipes: their recipe, or the recipes of their GEMMs.
         times: of all layers together; the interval is for one layer.
@@ -135,12 +130,7 @@ class LayerRow:
 
 
 def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> list[LayerRow]:
-    """Return a row for each kind of layer, longest first.
-
-    Args:
-        speed: the expected speed.
-        measured: layer -> measured milliseconds of its GEMMs and casts.
-    """
+    """Return a row for each kind of layer, longest first; ``measured``: layer -> ms of its GEMMs and casts."""
     without_gain = layers_without_gain(speed.times)
     layers: dict[str, list[ProductTime]] = defaultdict(list)
     for time in speed.times:
@@ -174,7 +164,6 @@ def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
 
 
 def _reasons(time: ProductTime) -> Iterable[str]:
-    """Yield the reason for high precision, and how the mask of attention counts."""
     if not time.recipe and time.product.why:
         yield time.product.why
     share = time.product.mask_share
@@ -201,7 +190,6 @@ def notes_of_shapes(shapes: Iterable[Shape], recipe: str, device: Device) -> lis
 
 
 def _notes(times: Sequence[ProductTime], device: Device) -> Iterable[str]:
-    """Return notes on the limits of expected times."""
     if not device.is_measured and any(time.is_low and time.source == "model" for time in times):
         yield (
             f"The constants were measured on {device.fitted.measured_on}, not on {device.title}, which widens the"

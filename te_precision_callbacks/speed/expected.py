@@ -1,10 +1,5 @@
 """Expected times of products, in BF16 and as they run, with a confidence interval of the speed-up.
 
-    times = timed(with_recipes(products, recipes), device)     # of a plan or a run
-    for time in times:
-        time.layer, time.gemm, time.high_ms, time.low_ms, time.speedup, time.interval, time.verdict
-    total(times, device).speedup
-
 The input, the weight and the gradient of a layer are cast once for its three GEMMs, in the directions that its GEMMs in
 low precision read: the weight once per optimizer step, as with ``is_first_microbatch``, and the others in each
 micro-batch. A cast counts with the first GEMM that reads it: the input and the weight with fprop, the gradient with
@@ -39,15 +34,12 @@ Source = Literal["model", "calibrated"]
 Verdict = Literal["faster", "slower", "not resolved", "unknown"]
 
 Interval: TypeAlias = tuple[float, float]
-"""A 95 % confidence interval."""
 
 _NORMAL = 1.96
-"""Quantile of a normal distribution for a 95 % interval."""
 
 _UNKNOWN_INTERVAL = math.nan, math.nan
 
 UNKNOWN = "unknown"
-"""Recipe of a product in low precision whose recipe is unknown."""
 
 
 @dataclass(frozen=True)
@@ -109,17 +101,14 @@ class ProductTime(Times):
 
     @property
     def layer(self) -> str:
-        """The layer of the product."""
         return self.product.layer
 
     @property
     def gemm(self) -> str:
-        """The GEMM of the product."""
         return self.product.gemm
 
     @property
     def shape(self) -> Shape:
-        """The shape of one call."""
         return shape_of(self.product)
 
     @property
@@ -129,7 +118,6 @@ class ProductTime(Times):
         return str(Shape(*layer_sizes(product.gemm, product.n, product.m, product.k), product.batch))
 
     def as_json(self) -> dict[str, object]:
-        """Return a row of ``te-precision speed --json``; m, n and k as in :class:`Shape`."""
         names = {"layer": self.layer, "gemm": self.gemm, "m": self.shape.m, "n": self.shape.n, "k": self.shape.k}
         figures = self.figures()
         if not self.is_low:
@@ -153,14 +141,8 @@ class Total(Times):
 
 
 def recipe_of_product(product: Product, given: str = "") -> str:
-    """Return the recipe of a product, from its operands' formats or as given.
-
-    Args:
-        product: the product.
-        given: the recipe of its layer, as in ``GemmPrecision.recipe``; empty if unknown.
-
-    Returns:
-        One of :data:`RECIPES`; empty in high precision; :data:`UNKNOWN` for FP8 with one scale of an unknown recipe.
+    """Return the recipe of a product, from its operands' formats or as given for its layer: one of :data:`RECIPES`;
+    empty in high precision; :data:`UNKNOWN` for FP8 with one scale of an unknown recipe.
     """
     if not product.is_low:
         return ""
@@ -176,9 +158,7 @@ def recipe_of_product(product: Product, given: str = "") -> str:
 def with_recipes(products: Iterable[Product], recipes: Mapping[str, str] | str) -> list[tuple[Product, str]]:
     """Return the products that take time, and the recipe of each.
 
-    Args:
-        products: products of a coverage, a plan or a recorded run; sizes are local to the rank.
-        recipes: layer -> its recipe, or one for all; needed for FP8 with one scale.
+    ``recipes``: layer -> its recipe, or one for all; needed for FP8 with one scale.
     """
     return [
         (product, recipe_of_product(product, recipes if isinstance(recipes, str) else recipes.get(product.layer, "")))
@@ -190,15 +170,10 @@ def with_recipes(products: Iterable[Product], recipes: Mapping[str, str] | str) 
 def timed(
     products: Iterable[tuple[Product, str]], device: Device, *, table: Calibration | None = None
 ) -> list[ProductTime]:
-    """Return the expected times of products, grouped by layer.
+    """Return the expected times of products, grouped by layer; raises SpeedError for a recipe that the device does not
+    run.
 
-    Args:
-        products: products, and the recipe of each; empty for high precision.
-        device: the device, which need not be on this machine.
-        table: times measured on the device, which take precedence over the model's.
-
-    Raises:
-        SpeedError: the device does not run a recipe.
+    Times of ``table`` take precedence over the model's.
     """
     layers: dict[str, list[tuple[Product, str]]] = defaultdict(list)
     for product, recipe in products:
@@ -217,7 +192,6 @@ def timed(
 
 
 def layers_without_gain(times: Iterable[ProductTime]) -> set[str]:
-    """Return the layers that take at least as long in low precision, including casts, as in BF16."""
     added: dict[str, float] = defaultdict(float)
     for time in times:
         if time.is_low:
@@ -251,7 +225,6 @@ def _time_of(
     device: Device,
     table: Calibration | None,
 ) -> ProductTime:
-    """Return the time of a product, including the casts that count with it."""
     shape, count = shape_of(product), _calls_of(product)
     measured_high, measured_low = (
         None if table is None else table.times.get(key) for key in (high_key(shape), gemm_key(shape, recipe))
@@ -287,7 +260,6 @@ def _calls_of(product: Product) -> float:
 def _casts_of_layer(
     layer: Iterable[tuple[Product, str]], device: Device, table: Calibration | None
 ) -> dict[str, tuple[float, float | None]]:
-    """Return GEMM -> the time of its casts, as modeled and as measured; None if one was not measured."""
     low = {product.gemm: (product, recipe) for product, recipe in layer if recipe in RECIPES and product.gemm in GEMMS}
     casts: dict[str, tuple[float, float | None]] = {}
     for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in low.items()}):
@@ -309,13 +281,12 @@ def speedup_interval(
 ) -> Interval:
     """Return the interval of a speed-up, from the scatter of published times around the model.
 
-    Errors of kernels and casts are relative, and independent between parts, and each run adds an error. The interval
-    is symmetric in the logarithm. Constants measured on another device add the error of that transfer.
+    Errors of kernels and casts are relative, and independent between parts, and each run adds an error. The interval is
+    symmetric in the logarithm. Constants measured on another device add the error of that transfer.
 
     Args:
         high, low: the time in BF16 and as it runs, in milliseconds.
         parts: time in BF16, of the kernel in low precision, and of the casts, for products with independent errors.
-        device: the device.
         measured: the variance of measured times that ``low`` includes, in square milliseconds.
     """
     scatter = device.fitted.scatter

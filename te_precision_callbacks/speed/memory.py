@@ -1,10 +1,5 @@
 """Memory that low precision adds to a model's layers, and that it saves, planned from the modules without running them.
 
-    memory = plan_memory(model, named_te_modules(model), recipe, tokens=4096)
-    memory.bytes("saved_codes", layer="fc1")     # Bytes(low, high)
-    memory.added(lives="always")                 # bytes that low precision adds from step to step
-    show(memory)
-
 The saved tensors were read from Transformer Engine 2.20.2. M are the tokens of a forward, K a layer's inputs, N its
 outputs, F the inputs of fc2, b the bytes of a number in high precision:
 
@@ -61,7 +56,6 @@ KINDS: Mapping[str, str] = {
     "scaling_state": "scales and amax history of delayed scaling",
     "gradient_codes": "codes and scales of the gradient of the output",
 }
-"""Kind of bytes -> its description."""
 
 Lives = Literal["always", "to_backward", "in_backward"]
 """Lifetime of bytes: from step to step; from a layer's forward to its backward; only in its backward."""
@@ -89,8 +83,6 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one kind in a layer, in the planned precision and in high precision."""
-
     layer: str
     kind: str
     low: int
@@ -103,7 +95,6 @@ class Memory:
     """Memory of a model's layers on one rank.
 
     Attributes:
-        rows: bytes by layer and kind.
         recipe: as in :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; empty for none or several.
         capability: compute capability of the planned GPU.
         tokens: tokens of one forward; None if unknown.
@@ -169,8 +160,6 @@ def plan_memory(
     GroupedLinear share the tokens equally.
 
     Args:
-        model: the model, on any device.
-        modules: its modules of Transformer Engine.
         recipe: one of Transformer Engine's recipes; None for high precision.
         tokens: tokens of one forward on this rank; None if unknown.
         cached: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
@@ -219,7 +208,6 @@ class _Linear:
     Attributes:
         quantizers: tensor -> its quantizer; empty in high precision.
         shape: of its weight: N outputs, K inputs.
-        itemsize: bytes of a number in high precision.
         rows: rows of its input in each call; empty if unknown.
         trained: whether its weight needs a gradient.
         primary: whether its weight is a quantized parameter.
@@ -236,18 +224,11 @@ class _Linear:
 
     @property
     def override(self) -> str | None:
-        """The recipe's high precision for the backward."""
         return None if self.recipe is None else self.recipe.backward_override
 
 
 @dataclass
 class _MemoryPlanner:
-    """Plans modules one by one. The first attributes are arguments of :func:`plan_memory`.
-
-    Attributes:
-        trains: whether there is a backward.
-    """
-
     recipe: Any
     tokens: int | None
     recipes: Mapping[str, Any]
@@ -259,7 +240,6 @@ class _MemoryPlanner:
     quantizers: MadeQuantizers = field(default_factory=MadeQuantizers)
 
     def plan(self, module: Any, layers: Sequence[str]) -> None:
-        """Plan a module of Transformer Engine."""
         before = len(self.rows)
         try:
             linears = self._linears(module, layers)
@@ -274,7 +254,6 @@ class _MemoryPlanner:
             self.not_planned |= dict.fromkeys(layers, str(error))
 
     def plan_torch_linear(self, path: str, module: torch.nn.Linear) -> None:
-        """Plan a linear layer of torch."""
         for parameter in module.parameters(recurse=False):
             self._parameter(path, parameter)
         if self.trains and module.weight.requires_grad:
@@ -317,7 +296,6 @@ class _MemoryPlanner:
             self._parameter(linear.layer, parameter, planned_bytes(quantizer, shape, columnwise=columnwise))
 
     def _parameter(self, layer: str, parameter: torch.Tensor, codes: int = 0) -> None:
-        """Plan a parameter, or the codes that replace it, and its gradient."""
         high = parameter.numel() * parameter.dtype.itemsize
         self._add(layer, "parameter", 0 if codes else high, high, "always")
         self._add(layer, "weight_codes", codes, 0, "always")
@@ -325,7 +303,6 @@ class _MemoryPlanner:
             self._add_high(layer, "gradient", high, "always")
 
     def _codes_of(self, linear: _Linear, *, recomputed: bool) -> None:
-        """Plan the scaling state, the codes of a weight in high precision, and the gradient of the output."""
         if not linear.quantizers:
             return
         if linear.recipe.delayed():
@@ -361,13 +338,7 @@ class _MemoryPlanner:
     def _saved_operand(
         self, linear: _Linear, *, original: bool = False, rowwise: bool = False, columnwise: bool = True
     ) -> None:
-        """Plan the saved operand of wgrad.
-
-        Args:
-            linear: the layer.
-            original: whether it is saved in high precision.
-            rowwise, columnwise: the directions of its codes if the backward is quantized.
-        """
+        """Plan the saved operand of wgrad; ``original``: it is saved in high precision."""
         if not linear.trained:
             return
         inputs = linear.shape[1]
@@ -398,7 +369,6 @@ class _MemoryPlanner:
 
 
 def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Sequence[Any]]:
-    """Return the weights of each layer of a module."""
     weights: dict[str, list[Any]] = defaultdict(list)
     for name, parameter in module.named_parameters(recurse=False):
         if is_weight(name, parameter):
@@ -410,7 +380,6 @@ def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Seq
 
 
 def layer_of_parameter(name: str, layers: Sequence[str]) -> str:
-    """Return the layer of a module that a parameter belongs to, by its name in the module."""
     if len(layers) == 1:
         return layers[0]
     if name.startswith("fc2"):
@@ -420,7 +389,6 @@ def layer_of_parameter(name: str, layers: Sequence[str]) -> str:
 
 
 def is_weight(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter of a module is the weight of a GEMM, by its name and dimensions."""
     return parameter.ndim > 1 and "bias" not in name
 
 

@@ -18,12 +18,10 @@ _MOST_NAMES = 4
 
 
 def milliseconds(value: float) -> str:
-    """Format a time in milliseconds with three digits."""
     return "unknown" if math.isnan(value) else f"{value:.3f}" if value < 100 else f"{value:,.0f}"
 
 
 def times_faster(speedup: float, interval: Interval) -> str:
-    """Format a speed-up with its interval: ``1.47 (1.20 to 1.80)``."""
     if math.isnan(speedup):
         return "unknown"
     return f"{speedup:.2f}" + ("" if math.isnan(interval[0]) else f" ({interval[0]:.2f} to {interval[1]:.2f})")
@@ -41,7 +39,6 @@ def in_short(speed: StepSpeed) -> str:
 
 
 def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:
-    """Print a row for each kind of layer, with measured times if known."""
     terminal.show_text(f"{speed.device.title}. Expected times, in milliseconds per step.")
     columns = ["layer", "tokens x in x out", "recipe", "BF16", "as it runs", "casts"]
     columns += ["measured"] if measured else []
@@ -78,7 +75,6 @@ def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
 
 
 def show_step(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> None:
-    """Print the expected speed of a step: its layers, advice and notes."""
     show_times(speed, measured)
     terminal.show_text("")
     if not speed.advice:
@@ -93,7 +89,6 @@ def show_step(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> 
 
 
 def show_run(known: RunSpeed) -> None:
-    """Print the speed of a run: expected and measured times, and the measured step."""
     if known.expected is not None:
         show_step(known.expected, known.measured_layers)
     if known.measured is not None:

@@ -1,11 +1,7 @@
 """Speed of a recorded run: expected times and measured ones.
 
-    step = step_of_run(open_run("logs"))
-    speed = run_speed(open_run("logs"), estimate_step, device="h200")
-    speed.expected, speed.measured, speed.notes
-
-Expected and measured times are shown side by side, never mixed: the model's errors are largely the same in BF16 and in
-low precision, so they cancel in an expected speed-up, but would not if one side were measured.
+They are shown side by side, never mixed: the model's errors are largely the same in BF16 and in low precision, so they
+cancel in an expected speed-up, but would not if one side were measured.
 """
 
 from __future__ import annotations
@@ -34,11 +30,7 @@ from te_precision_callbacks.speed.trace import MeasuredStep, TraceError, measure
 
 
 def step_of_run(run: RecordedRun) -> Step:
-    """Return the last step of a run.
-
-    Raises:
-        SpeedError: the run has no products.
-    """
+    """Return the last step of a run; raises SpeedError for a run without products."""
     rows = list(recorded_products(at_the_end(run.gemms), at_the_end(run.operands)))
     products = [product for _, product in rows]
     scopes = {row["scope"] or "" for row, _ in rows if row["macs"]}
@@ -65,11 +57,7 @@ def step_of_run(run: RecordedRun) -> Step:
 
 
 def device_of_run(run: RecordedRun) -> Device:
-    """Return the device of a run.
-
-    Raises:
-        DeviceError: the run names no GPU, an unknown one, or several.
-    """
+    """Return the device of a run; raises DeviceError if it names no GPU, an unknown one, or several."""
     names = list(dict.fromkeys(segment.facts.get("gpu") for segment in run.segments))
     if len(names) > 1:
         listed = ", ".join(str(gpu or "no GPU") for gpu in names)
@@ -92,10 +80,8 @@ class RunSpeed:
     """Speed of a run.
 
     Attributes:
-        expected: expected times; None if there are none.
         why_not: the reason for no expected times.
         measured: the times of a step in a trace; None without one.
-        trace: the trace.
         trace_problem: the reason why the run's own trace cannot be used; empty if it can.
         notes: unknown facts with their reasons; unreadable parts of the run come first.
     """
@@ -131,7 +117,6 @@ class RunSpeed:
         return dict(sums)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON object of ``te-precision speed RUN``."""
         facts: dict[str, Any] = {"device": None, "products": [], "total": None, "advice": [], "notes": []}
         if self.expected is not None:
             facts = self.expected.as_json()
@@ -149,16 +134,13 @@ def run_speed(
     """Return the speed of a run.
 
     Args:
-        run: the run.
         expect: estimates a step for a device.
         device: the device for expected times; None for the run's own GPU.
         trace: a trace of the run; None for the last one recorded with ``profile=``.
         most_trace_bytes: size limit for the run's own trace.
 
     Raises:
-        DeviceError: the given device is unknown.
-        CalibrationError: measured times cannot be used.
-        TraceError: the given trace cannot be read.
+        DeviceError, CalibrationError, TraceError: the given device, measured times or trace cannot be used.
     """
     expected, why_not = None, None
     chosen = device_named(device) if isinstance(device, str) else device

@@ -8,5 +8,4 @@ MOST_FINDINGS = 5
 
 
 def more_findings(count: int) -> str:
-    """The number of findings left out of an output; empty for none."""
     return f"and {many(count - MOST_FINDINGS, 'more finding')}" if count > MOST_FINDINGS else ""

@@ -17,12 +17,11 @@ from te_precision_callbacks.runs import RunWriter
 from tests.compare.recorded import Values, record
 
 STEPS = 20
-EVIL = 'fc<script>"/../\x1b[31m[bold]'
 
 
-def values(factor: float = 1.0, name: str = "fc2") -> Values:
-    found = {(layer, "weight", "cur_amax"): np.linspace(1, 2, STEPS) for layer in ("fc1", name, "fc3")}
-    found[name, "weight", "cur_amax"][8:] *= factor
+def values(factor: float = 1.0) -> Values:
+    found = {(layer, "weight", "cur_amax"): np.linspace(1, 2, STEPS) for layer in ("fc1", "fc2", "fc3")}
+    found["fc2", "weight", "cur_amax"][8:] *= factor
     return found
 
 
@@ -79,15 +78,6 @@ def test_a_page(folder: Path) -> None:
     assert "cannot be written" in refusal(folder / "a", folder / "b", "--report", folder / "folder.html")
     assert "there is no folder" in refusal(folder / "a", folder / "b", "--report", folder / "new" / "compare.html")
     assert "Name it" in refusal(folder / "a", folder / "b", "--report", folder / "compare.png")
-
-
-def test_names_of_layers_do_no_harm(tmp_path: Path) -> None:
-    record(tmp_path / "a", values(name=EVIL))
-    record(tmp_path / "b", values(4.0, name=EVIL))
-    result = compare(tmp_path / "a", tmp_path / "b")
-    assert result.exit_code == 1
-    assert "\x1b" not in result.output
-    assert 'fc<script>"/../\\x1b[31m[bold]' in result.output
 
 
 def no_run(folder: Path) -> Path:

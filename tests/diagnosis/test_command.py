@@ -16,6 +16,7 @@ from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.known import KnownFindingsError, known_line, read_known
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
+from tests.diagnosis.conftest import Planted
 from tests.diagnosis.planted import train
 
 
@@ -30,15 +31,8 @@ def refusal(*arguments: object) -> str:
     return str(error)
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("planted")
-    train(folder)
-    return folder
-
-
-def test_json(planted: Path) -> None:
-    told = json.loads(called("diagnose", planted, "--json").output)
+def test_json(planted: Planted) -> None:
+    told = json.loads(called("diagnose", planted.folder, "--json").output)
     assert told["verdict"].startswith("Problems found: 1 warning (")
     assert told["judged"] > 5
     (finding,) = told["findings"]
@@ -86,10 +80,10 @@ def test_a_run_without_numbers_and_a_plain_log(tmp_path: Path) -> None:
     ("line", "code"),
     [("sibling", 0), ("sibling 4.*", 0), ("sibling 5.*", 1), ("# sibling", 1), ("overflow", 1)],
 )
-def test_known_findings(planted: Path, tmp_path: Path, line: str, code: int) -> None:
+def test_known_findings(planted: Planted, tmp_path: Path, line: str, code: int) -> None:
     known = tmp_path / "known.txt"
     known.write_text(f"# known\n\n{line}\n")
-    result = called("diagnose", planted, "--known", known)
+    result = called("diagnose", planted.folder, "--known", known)
     assert result.exit_code == code
     unused = "no finding is left out by" in " ".join(result.output.split())
     assert unused == (code == 1 and not line.startswith("#")), "a line for a finding that is no more is named"
@@ -121,25 +115,27 @@ def test_lines_of_a_rule_cover_a_finding_together(tmp_path: Path, lines: list[st
     assert (len(left), count, bool(unused)) == ((0, 1, False) if known else (1, 0, True))
 
 
-def test_the_line_of_a_finding_leaves_it_out(planted: Path, tmp_path: Path) -> None:
+def test_the_line_of_a_finding_leaves_it_out(planted: Planted, tmp_path: Path) -> None:
     """Also that of many layers, which a sentence shortens."""
     many = finding_of(*(f"h.{number}.fc1" for number in range(0, 40, 2)), *(f"x{chr(97 + n)}" for n in range(20)))
     for finding in (many, finding_of(), finding_of("a, b")):
         (tmp_path / "known.txt").write_text(known_line(finding))
         assert read_known(tmp_path / "known.txt").leave_out(Verdict((finding,)))[1] == 1, known_line(finding)
-    printed = next(line for line in called("diagnose", planted).output.splitlines() if line.startswith("  known: "))
+    printed = next(
+        line for line in called("diagnose", planted.folder).output.splitlines() if line.startswith("  known: ")
+    )
     (tmp_path / "known.txt").write_text(printed.removeprefix("  known: "))
-    result = called("diagnose", planted, "--known", tmp_path / "known.txt")
+    result = called("diagnose", planted.folder, "--known", tmp_path / "known.txt")
     assert (result.exit_code, "leaves out 1 known finding." in " ".join(result.output.split())) == (0, True)
     (tmp_path / "known.txt").write_text("hole h.{0,2,4,6 and 16 more}.fc1")
     with pytest.raises(KnownFindingsError, match="does not name all of its layers"):
         read_known(tmp_path / "known.txt")
 
 
-def test_wrong_known_findings(planted: Path, tmp_path: Path) -> None:
+def test_wrong_known_findings(planted: Planted, tmp_path: Path) -> None:
     known = tmp_path / "known.txt"
     known.write_text("\nsiblings\n")
-    told = refusal("diagnose", planted, "--known", known)
+    told = refusal("diagnose", planted.folder, "--known", known)
     assert f"{known}:2: there is no rule 'siblings'. Did you mean 'sibling'?" in told
     for name, why in (
         ("missing.txt", "No such file"),
@@ -147,7 +143,7 @@ def test_wrong_known_findings(planted: Path, tmp_path: Path) -> None:
         ("binary", "can't decode byte 0xff"),
     ):
         (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-        told = refusal("diagnose", planted, "--known", tmp_path / name)
+        told = refusal("diagnose", planted.folder, "--known", tmp_path / name)
         assert f"--known {tmp_path / name} cannot be read: " in told
         assert why in told
         assert "Errno" not in told

@@ -26,37 +26,29 @@ from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.runs.answers import outcome_in_words
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.closing import closing_lines
-from te_precision_callbacks.sinks.metrics import MetricSelection
-from te_precision_callbacks.sinks.step_records import StepRecords
-from tests.conftest import Keeper, statistics
+from tests.conftest import statistics
+from tests.diagnosis.conftest import Planted
 from tests.diagnosis.planted import train
 
 LAYER = "4.fc"
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, InspectSession]:
-    folder = tmp_path_factory.mktemp("planted")
-    return folder, train(folder)
-
-
-def test_the_block_is_found(planted: tuple[Path, InspectSession]) -> None:
-    _, session = planted
-    first = session.findings[0]
+def test_the_block_is_found(planted: Planted) -> None:
+    first = planted.session.findings[0]
     assert (first.rule, first.layers, first.tensor, first.since) == ("sibling", (LAYER,), "gradient", 0)
-    assert not session.healthy
-    assert repr(session.findings) == f"<Verdict: {session.findings}>"
+    assert not planted.session.healthy
+    assert repr(planted.session.findings) == f"<Verdict: {planted.session.findings}>"
 
 
-def test_a_replay_finds_the_same(planted: tuple[Path, InspectSession]) -> None:
-    folder, session = planted
+def test_a_replay_finds_the_same(planted: Planted) -> None:
+    folder, session, *_ = planted
     assert diagnose(folder) == session.findings
     kinds = [row["kind"] for row in open_run(folder).events.to_pylist()]
     assert kinds.count("finding") == len(session.findings)
 
 
-def test_the_verdict_needs_no_records(tmp_path: Path, planted: tuple[Path, InspectSession]) -> None:
-    assert train(tmp_path, records="off", statistics_log="off").findings == planted[1].findings
+def test_the_verdict_needs_no_records(tmp_path: Path, planted: Planted) -> None:
+    assert train(tmp_path, records="off", statistics_log="off").findings == planted.session.findings
 
 
 def test_a_healthy_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -91,41 +83,18 @@ def test_a_run_that_fails_in_its_first_step_counts_the_same_rules(tmp_path: Path
     assert "stale-scale" not in {each.rule for each in running.findings.not_judged}
 
 
-def test_each_finding_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, steps=51)
-    said = [record for record in caplog.records if "(sibling" in record.message]
-    assert len(said) == 1
-    assert said[0].levelno == logging.WARNING
-    assert said[0].message.startswith(f"Warning: gradient of {LAYER}: ")
-    assert "te-precision rules sibling" in said[0].message
+def test_each_finding_is_said_once(planted: Planted) -> None:
+    (said,) = [record for record in planted.log if "(sibling" in record.getMessage()]
+    assert said.levelno == logging.WARNING
+    assert said.getMessage().startswith(f"Warning: gradient of {LAYER}: ")
+    assert "te-precision rules sibling" in said.getMessage()
 
 
-class Metrics(Keeper):
-    """Keeps what loggers would get."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.select = MetricSelection()
-        self.found: dict[int, dict[str, float]] = {}
-
-    def write(self, records: StepRecords) -> None:
-        self.found[records.iteration] = self.select(records)
-
-
-def test_metrics_count_findings(tmp_path: Path) -> None:
-    metrics = Metrics()
-    train(tmp_path, 3, sinks=[metrics])
-    assert [metrics.found[step]["te/findings"] for step in (0, 1)] == [0.0, 0.0]
-    assert "te/findings/sibling" not in metrics.found[1]
-    assert (metrics.found[2]["te/findings"], metrics.found[2]["te/findings/sibling"]) == (1.0, 1.0)
-
-
-@pytest.mark.parametrize("on_finding", ["stop", "stop: warning", "stop: nonfinite, sibling"])
-def test_a_finding_stops_the_training(tmp_path: Path, on_finding: str) -> None:
-    with pytest.raises(PrecisionFindingError, match=f"gradient of {LAYER}") as caught:
-        train(tmp_path, steps=31, on_finding=on_finding)
-    assert [finding.rule for finding in caught.value.findings] == ["sibling"]
-    assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
+def test_metrics_count_findings(planted: Planted) -> None:
+    metrics = planted.metrics
+    assert [metrics[step]["te/findings"] for step in (0, 1)] == [0.0, 0.0]
+    assert "te/findings/sibling" not in metrics[1]
+    assert (metrics[2]["te/findings"], metrics[2]["te/findings/sibling"]) == (1.0, 1.0)
 
 
 def test_a_finding_after_the_last_step_stops_the_run_at_its_end(tmp_path: Path) -> None:
@@ -243,15 +212,13 @@ def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path)
         assert "observation: in step 12, the optimizer has stepped, but all observed layers are in" in verdict.summary
 
 
-def test_a_severity_stands_for_those_that_are_worse(tmp_path: Path) -> None:
-    (warning,) = train(tmp_path, 3).findings
+def test_a_severity_stands_for_those_that_are_worse(planted: Planted) -> None:
+    (warning,) = planted.session.findings
     error, note = (dataclasses.replace(warning, severity=severity, rule="") for severity in ("error", "note"))
+    assert reads_stop("stop: nonfinite, sibling")(warning)
+    assert not reads_stop("stop: error, overflow")(warning)
     assert [reads_stop("stop: warning")(one) for one in (error, warning, note)] == [True, True, False]
     assert [reads_stop("stop: error")(one) for one in (error, warning, note)] == [True, False, False]
-
-
-def test_other_findings_do_not_stop_it(tmp_path: Path) -> None:
-    assert len(train(tmp_path, on_finding="stop: error, overflow").findings) == 1
 
 
 def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -282,7 +249,10 @@ def test_a_finding_that_stops_is_told_by_the_error_and_at_the_end(
     with pytest.raises(PrecisionFindingError) as caught:
         train(tmp_path, steps=31, on_finding="stop")
     (finding,) = caught.value.findings
+    assert finding.rule == "sibling"
+    assert f"gradient of {LAYER}" in str(caught.value)
     assert finding.seen in str(caught.value)
+    assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"te-precision: stopped: {finding.in_short}, by on_finding="
     assert lines[1].startswith("te-precision: Problems found: 1 warning (")

@@ -283,10 +283,9 @@ def _zero_gradient(weight: torch.Tensor) -> None:
     weight.grad.zero_()
 
 
-@pytest.mark.parametrize("blocks", [2, 6])
-def test_gradients_that_are_0_at_the_step(tmp_path: Path, blocks: int) -> None:
+def test_gradients_that_are_0_at_the_step(tmp_path: Path) -> None:
     """AdamW's weight decay still changes every weight."""
-    model = Model(blocks)
+    model = Model()
     for weight in model.parameters():
         weight.register_post_accumulate_grad_hook(_zero_gradient)
     verdict = train(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -315,17 +314,13 @@ def test_a_loop_without_an_optimizer(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- missing gradients
 
 
-@pytest.mark.parametrize("blocks", [2, 6])
-def test_a_block_that_is_cut_off(tmp_path: Path, blocks: int) -> None:
-    model = Model(blocks)
+def test_a_block_that_is_cut_off(tmp_path: Path) -> None:
+    model = Model()
     model.blocks[1].cut = True
-    verdict = train(tmp_path / "planted", model, adamw(model))
-    (found,) = of_parameters(verdict)
+    (found,) = of_parameters(train(tmp_path, model, adamw(model)))
     assert (found.rule, found.severity, found.since) == ("missing-gradient", "warning", 0)
     assert found.layers == ("blocks.1.fc1", "blocks.1.fc2")
     assert "blocks.1.fc1.layer_norm_weight and 5 more parameters received no gradient in" in found.seen
-    model.blocks[1].cut = False
-    assert not of_parameters(train(tmp_path / "mended", model, adamw(model)))
 
 
 def test_an_optimizer_that_no_longer_steps(tmp_path: Path) -> None:
@@ -343,10 +338,9 @@ def test_an_optimizer_that_no_longer_steps(tmp_path: Path) -> None:
     assert found.layers == ()
 
 
-@pytest.mark.parametrize("blocks", [2, 6])
-def test_a_block_that_is_cut_off_later(tmp_path: Path, blocks: int) -> None:
+def test_a_block_that_is_cut_off_later(tmp_path: Path) -> None:
     """From step 8 on, in a run of 25 steps; each second step of another block is cut, which is not a problem."""
-    model = Model(blocks)
+    model = Model()
     loss = language_loss(model)
 
     def cut(step: int) -> torch.Tensor:
@@ -471,10 +465,9 @@ def test_an_optimizer_that_lacks_parameters(tmp_path: Path) -> None:
     model = Model()
     optimizer = adamw(model)
     model.head = torch.nn.Linear(32, 16)
-    (found,) = of_parameters(train(tmp_path / "planted", model, optimizer))
+    (found,) = of_parameters(train(tmp_path, model, optimizer))
     assert (found.rule, found.layers) == ("missing-gradient", ("head",))
     assert found.seen == "head.weight and 1 more parameter received gradients, but no optimizer updates them"
-    assert not of_parameters(train(tmp_path / "mended", model, adamw(model)))
 
 
 # ---------------------------------------------------------------------- weights that do not change
@@ -491,14 +484,12 @@ def test_an_optimizer_of_a_copy(tmp_path: Path) -> None:
             other.grad = own.grad
         return value
 
-    verdict = train(tmp_path / "planted", model, optimizer, loss=loss)
+    verdict = train(tmp_path, model, optimizer, loss=loss)
     assert [(each.rule, each.severity) for each in of_parameters(verdict)] == [("frozen-weight", "error")]
-    assert not of_parameters(train(tmp_path / "mended", model, adamw(model)))
 
 
-@pytest.mark.parametrize("blocks", [2, 6])
-def test_a_weight_that_is_put_back(tmp_path: Path, blocks: int) -> None:
-    model = Model(blocks)
+def test_a_weight_that_is_put_back(tmp_path: Path) -> None:
+    model = Model()
     weight = model.blocks[1].fc2.weight
     old = weight.detach().clone()
 

@@ -189,5 +189,5 @@ def test_a_gradient_that_grows_comes_before_the_scale_that_follows_it(tmp_path: 
 
 def test_lora_from_zero_outgrows_its_scales_without_a_finding(tmp_path: Path) -> None:
     """Its second matrix and the gradient of the first begin at 0, and delayed scaling follows them a step late."""
-    train_healthy(Healthy("lora", "mixer", "delayed", "autocast", 13, seed=87, freq=2), tmp_path)
+    train_healthy(Healthy("lora", "mixer", "delayed", "autocast", 13, seed=87, freq=2, count=4), tmp_path)
     assert not {"overflow", "stale-scale"} & {finding.rule for finding in diagnose(tmp_path).wrong}

@@ -231,9 +231,8 @@ def test_what_a_header_cannot_say(tmp_path: Path, where: dict[str, Any], message
 
 
 @pytest.mark.parametrize("kind", ["torch", "torch, old format", "pickle"])
-@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
-def test_a_pickle_is_not_unpickled(tmp_path: Path, kind: str, name: str) -> None:
-    sign, path = tmp_path / "the code ran", tmp_path / name
+def test_a_pickle_is_not_unpickled(tmp_path: Path, kind: str) -> None:
+    sign, path = tmp_path / "the code ran", tmp_path / "a.safetensors"
     content = {"high_precision": X, "quantized": Malicious(sign)}
     if kind == "pickle":
         path.write_bytes(pickle.dumps(content))

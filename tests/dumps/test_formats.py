@@ -50,7 +50,7 @@ READER = """
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
     found = {}
-    for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
+    for path in sorted(Path(sys.argv[1]).glob("*/*.safetensors")):
         name = path.name.removesuffix(".safetensors")
         if name.endswith(".twin"):
             continue
@@ -73,13 +73,13 @@ READER = """
         ]
         facts["shapes"] = {name: list(tensor.shape) for name, tensor in dump.tensors.items()}
         facts["dtypes"] = {name: str(tensor.dtype) for name, tensor in dump.tensors.items()}
-        found[name] = facts
+        found.setdefault(path.parent.name, {})[name] = facts
     print(json.dumps([found, [name for name in sys.modules if name.startswith("transformer_engine")]]))
 """
 
 
-def produced_and_read(capability: str, folder: Path) -> tuple[Facts, Facts]:
-    """Of each tensor: what it was like in training, and what the reader found."""
+def produced(capability: str, folder: Path) -> Facts:
+    """What each tensor was like in training."""
     done = python(
         f"""
         import runpy, sys
@@ -89,11 +89,17 @@ def produced_and_read(capability: str, folder: Path) -> tuple[Facts, Facts]:
         TE_PRECISION_REFERENCE_CAPABILITY=capability,
     )
     assert done.returncode == 0, done.stderr
+    facts: Facts = json.loads((folder / "facts.json").read_text())
+    return facts
+
+
+def read_all(folder: Path) -> dict[str, Facts]:
+    """What a reader without Transformer Engine finds, by capability."""
     read = python(READER.replace("sys.argv[1]", repr(str(folder))))
     assert read.returncode == 0, read.stderr
     found, of_transformer_engine = json.loads(read.stdout)
     assert of_transformer_engine == []
-    return json.loads((folder / "facts.json").read_text()), found
+    return dict(found)
 
 
 @pytest.fixture(scope="session")
@@ -104,9 +110,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Facts, Fac
     made = shared / "dumps_of_every_format.json"
     with FileLock(f"{made}.lock"):
         if not made.exists():
-            capabilities = (HOPPER, BLACKWELL)
-            found = {each: produced_and_read(each, tmp_path_factory.mktemp("dumps")) for each in capabilities}
-            made.write_text(json.dumps(found))
+            folder = tmp_path_factory.mktemp("dumps")
+            facts = {}
+            for capability in (HOPPER, BLACKWELL):
+                (folder / capability).mkdir()
+                facts[capability] = produced(capability, folder / capability)
+            read = read_all(folder)
+            made.write_text(json.dumps({capability: (facts[capability], read[capability]) for capability in facts}))
     return {capability: tuple(pair) for capability, pair in json.loads(made.read_text()).items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import shutil
@@ -128,11 +127,11 @@ class Look:
         return self.page.locator(".tip").inner_text()
 
 
-@contextlib.contextmanager
-def opened_window(folder: Path) -> Iterator[Look]:
-    """A browser with one page.
+@pytest.fixture(scope="package")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
+    """A browser with one page, for all tests of this folder.
 
-    All reports are opened at one place in the folder, where Chromium compiles plotly.js once: that takes longest.
+    All reports are opened at one place in a folder, where Chromium compiles plotly.js once: that takes longest.
     """
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
@@ -141,20 +140,13 @@ def opened_window(folder: Path) -> Iterator[Look]:
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         page = browser.new_page(accept_downloads=True)
         page.set_default_timeout(60_000)
-        found = Look(page, place=folder / "report.html")
+        found = Look(page, place=tmp_path_factory.mktemp("window") / "report.html")
         page.on("console", lambda said: found.complaints.append(said.text) if said.type != "log" else None)
         page.on("pageerror", lambda error: found.complaints.append(str(error)))
         page.on("dialog", lambda dialog: found.complaints.append(f"dialog: {dialog.message}"))
         page.on("request", lambda asked: found.asked_for.append(asked.url))
         yield found
         browser.close()
-
-
-@pytest.fixture(scope="package")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
-    """For all tests of this folder. A module elsewhere has its own: there, pytest would keep this one to its end."""
-    with opened_window(tmp_path_factory.mktemp("window")) as found:
-        yield found
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from te_precision_callbacks.views.report.data import PageData, worst_layers
 from te_precision_callbacks.views.report.histograms import histograms
 from te_precision_callbacks.views.report.overview import Columns, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale
-from te_precision_callbacks.views.report.subjects import FamilySeries, Subjects, layer_name
+from te_precision_callbacks.views.report.subjects import FamilySeries, Subjects
 from tests.conftest import feature
 from tests.report.runs import drifting, empty
 
@@ -188,12 +188,6 @@ def test_the_page_stays_within_its_size(tmp_path: Path) -> None:
     small, large = (PageData.of(run, most).arrays for most in (60_000, 10**7))
     assert sum(map(len, small)) <= 60_000 < sum(map(len, large))
     assert write_report(run, tmp_path / "report.html").stat().st_size <= 10_000_000
-
-
-def test_a_scope_stands_before_the_name_once() -> None:
-    assert layer_name("pp1", "layers.0") == "pp1.layers.0"
-    assert layer_name("pp1", "pp1.layers.0") == "pp1.layers.0"
-    assert layer_name("", "layers.0") == layer_name(None, "layers.0") == "layers.0"
 
 
 @pytest.mark.processes

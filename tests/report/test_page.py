@@ -143,7 +143,7 @@ def test_a_layer_is_chosen(look: Look, report: Path) -> None:
     for gemm in ("fprop", "dgrad", "wgrad"):
         assert gemm in table
     look.open(report, "page=layer&layer=decoder.layers.0.self_attention.proj")
-    assert "a feature of the config: DisableFP8GEMM in config.yaml:7" in look.page.locator("table").first.inner_text()
+    assert "DisableFP8GEMM in config.yaml:7" in look.page.locator("table").first.inner_text()
 
 
 def test_the_window_of_a_format_is_at_the_recorded_scale(look: Look, report: Path) -> None:
@@ -348,9 +348,9 @@ def test_ranks_that_differ(look: Look, tmp_path: Path) -> None:
 
 
 def test_what_is_not_exact_says_so(look: Look, tmp_path: Path) -> None:
-    run = drifting(blocks=60, steps=90, statistics=("cur_amax", "sqnr_db", "mean"), histograms=False)
-    report = write_report(run, tmp_path / "report.html", most=3_900_000)
-    assert report.stat().st_size <= 3_900_000
+    run = drifting(blocks=24, steps=90, statistics=("cur_amax", "sqnr_db", "mean"), histograms=False)
+    report = write_report(run, tmp_path / "report.html", most=3_500_000)
+    assert report.stat().st_size <= 3_500_000
     look.open(report, "page=heatmap&statistic=sqnr_db&tensor=gradient&fold=layers")
     footer = look.page.locator("footer").inner_text()
     assert "All else is read off an overview" in footer
@@ -358,7 +358,7 @@ def test_what_is_not_exact_says_so(look: Look, tmp_path: Path) -> None:
     grid = run.grid("sqnr_db", "gradient")
     level = (grid.values.max() - grid.values.min()) / 249
     approximate = 0
-    for row in (4, 60, 130):
+    for row in (4, 30, 70):
         look.page.mouse.move(*look.at(50, row))
         look.page.wait_for_timeout(150)
         said, name, *_ = look.tip().splitlines()

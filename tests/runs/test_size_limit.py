@@ -212,7 +212,7 @@ def test_a_resumed_run_shares_the_limit_and_its_past_is_thinned_first(tmp_path: 
     limit, truth = 400_000, {}
     killed = begin(tmp_path, limit)
     record(killed, range(1300), truth)
-    killed.leave()
+    killed.writer.leave()
     assert size(tmp_path) > limit / 2
     (tail,) = tmp_path.glob("**/seg-000/**/values-*.arrow")
     left_over = tail.with_name(".values-0001-0004-every2.parquet.1.incomplete")
@@ -320,7 +320,7 @@ def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) ->
     truth: Truth = {}
     limit = 30_000
     whole = tmp_path / "whole"
-    fill(whole, limit, truth, 300).leave()
+    fill(whole, limit, truth, 300).writer.leave()
     states = set()
     for after in range(0, 10_000, 3):
         folder = tmp_path / str(after)
@@ -358,7 +358,7 @@ def test_a_run_that_is_thinned_after_it_was_opened_is_to_be_read_again(tmp_path:
     assert open_run(tmp_path).thinned
     with pytest.raises(RunError, match=r"was replaced while it was read .* Read the run again\.$"):
         opened.values()
-    recording.leave()
+    recording.writer.leave()
 
 
 def test_a_run_is_listed_while_it_is_thinned(tmp_path: Path) -> None:
@@ -383,4 +383,4 @@ def test_a_run_is_listed_while_it_is_thinned(tmp_path: Path) -> None:
     assert run.thinned
     assert run.notes == open_run(tmp_path).notes
     check(run, truth)
-    recording.leave()
+    recording.writer.leave()

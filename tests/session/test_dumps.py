@@ -290,14 +290,14 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
 
     monkeypatch.setattr(writer, "write_new", slow)
     held = writer.Writer(tmp_path)
-    original = threading.Condition.wait
+    original = threading.Thread.join
 
-    def wait(self: threading.Condition, timeout: float | None = None) -> bool:
-        if self is held._changed and threading.current_thread().name == "training":
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        if threading.current_thread().name == "training":
             waiting.set()
-        return original(self, timeout)
+        original(self, timeout)
 
-    monkeypatch.setattr(threading.Condition, "wait", wait)
+    monkeypatch.setattr(threading.Thread, "join", join)
     most: list[int] = []
 
     def train() -> None:

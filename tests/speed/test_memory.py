@@ -73,8 +73,7 @@ def both(model: torch.nn.Module, recipe: Any, *, first: bool | None = None) -> t
     return +planned, +counted
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "cached"), [*((case, False) for case in CASES), *((case, True) for case in RECIPES)])
 def test_all_recipes(case: str, cached: bool) -> None:
     with any_capability():
         capability, recipe = CASES[case]
@@ -105,7 +104,7 @@ def test_a_backward_in_high_precision(case: str, override: str) -> None:
     assert planned == counted
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "none"])
+@pytest.mark.parametrize("case", [name for name in RECIPES if name != "none"])
 def test_primary_quantized_weights(case: str) -> None:
     with any_capability():
         capability, make = CASES[case]

@@ -1,5 +1,7 @@
 """Planned bytes of 8,192 tokens against bytes computed by hand, from the shapes and the formats' specifications.
 
+The other classes of layers are in test_memory.py, which counts the bytes of the tensors that a step keeps.
+
 BF16 has 2 bytes, FP8 1, FP4 1/2. MXFP8: an E8M0 scale for 32 numbers. NVFP4: an E4M3 scale for 16 numbers, and a
 float32 for each direction of a tensor. Block scaling: a float32 for 128 numbers, or for 128 x 128 of a weight. All
 sizes are multiples of 512, so that no scale is padded.
@@ -81,16 +83,6 @@ def test_linear(recipe: str) -> None:
     assert {kind: tuple(found) for kind, found in memory.by_kind().items()} == expected
 
 
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_layer_norm_linear(normalization: str) -> None:
-    module = te.LayerNormLinear(K, N, bias=False, normalization=normalization, params_dtype=BF16, device="meta")
-    memory = planned(module, "mxfp8", (10, 0), cached=True)
-    statistics = 4 * M * (2 if normalization == "LayerNorm" else 1)
-    assert memory.bytes("saved_high") == (2 * M * K + statistics, 4 * M * K + statistics)
-    assert memory.bytes("saved_codes") == (M * K + M * K // 32, 0)
-    assert memory.bytes("weight_codes", lives="always") == (CODES["mxfp8"].weight(N, K), 0)
-
-
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_layer_norm_mlp(activation: str) -> None:
     module = te.LayerNormMLP(K, N, bias=False, activation=activation, params_dtype=BF16, device="meta")
@@ -101,31 +93,6 @@ def test_layer_norm_mlp(activation: str) -> None:
     assert memory.bytes("saved_codes").low == 2 * sum(CODES["nvfp4"].one_way(M * size) for size in (K, N))
     # in both directions, and only for the layer with more outputs
     assert memory.bytes("gradient_codes").low == 2 * CODES["nvfp4"].one_way(M * max(K, before))
-
-
-def test_grouped_linear() -> None:
-    memory = planned(te.GroupedLinear(8, K, N, bias=False, params_dtype=BF16, device="meta"), "fp8_block_scaling")
-    assert memory.layers == tuple(f"layer.gemm_{number}" for number in range(8))
-    assert memory.bytes("weight_codes") == (8 * CODES["fp8_block_scaling"].weight(N, K), 0)
-    assert memory.bytes("saved_codes", layer="layer.gemm_3") == (CODES["fp8_block_scaling"].one_way(M * K // 8), 0)
-
-
-@pytest.mark.parametrize("recipe", ["fp8_delayed_scaling", "fp8_current_scaling"])
-def test_blackwell_needs_no_transposes(recipe: str) -> None:
-    hopper, blackwell = (planned(linear(), recipe, capability) for capability in ((9, 0), (10, 0)))
-    assert hopper.bytes("weight_codes").low == 2 * N * K + 4
-    assert blackwell.bytes("weight_codes").low == N * K + 4
-    assert blackwell.bytes("saved_codes") == hopper.bytes("saved_codes")
-
-
-def test_primary_weights_replace_the_parameter() -> None:
-    with any_capability():
-        stand_for((9, 0))
-        with te.quantized_model_init(enabled=True, recipe=recipe_named("fp8_current_scaling")):
-            module = linear()
-    memory = planned(module, "fp8_current_scaling")
-    assert memory.bytes("parameter") == (0, 2 * N * K)
-    assert memory.added(lives="always") == 4, "codes in both directions are as large as BF16"
 
 
 def test_what_is_not_planned_is_named(capsys: pytest.CaptureFixture[str]) -> None:

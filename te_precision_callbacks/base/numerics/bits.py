@@ -1,14 +1,8 @@
 """Floating-point formats of at most one byte, as data: for readers of recorded runs, without torch.
 
-Usage::
-
-    from te_precision_callbacks.base.numerics.bits import E4M3
-
-    E4M3.max  # 448.0
-
-A format follows entirely from its numbers of exponent and mantissa bits and from which codes are not numbers.
-E4M3 and E5M2: "OCP 8-bit Floating Point Specification (OFP8)", revision 1.0. E2M1 and E8M0: "OCP Microscaling Formats
-(MX) Specification", version 1.0.
+A format follows from its numbers of exponent and mantissa bits and from which codes are not numbers. E4M3 and E5M2:
+"OCP 8-bit Floating Point Specification (OFP8)", revision 1.0. E2M1 and E8M0: "OCP Microscaling Formats (MX)
+Specification", version 1.0.
 """
 
 from __future__ import annotations
@@ -18,8 +12,6 @@ from enum import Enum
 
 
 class Specials(Enum):
-    """The codes of a format that are not numbers."""
-
     IEEE = "the highest exponent holds infinities (mantissa 0) and NaN"
     ONE_NAN = "only the code with all exponent and mantissa bits set is NaN; no infinity"
     NONE = "every code is a number"
@@ -27,15 +19,7 @@ class Specials(Enum):
 
 @dataclass(frozen=True)
 class Bits:
-    """A format with at most 8 bits.
-
-    Attributes:
-        name: the name in the specification.
-        exponent_bits: number of exponent bits.
-        mantissa_bits: number of mantissa bits that are stored.
-        specials: which codes are not numbers.
-        signed: whether there is a sign bit.
-    """
+    """A format with at most 8 bits, with its number of stored mantissa bits."""
 
     name: str
     exponent_bits: int
@@ -49,7 +33,6 @@ class Bits:
 
     @property
     def bias(self) -> int:
-        """Exponent bias."""
         return int(2 ** (self.exponent_bits - 1) - 1)
 
     @property
@@ -77,7 +60,6 @@ class Bits:
         return float(self.min_normal * 2.0**-self.mantissa_bits)
 
     def value(self, code: int) -> float:
-        """Decode a code from 0 to 2**bits - 1."""
         magnitude = code & (2 ** (self.exponent_bits + self.mantissa_bits) - 1)
         sign = -1.0 if magnitude != code else 1.0
         # Not divmod, which torch.compile does not know.

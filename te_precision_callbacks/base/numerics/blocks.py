@@ -1,14 +1,4 @@
-"""Splitting of matrices into blocks, with padding, and joining.
-
-Usage::
-
-    blocks = in_blocks(as_matrix(tensor), (1, 32))  # [blocks, elements]
-    from_blocks(blocks, (1, 32), (rows, columns))  # the matrix again
-    spread(factors, (128, 128), matrix.shape)  # [rows / 128, columns / 128], rounded up: one for each element
-    times_blocks(matrix, factors, (128, 128))  # each element times its block's
-
-A block is its number of rows and columns.
-"""
+"""Splitting of matrices into blocks, with padding, and joining. A block is its number of rows and columns."""
 
 from __future__ import annotations
 
@@ -19,7 +9,6 @@ import torch
 
 
 def as_matrix(values: torch.Tensor) -> torch.Tensor:
-    """Flatten a tensor to rows of its last dimension."""
     return values.reshape(-1, values.shape[-1] or 1) if values.ndim > 1 else values.reshape(1, -1)
 
 
@@ -30,7 +19,6 @@ def number(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
 
 
 def padded(matrix: torch.Tensor, block: tuple[int, int], filler: float) -> torch.Tensor:
-    """Pad a matrix to multiples of the block; return it unchanged if its sides already are."""
     below, right = (-side % of_block for side, of_block in zip(matrix.shape, block, strict=True))
     return torch.nn.functional.pad(matrix, (0, right, 0, below), value=filler) if below or right else matrix
 
@@ -43,11 +31,7 @@ def tiled(matrix: torch.Tensor, block: tuple[int, int], filler: float = 0.0) -> 
 
 
 def in_blocks(matrix: torch.Tensor, block: tuple[int, int], filler: float = math.nan) -> torch.Tensor:
-    """Split a matrix into blocks, along a row of blocks first: [blocks, elements of a block].
-
-    Args:
-        filler: pads a partial block; by default nan, which statistics ignore.
-    """
+    """Split a matrix into [blocks, elements], along a row of blocks first; ``filler`` pads partial blocks."""
     height, width = block
     return tiled(matrix, block, filler).transpose(1, 2).reshape(-1, height * width)
 
@@ -68,7 +52,7 @@ def spread(of_blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, ..
 
 
 def times_blocks(matrix: torch.Tensor, of_blocks: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Multiply each element by the number of its block, [rows of blocks, columns of blocks]; return a new tensor."""
+    """Multiply each element by the number of its block, [rows of blocks, columns of blocks]."""
     (height, width), (rows, columns) = block, matrix.shape
     if rows % height or columns % width:
         return matrix * spread(of_blocks, block, matrix.shape)

@@ -1,11 +1,5 @@
 """Conversion of large matrices on a CPU to FP8 and FP4 and back, in C++ (``conversions.cpp``).
 
-Usage::
-
-    amaxes = block_amaxes(matrix, (1, 32))
-    codes = encoded(matrix, factors, (1, 32), E4M3)
-    numbers = decoded(codes, E4M3, factors, (1, 32), torch.bfloat16)
-
 C++ reads the matrix once, plain torch five times or more. Plain torch is used, with the same bits, for small matrices,
 other devices, short runs, and without a C++ compiler.
 """
@@ -49,17 +43,13 @@ FILE = CppFile(
 
 
 def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: bool = False) -> torch.Tensor:
-    """Return the largest magnitude in each block.
+    """Return the largest magnitude in each block: float32, [rows of blocks, columns of blocks]; edge blocks may be
+    partial.
 
     Unless NaN spreads, plain torch synchronizes with the device.
 
     Args:
-        matrix: any float type, [rows, columns].
-        block: rows and columns of a block; the last ones may be partial.
         nan_spreads: whether NaN makes a block NaN; else NaN is skipped, and a block of only NaN gives 0.
-
-    Returns:
-        float32, [rows of blocks, columns of blocks].
     """
     if _takes(matrix):
         source = _readable(matrix)
@@ -85,7 +75,6 @@ def encoded(
     Args:
         matrix: any float type, [rows, columns].
         factors: float32, [rows of blocks, columns of blocks].
-        block: rows and columns of a block; the last ones may be partial.
         fmt: E4M3, E5M2 or E2M1, which requires even numbers of columns.
         random: float32, [rows, columns], in [0, 1), for E2M1 only: a number is rounded up where its distance from the
             next smaller number, relative to the gap, exceeds this.
@@ -115,17 +104,11 @@ def decoded(
     block: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Decode codes, times the factors of their blocks if given.
+    """Decode codes as :func:`encoded` returns them, times the factors of their blocks if given: [rows, columns].
 
     Args:
-        codes: as :func:`encoded` returns them.
-        fmt: their format.
         factors: float32, [rows of blocks, columns of blocks].
-        block: rows and columns of a block; the last ones may be partial.
         dtype: float32, or bfloat16, which must be able to hold the products.
-
-    Returns:
-        [rows, columns].
     """
     if _takes(codes):
         source, numbers = codes.contiguous(), table(fmt, codes.device)
@@ -142,14 +125,11 @@ def decoded(
 
 
 def transformed(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
-    """Multiply each group along the last dimension by a matrix in float64, rounded to float32 and to bfloat16.
+    """Multiply each group of 16 along the last dimension by a matrix in float64, rounded to float32 and to bfloat16.
 
     Args:
         matrix: bfloat16, [rows, a multiple of 16].
         transform: float64, [16, 16].
-
-    Returns:
-        bfloat16, contiguous, the shape of ``matrix``.
     """
     # torch transposes a whole matrix in tiles, and a part of it number by number, which takes up to five times as long.
     source = matrix.contiguous()

@@ -1,15 +1,4 @@
-"""Floating-point formats of at most one byte, with encoding and decoding.
-
-Usage::
-
-    from te_precision_callbacks.base.numerics.formats import E4M3
-
-    E4M3.max  # 448.0
-    codes = E4M3.encode(torch.tensor([1.0, 1e6, float("nan")]))  # uint8: 0x38, 0x7E, 0x7F
-    E4M3.decode(codes)  # float32: 1.0, 448.0, nan
-
-The formats as data are in ``base/numerics/bits.py``.
-"""
+"""Floating-point formats of at most one byte (``bits.py``), with encoding and decoding."""
 
 from __future__ import annotations
 
@@ -25,24 +14,17 @@ from te_precision_callbacks.base.numerics.bits import Bits, Specials
 
 @dataclass(frozen=True)
 class FloatFormat(Bits):
-    """A format with at most 8 bits, and its conversions.
-
-    Attributes:
-        dtype: torch's element type with these codes, if it has one.
-    """
+    """A format with at most 8 bits, and its conversions; ``dtype`` is torch's type with these codes, if any."""
 
     dtype: torch.dtype | None = None
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Round to the nearest codes of a signed format, ties to even; infinity and larger numbers saturate.
+        """Round float32 to the nearest codes of a signed format, ties to even; infinity and larger numbers saturate.
 
         NaN stays NaN, or becomes the largest number in a format without NaN; -0 stays -0. This equals
         ``cvt.rn.satfinite`` on the GPU (``common/util/ptx.cuh``, and ``cuda_fp8.h`` in upstream's kernels; PTX ISA 8.6
         for E2M1). torch's own cast does not saturate and keeps the sign of NaN; Transformer Engine's pure-torch
         reference of NVFP4 gives 0 for -0 and NaN.
-
-        Args:
-            values: float32, any shape.
 
         Returns:
             uint8, same shape, one code per byte.
@@ -61,17 +43,14 @@ class FloatFormat(Bits):
         return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if _any_nan(values) else codes
 
     def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Encode numbers (float32) that the format represents exactly: as :meth:`encode`, but faster for FP4."""
+        """Encode float32 numbers that the format represents exactly; faster than :meth:`encode` for FP4."""
         return self.encode(numbers) if self.dtype else self._looked_up((numbers.view(torch.int32) >> 16) & 0xFFFF)
 
     def _looked_up(self, upper: torch.Tensor) -> torch.Tensor:
         return _code_table(self, upper.device).index_select(0, upper.reshape(-1)).view(upper.shape)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
-        """Round to the nearest numbers of a signed format, as by :meth:`encode`; NaN stays NaN (float32, same shape).
-
-        Arithmetic on whole tensors only, so this can be compiled into a larger pass.
-        """
+        """Round float32 to numbers of a signed format, as :meth:`encode`; can be compiled into a larger pass."""
         clamped = values.clamp(-self.max, self.max)
         if self.dtype is not None:
             return clamped.to(self.dtype).to(torch.float32)
@@ -88,7 +67,7 @@ class FloatFormat(Bits):
         return numbers.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def _decode_bits(self, codes: torch.Tensor) -> torch.Tensor:
-        """Decode 8-bit codes by moving bits: on a CPU 3 times as fast as a look-up, and 10 times as fast as torch."""
+        """Move bits: on a CPU 3 times as fast as a look-up, and 10 times as fast as torch."""
         # A float16 has a subnormal for each of theirs, and becomes float32 by an instruction that keeps it even where
         # float32 itself has no subnormals (torch.set_flush_denormal, libraries that are compiled with -ffast-math).
         position = 10 - self.mantissa_bits
@@ -112,7 +91,6 @@ def _any_nan(values: torch.Tensor) -> bool:
 
 @functools.cache
 def table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
-    """Return the number of each code: float32, [codes]."""
     return torch.tensor([fmt.value(code) for code in range(2**fmt.bits)], dtype=torch.float32, device=device)
 
 

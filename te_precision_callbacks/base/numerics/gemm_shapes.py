@@ -1,13 +1,7 @@
 """The shapes that GEMMs of quantized operands accept, for each recipe and compute capability.
 
-Usage::
-
-    for refusal in refusals("fp8_current_scaling", (9, 0), tokens=30, in_features=64, out_features=64):
-        refusal.gemm, refusal.dimension, refusal.size, refusal.multiple, refusal.next_size  # "wgrad", "tokens", 30, ...
-        str(refusal)  # wgrad: tokens is 30 and has to be a multiple of 16 (next: 32), for cuBLAS ...
-
-A linear layer runs three GEMMs. In the terms of cuBLAS, which is column-major, the result is m x n, and each element
-is a sum of k products:
+A linear layer runs three GEMMs. In the terms of cuBLAS, which is column-major, the result is m x n, and each element is
+a sum of k products:
 
 ======= ====== ============ ============ ============ ========== ==========
 GEMM    layout m            n            k            operand A  operand B
@@ -56,9 +50,7 @@ def layer_sizes(gemm: str, rows: int, columns: int, summed: int) -> tuple[int, i
     """Return tokens, in_features and out_features of the layer of a GEMM, or the equivalents for other products.
 
     Args:
-        gemm: ``fprop``, ``dgrad`` or ``wgrad``, or another product.
-        rows: rows of the result, as ``Product.n``.
-        columns: columns of the result, as ``Product.m``.
+        rows, columns: of the result, as ``Product.n`` and ``Product.m``.
         summed: the terms of each sum, ``k``.
     """
     if gemm == "dgrad":
@@ -68,11 +60,10 @@ def layer_sizes(gemm: str, rows: int, columns: int, summed: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class ShapeRule:
-    """A size of a GEMM must be a multiple of a number.
+    """A size of a GEMM must be a multiple of a number of elements.
 
     Attributes:
         size: ``m``, ``n`` or ``k``, or the leading dimension of an operand in memory: ``lda``, ``ldb``.
-        multiple: the number, in elements.
         asked_by: the software that requires it.
     """
 
@@ -83,13 +74,7 @@ class ShapeRule:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A dimension of a layer that prevents one of its GEMMs from running.
-
-    Attributes:
-        dimension: the dimension; ``tokens`` is the product of all dimensions of the input except the last.
-        multiple: the size must be a multiple of this.
-        asked_by: the software that requires it.
-    """
+    """A dimension of a layer that prevents one of its GEMMs from running; ``asked_by`` requires the multiple."""
 
     gemm: GemmName
     dimension: Dimension
@@ -124,8 +109,7 @@ def rules(
     Args:
         scaling: one of :mod:`te_precision_callbacks.base.numerics.scaling_modes`; None for high precision, which
             accepts any size.
-        capability: the compute capability of the GPU.
-        result_bytes: bytes per element of the result: 2 for bfloat16, 4 for float32.
+        result_bytes: bytes per element of the result.
         b_in_rows: whether operand B in FP8 blocks has 1D blocks, as activations and gradients have.
     """
     result = ShapeRule("m", max(1, ROW_BYTES // result_bytes), _CUBLAS)
@@ -164,22 +148,18 @@ def refusals(
 
     Args:
         recipe: one of :data:`SCALING_OF_RECIPE`.
-        capability: the compute capability of the GPU.
         tokens: the product of all dimensions of the layer's input except the last; with 0 nothing is multiplied.
         in_features, out_features: the layer's, on this rank.
         gemms: the GEMMs that run in the recipe.
         result_bytes: bytes per element of the results.
         asserted: whether the layer checks its operands before fprop, as ``Linear``, ``LayerNormLinear`` and
             ``LayerNormMLP`` do; ``GroupedLinear`` and ``te.ops`` do not.
-
-    Raises:
-        KeyError: unknown recipe.
     """
     scaling = SCALING_OF_RECIPE[recipe]
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     if 0 in sizes.values():
         return []
-    found: dict[tuple[GemmName, Dimension], Refusal] = {}
+    refused: dict[tuple[GemmName, Dimension], Refusal] = {}
     for gemm in GEMMS:
         if gemm not in gemms:
             continue
@@ -190,10 +170,10 @@ def refusals(
         if asserted and gemm == "fprop":
             asked += [(dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
         for dimension, multiple, asked_by in asked:
-            size, before = sizes[dimension], found.get((gemm, dimension))
+            size, before = sizes[dimension], refused.get((gemm, dimension))
             if size % multiple and (before is None or before.multiple < multiple):
-                found[gemm, dimension] = Refusal(gemm, dimension, size, multiple, asked_by)
-    return list(found.values())
+                refused[gemm, dimension] = Refusal(gemm, dimension, size, multiple, asked_by)
+    return list(refused.values())
 
 
 _ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_features": 8}
@@ -201,7 +181,8 @@ _ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_featu
 
 def asserted_refusals(*, tokens: int, in_features: int, out_features: int) -> list[Refusal]:
     """Return the dimensions that prevent ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` from running under any
-    recipe, even if features run all GEMMs in high precision. Takes the arguments of :func:`refusals`."""
+    recipe, even if features run all GEMMs in high precision.
+    """
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     return [
         Refusal("fprop", dimension, sizes[dimension], multiple, _MODULE)

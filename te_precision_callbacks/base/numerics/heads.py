@@ -1,10 +1,5 @@
 """Attention tensors as heads, for any order in memory.
 
-Usage::
-
-    to_heads(query, "sbhd")  # a view: [batch, heads, tokens, head size]
-    stored(in_heads(value, "sbhd"), columnwise=True)  # MXFP8 with its data in the order of its scales
-
 A format is the order of the dimensions b (batch), s (tokens), h (heads) and d (head size), as in the names of
 ``NVTE_QKV_Format``. The scales of MXFP8 belong to data in the format bhsd, with batch, heads and tokens merged
 (``mxfp8_quantize_fast_path`` of ``pytorch/attention/dot_product_attention/utils.py``, TE 2.20).
@@ -26,12 +21,10 @@ def to_heads(tensor: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def from_heads(tensor: torch.Tensor, form: str) -> torch.Tensor:
-    """Invert :func:`to_heads`."""
     return tensor.permute([HEADS.index(dimension) for dimension in form])
 
 
 def in_heads(tensor: Any, form: str) -> Any:
-    """View MXFP8 data in the format of its scales, for :func:`~te_precision_callbacks.base.numerics.layouts.stored`."""
     rowwise, columnwise = (
         None if data is None else to_heads(data, form) for data in (tensor._rowwise_data, tensor._columnwise_data)
     )

@@ -56,13 +56,12 @@ class LayoutError(PrecisionDebugError, ValueError):
 
 
 class ScaleMemory(NamedTuple):
-    """The scales of blocks as they lie in memory.
+    """The scales of blocks in memory order.
 
     Attributes:
-        matrix: [rows of blocks, columns of blocks] or larger; swizzled scales in the shape that :func:`unswizzled`
-            accepts. float32, or codes as uint8.
-        swizzled: whether they are in the order of a GEMM.
-        transposed: whether swizzled scales are transposed: [columns of blocks, rows of blocks].
+        matrix: [rows of blocks, columns of blocks] or larger, as :func:`unswizzled` accepts it; float32, or uint8
+            codes.
+        swizzled: whether the order is that of a GEMM; transposed scales are then [columns of blocks, rows of blocks].
     """
 
     matrix: torch.Tensor
@@ -82,17 +81,14 @@ class Stored:
     """One direction of a quantized tensor, rowwise or columnwise.
 
     Attributes:
-        mode: one of the scaling modes above.
         codes: uint8, [rows, columns], as in memory; FP4 has two codes per byte, the even one in the low half.
         transposed: whether the codes' rows are the tensor's last dimension.
-        element_format: the format of the codes.
-        scale_memory: the scales in memory: float32, or codes of ``scale_format`` as uint8.
+        scale_memory: float32, or codes of ``scale_format`` as uint8.
         scale_format: E8M0 or E4M3; None if the scales are float32.
         block: rows and columns of a block of the codes.
         amax: NVFP4 only: float32, [1], or [rows] if each row has its own.
         largest_scale: NVFP4 only: the largest scale in E4M3, 448 or 256.
         shape: the tensor's shape; for columnwise NVFP4 data that of a matrix.
-        stored_scale_shape: the shape of the scales in memory.
         swizzled: whether the scales in memory were in the order of a GEMM.
         hadamard: whether the tensor was transformed by a random Hadamard transform.
     """
@@ -114,50 +110,42 @@ class Stored:
 
     @functools.cached_property
     def scales(self) -> torch.Tensor:
-        """Stored scale of each block, [rows / block rows, columns / block columns], rounded up."""
+        """Stored scale of each block: [rows / block rows, columns / block columns], rounded up."""
         if self.mode == PER_TENSOR:  # an empty tensor has its scale too
             return self.scale_memory.matrix
         rows, columns = blocks.number(self.matrix_shape, self.block)
         return self.scale_memory.in_rows()[:rows, :columns]
 
     def elements(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Decode the codes of all rows or some, without scale: float32, [rows, columns]."""
         codes = unpacked(self.codes[rows]) if self.element_format.bits == 4 else self.codes[rows]
         return self.element_format.decode(codes)
 
     def block_scales(self) -> torch.Tensor:
-        """Decode the scales of blocks, without the tensor's factor: float32, as :attr:`scales`."""
         return self.scales if self.scale_format is None else self.scale_format.decode(self.scales)
 
     def factors(self) -> torch.Tensor:
-        """Return the factor from decoded code to value of each block: float32, as :attr:`scales`."""
+        """Return each block's factor from decoded code to value: float32, as :attr:`scales`."""
         scales = self.block_scales()
         if self.amax is None or self.largest_scale is None:
             return scales
         return nvfp4_factors(scales, self.amax.reshape(-1, 1), self.largest_scale)
 
     def spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
-        """Repeat a number per block, like :attr:`scales`, for each element: [rows, columns]."""
         return blocks.spread(of_blocks, self.block, self.matrix_shape)
 
     def matrix(self) -> torch.Tensor:
-        """Dequantize, in the order of memory: float32, [rows, columns]."""
+        """Dequantize in the order of memory: float32, [rows, columns]."""
         return blocks.times_blocks(self.elements(), self.factors(), self.block)
 
     def dequantized(self) -> torch.Tensor:
-        """Dequantize: float32, the tensor's shape.
-
-        If :attr:`hadamard` is set, the result is a Hadamard transform of the tensor.
-        """
+        """Dequantize: float32, the tensor's shape; with :attr:`hadamard` the transform of the tensor."""
         return self.as_tensor(self.matrix())
 
     def as_tensor(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Reshape a matrix in the order of memory, [rows, columns], to the tensor's shape."""
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of the numbers in memory."""
         rows, columns = self.codes.shape
         return rows, columns * 2 if self.element_format.bits == 4 else columns
 
@@ -204,10 +192,9 @@ def has_scale(tensor: Any) -> bool:
 
 
 def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
-    """Return the object that a GEMM reads for a tensor.
+    """Return the object that a GEMM reads for a tensor: the part of a hybrid tensor, the plain tensor in an identity.
 
-    For a hybrid tensor, this is the part of the direction; for an identity, the plain tensor inside; else the tensor
-    itself, as in Transformer Engine (``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``).
+    As ``pytorch/cpp_extensions/gemm.py: _unwrap_tensor``.
     """
     if tensor is None or type(tensor) is torch.Tensor:
         return tensor
@@ -218,7 +205,7 @@ def gemm_operand(tensor: Any, *, columnwise: bool) -> Any:
 
 
 def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
-    """Return one direction of a quantized tensor; None if it has no data of that direction.
+    """Return one direction of a quantized tensor; None without data of that direction.
 
     Both directions of per-tensor FP8 share their data, and are read from the layout that exists.
 
@@ -252,7 +239,6 @@ def codes_of_tensor(tensor: Any) -> torch.Tensor | None:
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of a quantized tensor, even with columnwise data only."""
     part = stored(tensor, columnwise=False) or stored(tensor, columnwise=True)
     if part is None:
         raise LayoutError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
@@ -260,13 +246,10 @@ def logical_shape(tensor: Any) -> tuple[int, ...]:
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Reorder scales for a GEMM, in the same shape.
+    """Reorder scales, [a multiple of 128, a multiple of 4], for a GEMM; transposed for MXFP8's columnwise data.
 
-    Tiles of 128 x 4 are stored along a row of tiles first; within a tile, the scale of row i and column j is at
-    ``(i % 32) * 16 + (i // 32) * 4 + j``.
-
-    Args:
-        scales: [a multiple of 128, a multiple of 4]; for MXFP8's columnwise data the transpose.
+    Tiles of 128 x 4 are stored along a row of tiles first; within a tile, the scale of row i and column j is at ``(i %
+    32) * 16 + (i // 32) * 4 + j``.
     """
     rows, columns = _tiles(scales)
     tiled = scales.reshape(rows, 4, 32, columns, SWIZZLE_COLUMNS)
@@ -274,7 +257,6 @@ def swizzled(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Invert :func:`swizzled`."""
     rows, columns = _tiles(scales)
     tiled = scales.reshape(rows, columns, 32, 4, SWIZZLE_COLUMNS)
     return tiled.permute(0, 3, 2, 1, 4).reshape(scales.shape)
@@ -286,7 +268,6 @@ def unpacked(codes: torch.Tensor) -> torch.Tensor:
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """Pack FP4 codes two per byte, the even one in the low half: uint8, the last dimension half as long."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
@@ -384,7 +365,6 @@ def _nvfp4(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bo
 
 
 def _matrix(data: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Flatten data to a matrix: the tensor's last dimension, first if transposed, by all others."""
     data = data.detach()
     if data.dim() < 2:
         return data.reshape(-1, 1) if transposed else data.reshape(1, -1)

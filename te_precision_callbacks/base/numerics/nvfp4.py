@@ -45,7 +45,6 @@ class Nvfp4Rules:
 
     Attributes:
         square: whether 16 x 16 elements share a scale, not 1 x 16.
-        stochastic: whether data is rounded stochastically.
         largest_scale: the largest scale in E4M3.
         better_of_two: the error, "MAE" or "MSE", by which each block chooses the better of two scales ("4over6").
         error_in_scale_units: whether that error is in units of the E4M3 scale.
@@ -78,11 +77,11 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tu
     step = -(-max(1, _ELEMENTS_AT_ONCE // columns) // BLOCK) * BLOCK
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        each = slice(None) if amax.numel() == 1 else part
+        rows_of = slice(None) if amax.numel() == 1 else part
         if rules.better_of_two is None:
-            codes[part], scales[part] = _one_scale(matrix[part], encode_scale[each], rules)
+            codes[part], scales[part] = _one_scale(matrix[part], encode_scale[rows_of], rules)
         else:
-            of_tensor = amax.view(-1, 1)[each], encode_scale[each]
+            of_tensor = amax.view(-1, 1)[rows_of], encode_scale[rows_of]
             codes[part], scales[part] = _better_of_two_scales(matrix[part], *of_tensor, rules)
     return codes, scales
 
@@ -96,7 +95,7 @@ def _one_scale(rows: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 def _better_of_two_scales(
     rows: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """4over6: scale each block's largest element to 6, or to 4 if that makes the block's error smaller."""
+    """4over6: scale each block's largest element to 6, or to 4 if that makes the error smaller."""
     blocks = rows.float().view(len(rows), -1, BLOCK)
     base = _block_amax(rows, rules)
     base = base / torch.full_like(base, E2M1.max) * encode_scale
@@ -111,7 +110,6 @@ def _better_of_two_scales(
 def _candidate(
     blocks: torch.Tensor, scale_codes: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes for given scales, and each block's error: float32, summed in the kernel's order."""
     codes = E2M1.encode(blocks * _multiplier(scale_codes, encode_scale, rules).unsqueeze(-1))
     scale = E4M3.decode(scale_codes)
     # In the order of the sum, so that each term is contiguous over all blocks.
@@ -141,7 +139,6 @@ def _multiplier(scale_codes: torch.Tensor, encode_scale: torch.Tensor, rules: Nv
 
 
 def _block_amax(rows: torch.Tensor, rules: Nvfp4Rules) -> torch.Tensor:
-    """Return the amax of each block: float32, [rows, blocks]; equal for all rows of a square block."""
     side = BLOCK if rules.square else 1
     amaxes = block_amaxes(rows, (side, BLOCK), nan_spreads=rules.nan_spreads)
     return amaxes.repeat_interleave(side, 0) if rules.square else amaxes

@@ -1,15 +1,8 @@
 """Simulated quantization: rounds blocks by a recipe, without codes in memory.
 
-Usage::
-
-    settings = RECIPES["mxfp8"].defaults("gradient")
-    blocks = in_blocks(as_matrix(tensor), RECIPES["mxfp8"].block(settings))
-    rounded = round_blocks("mxfp8", blocks, tensor_amax, settings)
-    rounded.values, rounded.factors
-
-Arithmetic on whole tensors only: nothing synchronizes, and the code can be compiled into a larger pass.
-Rounds to nearest; NVFP4 is without the random Hadamard transform and without the better of two scales ("4over6").
-Delayed scaling is not supported, since its scale depends on earlier steps.
+Nothing synchronizes, and the code can be compiled into a larger pass. Rounds to nearest; NVFP4 is without the random
+Hadamard transform and without the better of two scales ("4over6"). Delayed scaling is not supported, since its scale
+depends on earlier steps.
 """
 
 from __future__ import annotations
@@ -59,13 +52,7 @@ class QuantizerSettings(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Blocks after quantization and dequantization: float32.
-
-    Attributes:
-        values: [blocks, elements].
-        factors: [blocks, 1], from code to value.
-        scales: [blocks, 1], as stored.
-    """
+    """Rounded blocks [blocks, elements], and [blocks, 1]: factors from code to value, scales as stored."""
 
     values: torch.Tensor
     factors: torch.Tensor
@@ -82,7 +69,7 @@ class Recipe:
             scale of a block) -> the rounded blocks.
         limits: the limits of the stored scales.
         square_weights: whether the blocks of a weight are squares by default.
-        hybrid: whether gradients are E5M2 by default (``Format.HYBRID``), and all others E4M3. Read from TE 2.20.2,
+        hybrid: whether gradients are E5M2 by default (``Format.HYBRID``). Read from TE 2.20.2,
             ``common/recipe/__init__.py``: ``fp8_format`` of each recipe.
         power_of_two: whether float32 scales are powers of two by default.
     """
@@ -95,16 +82,10 @@ class Recipe:
     power_of_two: bool = False
 
     def block(self, settings: QuantizerSettings) -> tuple[int, int] | None:
-        """Return rows and columns of a block; None for the whole tensor."""
         return None if self.side is None else (self.side if settings.square else 1, self.side)
 
     def defaults(self, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:
-        """Return the recipe's default options for a tensor.
-
-        Args:
-            tensor: activation, weight or gradient. Blocks of weights are squares under FP8 block scaling and NVFP4.
-            e5m2: whether an FP8 recipe uses E5M2, not E4M3; None for the default.
-        """
+        """Return the recipe's options for a tensor; ``e5m2`` is None for the recipe's default."""
         return QuantizerSettings(
             e5m2=(self.hybrid and tensor == "gradient") if e5m2 is None else e5m2,
             square=self.square_weights and tensor == "weight",
@@ -164,11 +145,9 @@ def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, s
     """Quantize and dequantize blocks by a recipe.
 
     Args:
-        recipe: a key of :data:`RECIPES`.
         blocks: [blocks, elements], any float dtype; non-finite elements count as 0, elements beyond float32 as its
             largest number.
         tensor_amax: float32, one element: the largest finite magnitude of the tensor.
-        settings: the options of the recipe's quantizer.
     """
     x = blocks if blocks.dtype == torch.float64 else blocks.to(torch.float32)
     x = torch.where(x.abs() < math.inf, x, 0.0).clamp(-FLOAT32_MAX, FLOAT32_MAX).to(torch.float32)
@@ -179,16 +158,13 @@ def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, s
 
 
 def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> torch.Tensor:
-    """Round a tensor to MXFP8 and back.
+    """Round a tensor to MXFP8 and back: float32, the same shape; blocks at an edge may be partial.
+
+    As in the recipe, NaN stays NaN and does not affect the scale of its block. inf stays inf, and makes the scale of
+    its block 2^127, which rounds most other elements to 0.
 
     Args:
-        values: any shape, float32, float16 or bfloat16; blocks at an edge may be partial.
-        e5m2: whether the elements are E5M2, not E4M3.
         columnwise: whether blocks of 32 run down the columns, not along the rows of the last dimension.
-
-    Returns:
-        float32, the same shape. As in the recipe, NaN stays NaN and does not affect the scale of its block. inf stays
-        inf, and makes the scale of its block 2^127, which rounds most other elements to 0.
     """
     matrix, block = as_matrix(values).to(torch.float32), (32, 1) if columnwise else (1, 32)
     blocks = in_blocks(matrix, block, 0.0)

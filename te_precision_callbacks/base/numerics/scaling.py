@@ -6,19 +6,16 @@ Usage::
     scale = fp8_scale(amax, E4M3.max)  # multiplies the values before the cast
     scale_inv = torch.reciprocal(scale)  # multiplies the codes to get the values back
 
-    scale_inv = mxfp8_scale_inv(block_amaxes(matrix, (1, 32)), E4M3)  # powers of two
-    stored = e8m0_codes(scale_inv)  # uint8
-
     encode = nvfp4_encode_scale(amax)  # of the whole tensor
     stored = E4M3.encode(nvfp4_block_scales(block_amaxes(matrix, (1, 16)), encode))
     multiplier = nvfp4_multiplier(E4M3.decode(stored), encode)  # of the elements before the cast
     factors = nvfp4_factors(E4M3.decode(stored), amax)  # of the decoded codes
 
-All in float32, rounded as in the kernels of Transformer Engine 2.20. Divisions are always tensor by tensor: torch
-computes number / tensor as a reciprocal and a product, which differs in the last place for some values. Except for
-:func:`amax_of`, this is arithmetic on whole tensors: nothing synchronizes, and the code can be compiled into a larger
-pass. Sources: ``common/recipe/recipe_common.cuh`` (current and FP8 block scaling),
-``common/recipe/delayed_scaling.cu``, ``common/util/ptx_arch_spec.cuh`` (E8M0), ``common/cast/nvfp4/core_nvfp4.cuh``.
+All tensors are float32, rounded as in the kernels of Transformer Engine 2.20. Divisions are always tensor by tensor:
+torch computes number / tensor as a reciprocal and a product, which differs in the last place for some values. Except
+for :func:`amax_of` nothing synchronizes, and the code can be compiled into a larger pass. Sources:
+``common/recipe/recipe_common.cuh`` (current and FP8 block scaling), ``common/recipe/delayed_scaling.cu``,
+``common/util/ptx_arch_spec.cuh`` (E8M0), ``common/cast/nvfp4/core_nvfp4.cuh``.
 """
 
 from __future__ import annotations
@@ -31,15 +28,9 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def amax_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude; NaN is skipped, infinity is not.
+    """Return the largest magnitude: float32, [1]; 0 for a tensor that is empty or entirely NaN.
 
-    ``common/recipe/current_scaling.cu``: the running maximum is ``fmaxf``, which prefers numbers to NaN.
-
-    Args:
-        tensor: any float type, any shape.
-
-    Returns:
-        float32, shape [1]; 0 for a tensor that is empty or entirely NaN.
+    NaN is skipped, infinity is not: the running maximum of ``common/recipe/current_scaling.cu`` is ``fmaxf``.
     """
     if tensor.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=tensor.device)
@@ -61,19 +52,13 @@ def fp8_scale(
 ) -> torch.Tensor:
     """Return the scale of current and FP8 block scaling: the largest FP8 number divided by amax.
 
-    ``compute_scale_from_amax``: amax is at least epsilon. An amax of 0, infinity or NaN gives 1; a quotient beyond
-    float32 gives ``largest_scale``.
+    ``compute_scale_from_amax``: an amax of 0, infinity or NaN gives 1.
 
     Args:
-        amax: float32, any shape.
-        largest_number: the largest number of the format.
         power_of_two: whether the scale is rounded down to a power of two.
         epsilon: lower bound of amax.
         largest_scale: replaces an infinite scale, also rounded down. FP8 block scaling: the largest number of the
             tensor's own type.
-
-    Returns:
-        float32, the shape of ``amax``.
     """
     bound = torch.full_like(amax, epsilon)
     amax = torch.where(amax < bound, bound, amax)
@@ -96,14 +81,11 @@ def delayed_scaling(
     ``largest_number / amax`` if amax is finite and above 0, at most the largest float32 number; else it is unchanged.
 
     Args:
-        newest: float32, [tensors]: the amaxes of the step.
-        history: float32, [history length, tensors].
-        scale: float32, [tensors].
+        newest: [tensors]: the amaxes of the step.
+        history: [history length, tensors].
+        scale: [tensors].
         most_recent: whether to use the newest amax, not the largest of the history.
         largest_number: the format's largest number, reduced by the margin: ``max * 2**-margin``.
-
-    Returns:
-        history and scale, new tensors.
     """
     newest = torch.where(newest != 0, newest, history[0])
     rolled = torch.cat([history[1:], newest.unsqueeze(0)])
@@ -120,17 +102,10 @@ def delayed_scaling(
 
 
 def mxfp8_scale_inv(amaxes: torch.Tensor, element_format: FloatFormat) -> torch.Tensor:
-    """Return MXFP8's inverse scales: amax divided by the format's largest number, rounded up to a power of two.
+    """Return MXFP8's inverse scales: amax (no NaN) divided by the format's largest number, up to a power of two.
 
     ``cvt.rp.satfinite.ue8m0x2.f32``: numbers up to 2**-127, and 0, become 2**-127; infinity becomes 2**127. The
     division is a product with the float32 reciprocal, as in upstream's kernels.
-
-    Args:
-        amaxes: float32, any shape, no NaN.
-        element_format: E4M3 or E5M2.
-
-    Returns:
-        float32, same shape: numbers of E8M0, which have exact reciprocals.
     """
     bits = (amaxes * (1.0 / element_format.max)).view(torch.int32)
     exponents, mantissas = bits >> 23, bits & 0x7FFFFF
@@ -140,7 +115,7 @@ def mxfp8_scale_inv(amaxes: torch.Tensor, element_format: FloatFormat) -> torch.
 
 
 def e8m0_codes(numbers: torch.Tensor) -> torch.Tensor:
-    """Encode powers of two from 2**-127 to 2**127 (float32) in E8M0: uint8, same shape."""
+    """Encode powers of two from 2**-127 to 2**127 in E8M0: uint8."""
     return (numbers.view(torch.int32) >> 23).to(torch.uint8)
 
 
@@ -152,13 +127,9 @@ def nvfp4_encode_scale(
     ``compute_global_encode_scaling_factor_FP4``.
 
     Args:
-        amax: float32, any shape.
         largest_scale: 448, or 256 for a tensor of 4over6.
         nan_spreads: whether to compute as the fused kernel of the Hadamard transform does, and for master weights: the
             scale of an infinite amax is then 0, of NaN 1, instead of 1 and the largest float32.
-
-    Returns:
-        float32, same shape.
     """
     scale = torch.full_like(amax, E2M1.max * largest_scale) / amax
     scale = torch.fmin(scale, torch.full_like(scale, FLOAT32_MAX))
@@ -167,20 +138,17 @@ def nvfp4_encode_scale(
 
 
 def nvfp4_block_scales(block_amaxes: torch.Tensor, encode_scale: torch.Tensor) -> torch.Tensor:
-    """Return each block's scale before rounding to E4M3: float32, the shape of ``block_amaxes`` (float32)."""
+    """Return each block's scale before rounding to E4M3."""
     return block_amaxes * (encode_scale * (1.0 / E2M1.max))
 
 
 def nvfp4_multiplier(scales: torch.Tensor, encode_scale: torch.Tensor, *, nan_spreads: bool = False) -> torch.Tensor:
-    """Return the multiplier of each block's elements before the cast to E2M1.
+    """Return the multiplier of each block's elements before the cast to E2M1, at most the largest float32.
 
     Args:
-        scales: float32, any shape: the blocks' scales, rounded to E4M3.
+        scales: the blocks' scales, rounded to E4M3.
         encode_scale: the result of :func:`nvfp4_encode_scale`.
         nan_spreads: whether a scale of NaN gives NaN, not the largest float32.
-
-    Returns:
-        float32, the shape of ``scales``, at most the largest float32.
     """
     multiplier = torch.reciprocal(scales * torch.reciprocal(encode_scale))
     largest = torch.full_like(multiplier, FLOAT32_MAX)
@@ -190,8 +158,6 @@ def nvfp4_multiplier(scales: torch.Tensor, encode_scale: torch.Tensor, *, nan_sp
 def nvfp4_factors(scales: torch.Tensor, amax: torch.Tensor, largest_scale: float = E4M3.max) -> torch.Tensor:
     """Return the factor from E2M1 number to value of each block.
 
-    Computed in the order of upstream's kernel: ``(scale * amax) * (1 / (6 * largest_scale))``
-    (``common/cast/nvfp4/dequantize_nvfp4.cuh``).
-
+    In the order of ``common/cast/nvfp4/dequantize_nvfp4.cuh``: ``(scale * amax) * (1 / (6 * largest_scale))``.
     """
     return scales * amax * (1.0 / (E2M1.max * largest_scale))

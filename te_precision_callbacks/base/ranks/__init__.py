@@ -18,7 +18,6 @@ def own_rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks."""
     return dist.get_world_size() if is_initialized() else 1
 
 
@@ -27,7 +26,6 @@ def is_initialized() -> bool:
 
 
 def is_distributed(group: dist.ProcessGroup | None) -> bool:
-    """Return whether there are several ranks to reduce over."""
     return is_initialized() and dist.get_world_size(group) > 1
 
 
@@ -46,7 +44,6 @@ _MOST_NAMED = 8
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Format ranks: ``ranks 0, 2-7``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

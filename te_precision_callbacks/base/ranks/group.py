@@ -48,11 +48,7 @@ class NoAddressError(Exception):
 
 
 def devices(*, on_one_machine: bool) -> list[Any]:
-    """Listen on the user's interface, else on loopback if all ranks share a machine, else on this machine's address.
-
-    Raises:
-        NoAddressError: the interface does not exist, or the address is unknown.
-    """
+    """Listen on the user's interface, else on loopback on one machine, else on this machine's address."""
     create = dist.ProcessGroupGloo.create_device
     names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
     try:
@@ -65,20 +61,19 @@ def devices(*, on_one_machine: bool) -> list[Any]:
 
 
 def _own_address() -> str:
-    """Return this machine's address towards the master, else the host name's."""
-    found: list[str] = []
+    addresses: list[str] = []
     with contextlib.suppress(OSError, KeyError):
         family, kind, _, _, where = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)
-            found.append(probe.getsockname()[0])
+            addresses.append(probe.getsockname()[0])
     name = socket.gethostname()
     with contextlib.suppress(OSError):
-        found += [str(where[0]) for *_, where in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)]
-    for address in found:
+        addresses += [str(where[0]) for *_, where in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)]
+    for address in addresses:
         if not address.startswith("127.") and address != "::1":
             return address
-    problem = f"resolves to {found[-1]} only" if found else "does not resolve"
+    problem = f"resolves to {addresses[-1]} only" if addresses else "does not resolve"
     raise NoAddressError(f"the host name {name!r} {problem}. Set {INTERFACE} to the interface that all machines share")
 
 
@@ -106,7 +101,7 @@ class Group:
         self._longest = timedelta(seconds=longest)
         self._running: list[Any] = []
         self._gloo: Any = gloo(store, rank, size, options)
-        self._sockets = _connections(each for each, inode in _sockets().items() if inode not in before)
+        self._sockets = _connections(descriptor for descriptor, inode in _sockets().items() if inode not in before)
         if len(self._sockets) != size - 1:  # another thread has opened sockets meanwhile: which are ours is unknown
             self._sockets = {}
         _OPEN.add(self)
@@ -118,7 +113,6 @@ class Group:
         self._reduce(array, dist.ReduceOp.SUM)
 
     def maximum(self, array: npt.NDArray[np.int64]) -> None:
-        """Start a maximum over the ranks, in place."""
         self._reduce(array, dist.ReduceOp.MAX)
 
     def _reduce(self, array: npt.NDArray[Any], operation: Any) -> None:
@@ -128,15 +122,14 @@ class Group:
 
     def gather(self, array: AnyArray) -> list[AnyArray]:
         """Start a gather of arrays of equal size; the returned arrays are filled on rank 0."""
-        found = [np.empty_like(array) for _ in range(self._size if self._is_root else 0)]
+        gathered = [np.empty_like(array) for _ in range(self._size if self._is_root else 0)]
         options: Any = dist.GatherOptions()
         options.rootRank = 0
-        tensors = [[torch.from_numpy(each) for each in found]] if found else []
+        tensors = [[torch.from_numpy(received) for received in gathered]] if gathered else []
         self._start(self._gloo.gather, tensors, [torch.from_numpy(array)], options)
-        return found
+        return gathered
 
     def broadcast(self, array: npt.NDArray[Any]) -> None:
-        """Start a broadcast from rank 0, in place."""
         options: Any = dist.BroadcastOptions()
         options.rootRank = 0
         self._start(self._gloo.broadcast, [torch.from_numpy(array)], options)
@@ -146,10 +139,7 @@ class Group:
         self._running.append(operation(*arguments))
 
     def finish(self, check: Callable[[], None]) -> None:
-        """Wait for all started operations.
-
-        Args:
-            check: called repeatedly; raises an exception to give up.
+        """Wait for all started operations; ``check`` is called repeatedly, and raises an exception to give up.
 
         Raises:
             RuntimeError: an operation has failed, because another rank has closed its group or has died.
@@ -166,11 +156,10 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all connections are open, as far as this process can detect; False in a forked process."""
+        """True if all connections are open, as far as this process can detect; False in a forked process."""
         return self._gloo is not None and _connections(self._sockets) == self._sockets
 
     def close(self) -> None:
-        """Close all connections; operations end here and on the other ranks."""
         gloo, self._gloo = self._gloo, None
         for descriptor, ends in self._sockets.items():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -182,7 +171,6 @@ class Group:
         self._running = []
 
     def forget(self) -> None:
-        """Close the connections in a forked process."""
         for descriptor, ends in _connections(self._sockets).items():
             if self._sockets[descriptor] == ends:
                 os.close(descriptor)
@@ -198,27 +186,26 @@ def _hold(gloo: Any, running: Sequence[Any]) -> None:
 
 def _sockets() -> dict[int, str]:
     """Return this process's sockets with their inodes; empty where the system does not list them."""
-    found = {}
+    sockets = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 inode = os.readlink(f"/proc/self/fd/{name}")
                 if inode.startswith("socket:"):
-                    found[int(name)] = inode
-    return found
+                    sockets[int(name)] = inode
+    return sockets
 
 
 _Ends = tuple[Any, Any]
 
 
 def _connections(descriptors: Iterable[int]) -> dict[int, _Ends]:
-    """Return the connected sockets among file descriptors, with both addresses."""
-    found = {}
+    connections = {}
     for descriptor in descriptors:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
-                found[descriptor] = _ends(connection)
-    return found
+                connections[descriptor] = _ends(connection)
+    return connections
 
 
 def _ends(connection: socket.socket) -> _Ends:

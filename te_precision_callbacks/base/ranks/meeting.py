@@ -1,8 +1,9 @@
 """Rendezvous of the ranks, through the store of the training's process group.
 
-Rank 0 opens a meeting, the others arrive, and rank 0 confirms that all are there. Then all connect. Each rank needs
-the same few keys, however many ranks there are. A rank that cannot meet writes a refusal into the store and waits for
-nobody; a rank that does not arrive costs the others a timeout.
+Ranks arrive, are connecting, and have connected. In each of these phases the last rank to come decides that all
+are there; a rank that waits too long, or fails, decides that they are not. The first decision of a phase holds for all
+ranks, also for late ones, so nobody waits for a rank that has given up. Each rank needs the same few keys, however many
+ranks there are.
 
 Read from torch 2.13: ``torch.distributed.distributed_c10d._get_default_store``, and ``Store.clone``, which allows
 separate timeouts. ``Store.wait`` is not used: it blocks Python's signal handlers, and warns after each timeout.
@@ -10,7 +11,6 @@ separate timeouts. ``Store.wait`` is not used: it blocks Python's signal handler
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import time
@@ -26,7 +26,7 @@ from te_precision_callbacks.base.ranks.group import Group, NoAddressError, devic
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of the messages; ranks with different versions do not connect."""
 
 WAITING = 15.0
@@ -37,18 +37,15 @@ _ANSWER = 10.0
 
 _LONGEST_PAUSE = 0.25
 
+_ARRIVED, _CONNECTING, _CONNECTED = _PHASES = ("arrived", "connecting", "connected")
 
-class MeetingFailed(Exception):
-    """The ranks have not met; the text has the reason."""
+
+class MeetingFailed(Exception): ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of the group.
-
-    Attributes:
-        name: formats a rank for messages.
-    """
+    """A rank of the group; ``name`` formats a rank for messages."""
 
     rank: int
     size: int
@@ -56,7 +53,6 @@ class Place:
 
 
 def shared_store(prefix: str) -> Any:
-    """Clone the store of the training's process group, and limit it to keys below a prefix."""
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
     store.set_timeout(timedelta(seconds=_ANSWER))
@@ -64,142 +60,105 @@ def shared_store(prefix: str) -> Any:
 
 
 def below(prefix: str, store: Any) -> Any:
-    """Return a part of a store: the keys that begin with a prefix."""
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
-class Meeting:
-    """A meeting of the ranks. Each rank counts its meetings, so a late rank still finds the messages of this one."""
+def keys_of_meeting(store: Any, at: Place) -> Any:
+    """Begin the next meeting. Each rank counts its meetings, so a late rank still finds the decisions of this one."""
+    return below(str(store.add(f"meetings/{at.rank}", 1)), store)
 
-    def __init__(self, store: Any, at: Place) -> None:
-        self._store = store
-        self._at = at
-        self._number = 0
 
-    @property
-    def keys(self) -> Any:
-        if not self._number:
-            self._number = self._store.add(f"meetings/{self._at.rank}", 1)
-        return below(str(self._number), self._store)
+def meet(keys: Any, at: Place, wait: float, why: str) -> bool:
+    """Wait ``wait`` seconds for all ranks, and return whether they are on one machine; ``why`` is for a warning.
 
-    def meet(self, wait: float, why: str) -> bool:
-        """Wait for all ranks.
+    Raises:
+        MeetingFailed: not all came in time, one has refused, or versions differ.
+        RuntimeError: the store failed.
+    """
+    machine = f"on {_machine()}"
+    keys.add(machine, 1)
+    keys.add("versions", PROTOCOL)
+    missing = f"not all of them have come within {wait:g} s"
+    _all_come(keys, _ARRIVED, at, time.monotonic() + wait, missing, _warning(at, why))
+    if keys.add("versions", 0) != PROTOCOL * at.size:
+        raise MeetingFailed(
+            f"they have different versions of te-precision-callbacks ({at.name(at.rank)} has version {PROTOCOL} of the"
+            " messages)"
+        )
+    return bool(keys.add(machine, 0) == at.size)
 
-        Args:
-            wait: timeout in seconds.
-            why: the purpose, for a warning.
 
-        Returns:
-            Whether all ranks are on one machine.
-
-        Raises:
-            MeetingFailed: not all came in time, one has refused, or versions differ.
-            RuntimeError: the store failed.
-        """
-        keys, at = self.keys, self._at
-        until, on_wait = time.monotonic() + wait, _warning(at, why)
-        if at.rank == 0:
-            keys.set("open", json.dumps([PROTOCOL, _machine()]))
-            enough = _until(lambda: keys.add("arrived", 0) >= at.size - 1 or keys.check(["refused"]), until, on_wait)
-            verdict = "" if enough else f"not all of them have come within {wait:g} s"
-            if keys.check(["refused"]):
-                verdict = keys.get("refused").decode()
-            keys.set("verdict", verdict)
-        else:
-            if not _until(lambda: keys.check(["open"]), until, on_wait):
-                raise MeetingFailed(f"{at.name(0)} has not come within {wait:g} s")
-            protocol, machine = json.loads(keys.get("open"))
-            if protocol != PROTOCOL:
-                other = f"they have different versions of te-precision-callbacks (messages {protocol} and {PROTOCOL})"
-                keys.set("refused", other)
-            if machine != _machine():
-                keys.set("several machines", "")
-            keys.add("arrived", 1)
-            if not _until(lambda: keys.check(["verdict"]), until + _ANSWER, on_wait):
-                raise MeetingFailed(f"not all of them have come within {wait:g} s")
-            verdict = keys.get("verdict").decode()
-        if verdict:
-            raise MeetingFailed(verdict)
-        return not keys.check(["several machines"])
-
-    def refuse(self, why: str) -> None:
-        """Tell all ranks, now or later, not to wait for this one, and why."""
-        keys = self.keys
-        if self._at.rank:
-            keys.set("refused", why)
-        else:
-            keys.set("verdict", why)
-            keys.set("open", json.dumps([PROTOCOL, _machine()]))
-        keys.set("gone", why)
+def refuse(keys: Any, why: str) -> None:
+    """Record why this rank does not meet the others, so that no rank waits for it, now or later."""
+    for phase in _PHASES:
+        keys.add(f"{phase}/decisions", 1)
+        if not keys.check([f"{phase}/decision"]):  # also where this rank failed while it decided
+            keys.set(f"{phase}/decision", why)
 
 
 def connect(keys: Any, at: Place, wait: float, longest: float, *, on_one_machine: bool) -> Group:
-    """Connect the ranks that have met. If this fails, the rank writes the reason to the key ``gone``.
-
-    Args:
-        keys: the keys of the meeting, or of a later attempt.
-        at: this rank.
-        wait: timeout in seconds.
-        longest: see :class:`Group`.
-        on_one_machine: whether all ranks are.
+    """Connect the ranks that have met, in ``wait`` seconds; see :class:`Group` for ``longest``.
 
     Raises:
         MeetingFailed: a rank cannot be reached.
         RuntimeError: the store or gloo failed.
     """
-    until = time.monotonic() + wait
+    until, missing = time.monotonic() + wait, f"not all of them have connected within {wait:g} s"
     try:
         listening = devices(on_one_machine=on_one_machine)
     except NoAddressError as error:
         text = f"cannot be reached by the other ranks: {error}"
         logger.warning("%s %s.", at.name(at.rank).capitalize(), text)
         raise MeetingFailed(f"{at.name(at.rank)} {text}") from error
-    _all_are(keys, "ready", at, until, wait)
+    _all_come(keys, _CONNECTING, at, until, missing)
     group = Group(below("gloo", keys), at.rank, at.size, listening, max(until - time.monotonic(), 1.0), longest)
     try:
-        _all_are(keys, "connected", at, until, wait)  # else a rank could leave before another one has connected to it
+        # Else a rank could leave before another one has connected to it.
+        _all_come(keys, _CONNECTED, at, until, missing)
     except BaseException:
         group.close()
         raise
     return group
 
 
-def _all_are(keys: Any, where: str, at: Place, until: float, wait: float) -> None:
-    keys.add(where, 1)
-    if not _until(lambda: keys.add(where, 0) >= at.size or keys.check(["gone"]), until, lambda: None):
-        raise MeetingFailed(f"not all of them have connected within {wait:g} s")
-    if keys.add(where, 0) < at.size:
-        raise MeetingFailed(keys.get("gone").decode())
+def _all_come(
+    keys: Any, phase: str, at: Place, until: float, missing: str, on_wait: Callable[[], None] = lambda: None
+) -> None:
+    if keys.add(phase, 1) == at.size:
+        _decide(keys, phase, "")
+    pause = 0.001
+    while not keys.check([f"{phase}/decision"]):
+        if time.monotonic() >= until:
+            _decide(keys, phase, missing)
+            break
+        on_wait()
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    decision = keys.get(f"{phase}/decision").decode()
+    if decision:
+        raise MeetingFailed(decision)
+
+
+def _decide(keys: Any, phase: str, decision: str) -> None:
+    """Decide whether all ranks are in a phase: an empty text, or the reason why not."""
+    if keys.add(f"{phase}/decisions", 1) == 1:
+        keys.set(f"{phase}/decision", decision)
 
 
 def _warning(at: Place, why: str) -> Callable[[], None]:
-    """Return a function that warns once, on ranks 0 and 1, after a long wait."""
-    begun, said = time.monotonic(), at.rank > 1
+    begun, has_warned = time.monotonic(), at.rank > 1
 
     def warn() -> None:
-        nonlocal said
-        if not said and time.monotonic() - begun > WAITING:
-            said = True
+        nonlocal has_warned
+        if not has_warned and time.monotonic() - begun > WAITING:
+            has_warned = True
             who = at.name(at.rank).capitalize()
             logger.warning("%s has waited %g s for the other ranks, %s together with them.", who, WAITING, why)
 
     return warn
 
 
-def _until(is_there: Callable[[], bool], until: float, on_wait: Callable[[], None]) -> bool:
-    """Poll the store with increasing pauses; return whether the condition held in time."""
-    pause = 0.001
-    while not is_there():
-        if time.monotonic() >= until:
-            return False
-        on_wait()
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    return True
-
-
 def _machine() -> str:
-    """Return an ID that processes of one machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

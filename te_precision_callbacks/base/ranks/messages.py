@@ -19,7 +19,7 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -32,7 +32,16 @@ from pydantic import TypeAdapter
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import meeting, ranks_in_words
 from te_precision_callbacks.base.ranks.group import Group
-from te_precision_callbacks.base.ranks.meeting import Meeting, MeetingFailed, Place, below, connect, shared_store
+from te_precision_callbacks.base.ranks.meeting import (
+    MeetingFailed,
+    Place,
+    below,
+    connect,
+    keys_of_meeting,
+    meet,
+    refuse,
+    shared_store,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +82,6 @@ class Departure:
     """The departure of a rank.
 
     Attributes:
-        rank: the rank, in the group.
-        text: the reason.
         kind: the class name of its exception, if any.
         raises: whether the rank raises this exception to its caller, so that all ranks should.
     """
@@ -86,11 +93,7 @@ class Departure:
 
 
 class RanksLostError(PrecisionDebugError, RuntimeError):
-    """The ranks no longer exchange messages.
-
-    Attributes:
-        departure: of the first rank that left, if known.
-    """
+    """The ranks no longer exchange messages; ``departure`` is of the first rank that left, if known."""
 
     def __init__(self, departure: Departure, message: str = "") -> None:
         super().__init__(message or departure.text)
@@ -110,9 +113,8 @@ class Messages:
         rank, size: this rank in the group, and the number of ranks.
         meetings: how often the ranks have met.
         departure: why the ranks are separated.
-        note: a request to all ranks, sent with the values of a step.
-        wants_stop: a request to stop, sent likewise.
-        stop_is_wanted: whether any rank wanted to stop in the last step.
+        note, wants_stop: requests of this rank, for a check and to stop, sent with the values of a step.
+        noted, stop_is_wanted: whether any rank had the request in the last step; ``noted`` is None without a message.
         timeout: the timeout of a message in seconds.
     """
 
@@ -121,9 +123,8 @@ class Messages:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.meetings = 0
         self.departure = Departure(self.rank, "they have not met yet")
-        self.note = False
-        self.wants_stop = False
-        self.stop_is_wanted = False
+        self.note = self.wants_stop = self.stop_is_wanted = False
+        self.noted: bool | None = None
         self._purpose = purpose
         self._ranks = range(self.size) if group is None else dist.get_process_group_ranks(group)
         self._at = Place(self.rank, self.size, self.name)
@@ -131,21 +132,14 @@ class Messages:
         self._keys: Any = None
         self._count = 0
         self.timeout = EXCHANGING
-        self._noted: bool | None = None
         self._on_one_machine = False
         self._return: _Return | None = None
 
     def name(self, rank: int) -> str:
-        """Format a rank of the group for messages."""
         return f"rank {self._ranks[rank]}"
 
     def number(self, rank: int) -> int:
-        """Return the global rank of a rank of the group."""
         return self._ranks[rank]
-
-    @property
-    def _group_name(self) -> str:
-        return "all" if self.group is None else "-".join(map(str, self._ranks))
 
     @property
     def is_open(self) -> bool:
@@ -153,7 +147,6 @@ class Messages:
 
     @property
     def leads(self) -> bool:
-        """Return whether this rank logs and writes for all."""
         return self.rank == 0
 
     # ------------------------------------------------------------------ the beginning and the end
@@ -167,40 +160,36 @@ class Messages:
         Raises:
             RanksLostError: the ranks have not met, and stay separated.
         """
-        called: Meeting | None = None
+        keys: Any = None
         try:
             self.close()
             self._return = None
             if dist.get_backend(self.group) == "fake":
                 raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
             wait = _patience(self.group)
-            called = self._meeting()
-            self._on_one_machine = called.meet(wait, why)
-            self._connect(called.keys, CONNECTING)
+            keys = self._new_meeting()
+            self._on_one_machine = meet(keys, self._at, wait, why)
+            self._connect(keys, CONNECTING)
             self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
         except RanksLostError as error:
             raise self._apart(error.departure.text) from error
         except Exception as error:  # it must not be on this rank alone that anything is raised
-            self.decline(error, called)
+            self.decline(error, keys)
             raise self._apart(f"The ranks have not met: {_reason(error)}") from error
         except BaseException as error:
-            self.decline(error, called)
+            self.decline(error, keys)
             raise
 
-    def decline(self, error: BaseException, called: Meeting | None = None) -> None:
-        """Refuse to meet the other ranks because of a failure.
-
-        Args:
-            error: the failure.
-            called: the meeting, if it has begun.
-        """
+    def decline(self, error: BaseException, keys: Any = None) -> None:
+        """Refuse to meet the other ranks because of a failure; ``keys`` are of the meeting, if it has begun."""
         reason = _reason(error)
         own = reason if isinstance(error, MeetingFailed) else f"{self.name(self.rank)} has failed ({reason})"
         with contextlib.suppress(Exception):
-            (called or self._meeting()).refuse(own)
+            refuse(self._new_meeting() if keys is None else keys, own)
 
-    def _meeting(self) -> Meeting:
-        return Meeting(shared_store(f"te_precision_callbacks/{self._purpose}/{self._group_name}"), self._at)
+    def _new_meeting(self) -> Any:
+        group = "all" if self.group is None else "-".join(map(str, self._ranks))
+        return keys_of_meeting(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self._at)
 
     def settle(self) -> None:
         """Allow reconnecting, and use short timeouts after the next message, which may still wait for compilation."""
@@ -217,22 +206,13 @@ class Messages:
         return RanksLostError(self.departure)
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
-        """Leave the group because of a failure; the other ranks then leave too.
-
-        Args:
-            error: the failure.
-            raises: whether this rank raises the exception to its caller, so that all ranks should.
-        """
+        """Leave the group because of a failure, so the others leave too; see :class:`Departure` for ``raises``."""
         if self._group is not None:
             own = str(error) if isinstance(error, PrecisionDebugError) else _reason(error)
             self._leave(Departure(self.rank, own, type(error).__name__, raises))
 
     def part(self, why: str, *, for_good: bool) -> None:
-        """Leave the group on all ranks, which do this at the same time for the same reason.
-
-        Args:
-            for_good: whether reconnecting is ruled out.
-        """
+        """Leave the group on all ranks, at the same time for the same reason; ``for_good``: without reconnecting."""
         self._leave(Departure(self.rank, why))
         if for_good:
             self._return = None
@@ -275,65 +255,47 @@ class Messages:
         self._exchange(kind, why, numbers, sums)
 
     def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
-        """Return the maximum of each number over the ranks; integers up to 2**53 are exact.
-
-        Raises:
-            RanksLostError: the ranks are separated.
-        """
+        """Return the maximum of each number over the ranks; integers up to 2**53 are exact."""
         own = np.array(numbers, np.float64)
         self.merge(kind, why, own, 0)
         return tuple(own.tolist())
 
     def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
-        """Return the union of entries, in the same order on all ranks: entries of lower ranks first.
-
-        Args:
-            own: this rank's entries.
-            kind, why: as for :meth:`merge`.
-            of: the type of an entry, which pydantic can parse from JSON.
-
-        Raises:
-            RanksLostError: the ranks are separated.
-        """
+        """Return the union of entries of a type that pydantic parses, on all ranks, lower ranks first."""
         text = _written(own, of)
-        found: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
-        return found
+        entries: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
+        return entries
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
-        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks.
-
-        Raises:
-            RanksLostError: the ranks are separated.
-        """
-        found = self.pooled([(self._ranks[self.rank], tuple(numbers))], kind, why, tuple[int, tuple[int, ...]])
-        return dict(sorted(found))
+        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks."""
+        own = self._ranks[self.rank], tuple(numbers)
+        return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
 
     def _exchange(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
-        """Reduce numbers, and return the union of texts."""
         group = self._group
         if group is None:
             raise RanksLostError(self.departure, self._in_words(self.departure))
         self._count += 1
         try:
-            found = self._exchanged(group, _Waiting(self, self._keys, self._count, why), kind, numbers, sums, text, of)
+            finish = functools.partial(group.finish, _Wait(self, self._keys, self._count, why).check)
+            union = self._exchanged(group, finish, kind, numbers, sums, text, of)
             if self._return is not None:
                 self.timeout = EXCHANGING
-            return found
-        except RanksLostError as error:
-            self._leave(error.departure)
-            raise RanksLostError(error.departure, self._in_words(error.departure)) from error
-        except _GroupFailed as error:
-            self._leave(self._departure_of_another(error))
-            raise RanksLostError(self.departure, self._in_words(self.departure)) from error
-        except Exception as error:  # the others cannot know how far this rank has come: they go on, and it does too
-            self.leave(error)
+            return union
+        except Exception as error:
+            if isinstance(error, RanksLostError):
+                self._leave(error.departure)
+            elif type(error) is RuntimeError or isinstance(error, dist.DistError):  # of gloo, or of the store
+                self._leave(self._departure_of_another(error))
+            else:  # the others cannot know how far this rank has come: they go on, and it does too
+                self.leave(error)
             raise RanksLostError(self.departure, self._in_words(self.departure)) from error
         except BaseException as error:
             self.leave(error)
             raise
 
     def _exchanged(
-        self, group: Group, waiting: _Waiting, kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
+        self, group: Group, finish: Callable[[], None], kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
     ) -> bytes:
         ranked = _ranked(numbers[sums:])
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
@@ -342,7 +304,7 @@ class Messages:
         header[:_HEADER] = *equal, *(-number for number in equal), len(text)
         header[_HEADER : _HEADER + ranked.size] = ranked[:_ROOM]
         group.maximum(header)
-        waiting.finish(group)
+        finish()
         alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
         if not alike[:-1].all():
             remedy = "Every rank must call step() for the same optimizer steps"
@@ -351,61 +313,32 @@ class Messages:
             group.add(numbers[:sums])
         if ranked.size > _ROOM:
             group.maximum(ranked[_ROOM:])
-        waiting.finish(group)
+        finish()
         ranked[:_ROOM] = header[_HEADER : _HEADER + ranked.size]
         numbers[sums:] = _numbers_of(ranked)
-        return text if alike[-1] else self._union(group, waiting, text, int(header[_HEADER - 1]), of)
-
-    def _union(self, group: Group, waiting: _Waiting, text: bytes, longest: int, of: Any) -> bytes:
-        padded = np.frombuffer(text.ljust(longest), np.uint8).copy()  # JSON may end with blanks
-        gathered = group.gather(padded)
-        waiting.finish(group)
-        union = b""
-        if gathered:
-            texts = dict.fromkeys(each.tobytes() for each in gathered)
-            union = _written((entry for each in texts for entry in _read(each, of)), of)
-        size = np.array([len(union)])
-        group.broadcast(size)
-        waiting.finish(group)
-        shared = np.frombuffer(union.ljust(int(size[0])), np.uint8).copy()
-        group.broadcast(shared)
-        waiting.finish(group)
-        return shared.tobytes()
+        return text if alike[-1] else _union(group, finish, text, int(header[_HEADER - 1]), of)
 
     def _departure_of_another(self, error: Exception) -> Departure:
-        """Return why another rank has left, as it wrote into the store, or that it cannot be reached."""
         try:
             if self._keys.check([_LEFT]):
-                found = json.loads(self._keys.get(_LEFT))
-                return Departure(int(found["rank"]), str(found["text"]), str(found["kind"]), bool(found["raises"]))
+                return TypeAdapter(Departure).validate_json(self._keys.get(_LEFT))
         except Exception as failure:  # of the store, which may be gone with the rank
             logger.info("Why a rank has left is unknown: %s.", _reason(failure))
-        why = str(error).partition("]")[2].partition(". This is")[0].strip() or str(error)
+        line = str(error).partition("\n")[0]
+        why = line.partition("]")[2].partition(". This is")[0].strip() or line
         return Departure(self.rank, f"A rank cannot be reached any more: {why}")
 
     def _in_words(self, departure: Departure) -> str:
         who = self.name(departure.rank).capitalize()
         return f"{who} has failed: {departure.text}" if departure.kind else departure.text
 
-    # ------------------------------------------------------------------ notes
-
-    def take_noted(self) -> bool | None:
-        """Return whether any rank had a :attr:`note` since the last call; None without a message."""
-        noted, self._noted = self._noted, None
-        return noted
-
-    def put_noted(self, noted: bool, *, stops: bool) -> None:
-        """Set the combined requests of all ranks."""
-        self._noted = noted
-        self.stop_is_wanted = stops
-
     # ------------------------------------------------------------------ together again
 
     def tick(self, iteration: int, optimizer_steps: int) -> int | None:
         """Look for the other ranks, at the end of a step in which this rank is separated; costs almost nothing.
 
-        Ranks that are ready announce it in the store. Once all are, rank 0 sets the step in which they connect: an
-        optimizer step, which all ranks count equally, or else an iteration.
+        Ranks that are ready announce it in the store. The last one sets the step in which they connect: an optimizer
+        step, which all ranks count equally, or else an iteration.
 
         Args:
             iteration: the next iteration.
@@ -414,16 +347,15 @@ class Messages:
         Returns:
             The largest iteration of all ranks, if they have reconnected; else None.
         """
-        found = self._return
-        if self._group is not None or found is None:
+        attempts = self._return
+        if self._group is not None or attempts is None:
             return None
         try:
-            if not found.is_time(self._at, iteration, optimizer_steps):
+            if not attempts.is_time(self._at, iteration, optimizer_steps):
                 return None
-            self._connect(found.keys_of_attempt(), RECONNECTING)
+            self._connect(attempts.keys_of_attempt(), RECONNECTING)
         except Exception as error:  # the store may be gone, or a rank
-            with contextlib.suppress(Exception):
-                found.keys_of_attempt().set("gone", f"{self.name(self.rank)} has failed ({_reason(error)})")
+            self.decline(error, attempts.keys_of_attempt())
             logger.info("%s has not met the other ranks again: %s.", self.name(self.rank).capitalize(), _reason(error))
             self._leave(Departure(self.rank, _reason(error)))
             return None
@@ -438,17 +370,11 @@ class Messages:
 
 
 class _Return:
-    """Reconnection of separated ranks.
-
-    Args:
-        keys: the keys of the last meeting.
-    """
-
     def __init__(self, keys: Any) -> None:
-        self._keys = keys
+        self._keys = keys  # of the last meeting
         self._attempt = 0
         self._ready_at: int | None = None
-        self._is_ready = self._has_published = False
+        self._is_ready = False
         self._polled = -1
         self._meets: tuple[bool, int] | None = None
 
@@ -456,13 +382,11 @@ class _Return:
         return below(f"again/{self._attempt}", self._keys)
 
     def put_off(self) -> None:
-        """Retry later, doubling the interval."""
-        self._attempt += 1
+        self._attempt += 1  # the interval doubles
         self._ready_at = self._meets = None
-        self._is_ready = self._has_published = False
+        self._is_ready = False
 
     def is_time(self, at: Place, iteration: int, optimizer_steps: int) -> bool:
-        """Return whether to connect now."""
         clock = iteration if optimizer_steps < 0 else optimizer_steps
         if self._attempt > MOST_RETURNS:
             return False
@@ -478,13 +402,11 @@ class _Return:
         if not self._is_ready:
             if optimizer_steps < 0:
                 keys.set("by_iteration", "")
-            keys.add("ready", 1)
             self._is_ready = True
-        if at.rank == 0 and not self._has_published and keys.add("ready", 0) == at.size:
-            by_iteration = keys.check(["by_iteration"])
-            when = (iteration if by_iteration else optimizer_steps) + POLLING + 2  # all others have looked until then
-            keys.set("when", f"{int(by_iteration)} {when}")
-            self._has_published = True
+            if keys.add("ready", 1) == at.size:
+                by_iteration = keys.check(["by_iteration"])
+                when = (iteration if by_iteration else optimizer_steps) + POLLING + 2  # all have looked until then
+                keys.set("when", f"{int(by_iteration)} {when}")
         if keys.check(["when"]):
             which, when = map(int, keys.get("when").split())
             self._meets = bool(which), when
@@ -511,8 +433,25 @@ def _written(entries: Iterable[Hashable], of: Any) -> bytes:
 
 
 def _read(text: bytes, of: Any) -> list[Any]:
-    found: list[Any] = _adapter(of).validate_python(json.loads(text))
-    return found
+    entries: list[Any] = _adapter(of).validate_python(json.loads(text))
+    return entries
+
+
+def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, of: Any) -> bytes:
+    padded = np.frombuffer(text.ljust(longest), np.uint8).copy()  # JSON may end with blanks
+    gathered = group.gather(padded)
+    finish()
+    union = b""
+    if gathered:
+        texts = dict.fromkeys(array.tobytes() for array in gathered)
+        union = _written((entry for own in texts for entry in _read(own, of)), of)
+    size = np.array([len(union)])
+    group.broadcast(size)
+    finish()
+    shared = np.frombuffer(union.ljust(int(size[0])), np.uint8).copy()
+    group.broadcast(shared)
+    finish()
+    return shared.tobytes()
 
 
 def _ranked(numbers: Numbers) -> npt.NDArray[np.int64]:
@@ -526,34 +465,14 @@ def _numbers_of(ranked: npt.NDArray[np.int64]) -> Numbers:
     return bits.view(np.float64)
 
 
-class _GroupFailed(Exception):
-    """An operation of the group failed, because another rank has left or died."""
-
-
-class _Waiting:
-    """Timing of one message: a warning after a while, then a timeout."""
-
+class _Wait:
     def __init__(self, messages: Messages, keys: Any, count: int, why: str) -> None:
         self._messages, self._keys, self._count = messages, keys, str(count)
         self._why = why
         self._begun = time.monotonic()
         self._is_noted = self._has_warned = False
 
-    def finish(self, group: Group) -> None:
-        """Wait for the operations of a group.
-
-        Raises:
-            RanksLostError: timeout.
-            _GroupFailed: an operation failed.
-        """
-        try:
-            group.finish(self._check)
-        except RuntimeError as error:
-            if isinstance(error, RanksLostError):
-                raise
-            raise _GroupFailed(str(error).partition("\n")[0]) from error
-
-    def _check(self) -> None:
+    def check(self) -> None:
         messages, passed = self._messages, time.monotonic() - self._begun
         if passed >= min(meeting.WAITING, messages.timeout) / 2 and not self._is_noted:
             self._is_noted = True
@@ -571,7 +490,7 @@ class _Waiting:
         return self._messages.name(self._messages.rank).capitalize()
 
     def _late(self) -> str:
-        """Return the ranks that are late, as text. Only two ranks query the store, which takes a request per rank."""
+        """Format the ranks that are late. Only two ranks query the store, which takes a request per rank."""
         messages, keys = self._messages, self._keys
         places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
         late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]
@@ -586,7 +505,7 @@ def _patience(group: dist.ProcessGroup | None) -> float:
     """
     try:
         training: Any = dist.group.WORLD if group is None else group
-        found = [training._get_backend(device).options._timeout for device in training._device_types]
-        return float(min(found).total_seconds()) / 2
+        timeouts = [training._get_backend(device).options._timeout for device in training._device_types]
+        return float(min(timeouts).total_seconds()) / 2
     except (RuntimeError, AttributeError, ValueError):  # a backend without options
         return timedelta(minutes=5).total_seconds()

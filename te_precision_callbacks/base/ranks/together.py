@@ -28,16 +28,10 @@ def leads(group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> bool
 class Ranks:
     """The ranks that reduce their statistics together, or only this one.
 
-    From :meth:`meet` on they exchange messages (:mod:`te_precision_callbacks.base.ranks`). After a failure, each rank
-    continues with local values.
+    From :meth:`meet` on they exchange :attr:`messages`. After a failure, each rank continues with local values.
 
     Args:
-        group: the process group of these ranks; None for all.
-        reduce: whether statistics are reduced.
         report: receives failures; in a strict session it raises.
-
-    Attributes:
-        messages: the messages to the other ranks; None before :meth:`meet`.
     """
 
     def __init__(
@@ -114,8 +108,7 @@ class Ranks:
             self._errors = ()
 
     def _agree(self, doing: str) -> None:
-        """Raise if another rank failed. A failure of the exchange itself is only reported, since no other rank would
-        raise it."""
+        """Raise if another rank failed. A failure of the exchange itself no other rank would raise: it is reported."""
         try:
             self.any("agreement", doing, own=False)
         except PrecisionDebugError:  # of another rank
@@ -125,7 +118,6 @@ class Ranks:
             self._report(doing, "together with the other ranks", failure)
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
-        """Leave the other ranks after a failure on this one: see :meth:`Messages.leave`."""
         if self.messages is not None:
             self.messages.leave(error, raises=raises)
 
@@ -140,7 +132,6 @@ class Ranks:
             self._report("settling", "together with the other ranks", error)
 
     def look(self, iteration: int, optimizer_steps: int) -> int | None:
-        """Search for lost ranks: see :meth:`Messages.tick`."""
         if self.messages is None or self.messages.is_open:
             return None
         rejoined = self.messages.tick(iteration, optimizer_steps)
@@ -162,20 +153,12 @@ class Ranks:
     # ------------------------------------------------------------------ exchanges
 
     def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
-        """The entries of all ranks without duplicates; unchanged without other ranks.
-
-        Args:
-            entries: the entries of this rank.
-            kind: a name, equal on all ranks.
-            of: the type of an entry: see :meth:`Messages.pooled`.
-        """
+        """Return the entries of all ranks without duplicates. ``kind`` is equal on all ranks, here and below."""
         own = list(entries)
         why = f"to tell them: {kind}"
         return self._exchange(f"exchanging {kind}", lambda messages: messages.pooled(own, kind, why, of), own)
 
     def add(self, numbers: Sequence[float], kind: str) -> list[float]:
-        """The sums of numbers over all ranks; unchanged without other ranks. ``kind`` is a name, equal on all ranks."""
-
         def added(messages: Messages) -> list[float]:
             sums = np.array(numbers, np.float64)
             messages.merge(kind, f"to add them up: {kind}", sums, len(numbers))
@@ -184,7 +167,7 @@ class Ranks:
         return self._exchange(f"exchanging {kind}", added, list(numbers))
 
     def largest(self, numbers: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.float64] | None:
-        """The maximum of each number over all ranks; None without other ranks, or if a rank is lost."""
+        """Return the maximum of each number over all ranks; None without other ranks, or if a rank is lost."""
 
         def merged(messages: Messages) -> npt.NDArray[np.float64] | None:
             largest = numbers.copy()
@@ -198,7 +181,6 @@ class Ranks:
         return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", float(own)) == holds, own)
 
     def _exchange(self, doing: str, exchange: Callable[[Messages], ResultT], own: ResultT) -> ResultT:
-        """Exchange with the other ranks; returns ``own`` without them, and if a rank is lost."""
         if self.messages is None or not self.messages.is_open:
             return own
         try:
@@ -208,21 +190,13 @@ class Ranks:
             return own
 
     def still_together(self) -> bool:
-        """Return whether all ranks are connected, so that all can raise."""
         self.any("agreement", "judging", own=False)
         return not self.several or self.are_together
 
-    @property
-    def note(self) -> bool:
-        """Whether this rank wants a check; sent with the next values of a step."""
-        return self._note
-
-    @note.setter
-    def note(self, note: bool) -> None:
+    def put_note(self, *, note: bool) -> None:
         self._note = note
         if self.messages is not None:
-            self.messages.note = note
-            self.messages.take_noted()
+            self.messages.note, self.messages.noted = note, None
 
     def noted(self, *, asks: bool) -> bool:
         """Return whether any rank wants a check. In a step without values, a message is sent only with ``asks``."""
@@ -230,10 +204,9 @@ class Ranks:
             return self._note
         if self.messages is None or not self.messages.is_open:
             return False
-        noted = self.messages.take_noted()
-        if noted is None and asks:
-            noted = self.any("notes", "to ask whether precision has changed", own=self._note)
-        return bool(noted) and self.are_together
+        if self.messages.noted is None and asks:
+            self.messages.noted = self.any("notes", "to ask whether precision has changed", own=self._note)
+        return bool(self.messages.noted) and self.are_together
 
     def stop_together(self, *, own: bool) -> bool:
         """Return whether all ranks stop now. Requests are sent with the next values; all receive them in one step."""
@@ -245,7 +218,7 @@ class Ranks:
         return self.messages.stop_is_wanted
 
     def differing(self, numbers: Sequence[int], kind: str) -> dict[int, tuple[int, ...]]:
-        """Rank -> its numbers, if those of the ranks differ; else empty. A float64 must hold each number."""
+        """Return rank -> its numbers, if the ranks differ. A float64 must hold each number."""
         own = [*numbers, *(-number for number in numbers)]
 
         def by_rank(messages: Messages) -> dict[int, tuple[int, ...]]:

@@ -38,7 +38,6 @@ class _OfGemms(Judge):
 
     @property
     def why_not(self) -> str:
-        """The reason why the rule was not checked, or why nothing was measured."""
         return super().why_not or (self._unmeasured and f"LogGemmError has measured nothing: {self._unmeasured}")
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
@@ -80,18 +79,16 @@ class Kernel(_OfGemms):
 
 
 def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
-    """The other statistics of the same GEMMs."""
     names = ("gemm_gain", "gemm_kernel_error", "gemm_kernel_rows", "gemm_kernel_columns")
     places = [f"gemm_kernel_{what}_{end}" for what in ("row", "column", "rank") for end in ("first", "last")]
-    found = {}
+    columns = {}
     for name in (*names, *places, "gemm_kernel_ratio_rank"):
         other = numbers.one(name, column.family.tensor)
-        found[name] = np.full(len(column.layers), np.nan) if other is None else other.at(column.layers, np.nan)
-    return found
+        columns[name] = np.full(len(column.layers), np.nan) if other is None else other.at(column.layers, np.nan)
+    return columns
 
 
 def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column, kind: str) -> str:
-    """Describe the error of a GEMM, and its place."""
     times = f"{ratio.values[at]:.3g} times its tolerance"
     if kind == "gain":
         what = f"gives {beside['gemm_gain'][at]:.4g} times the product of its operands"

@@ -106,13 +106,11 @@ class Rhythms:
         self._has_trained = np.empty(0, bool)
 
     def note_training(self, layers: npt.NDArray[np.int64], iteration: int) -> None:
-        """Note layers that train in an iteration."""
         self._grow(layers)
         self._has_trained[layers] = True
         self._possible[layers] &= iteration % self._periods == self._places
 
     def note_idle(self, layers: npt.NDArray[np.int64], iteration: int) -> None:
-        """Note layers that do not train in an iteration."""
         self._grow(layers)
         self._possible[layers] &= iteration % self._periods != self._places
 
@@ -122,7 +120,6 @@ class Rhythms:
         return self._has_trained[layers] & self._possible[layers].any(axis=1)
 
     def has_trained(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """[layers]: whether the layer has trained in a collection step."""
         self._grow(layers)
         return self._has_trained[layers]
 
@@ -134,8 +131,6 @@ class Rhythms:
 
 
 class ZerosInWgrad(Judge):
-    """Zeros in the gradient of a weight."""
-
     needed = ZEROS_STEPS
 
     def __init__(self) -> None:
@@ -203,8 +198,6 @@ class Growth(Judge):
 
 
 class Begin:
-    """The first numbers of each layer."""
-
     def __init__(self) -> None:
         self._known = np.empty((0, BEGIN))
 
@@ -215,7 +208,6 @@ class Begin:
         return least
 
     def add(self, layers: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
-        """Take numbers, of layers that have too few."""
         self._grow(layers)
         missing = np.isnan(self._known[layers])
         new = missing.any(axis=1) & np.isfinite(values)

@@ -89,7 +89,6 @@ class _Curve:
         self._limit: tuple[float, float] | None = None
 
     def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
-        """Check one more loss."""
         self._least = min(self._least, loss)
         if len(self._start) < 3:
             self._start.append(loss)
@@ -151,8 +150,6 @@ class _Curve:
 
 
 class GradientJump(Judge):
-    """A gradient norm far above those before."""
-
     needed, _kind_of_step = LEAST_NORMS, "logged gradient norm"
 
     def __init__(self) -> None:
@@ -167,14 +164,14 @@ class GradientJump(Judge):
         self.saw(iteration)
         bits = math.log2(norm)
         if len(self._norms) >= LEAST_NORMS:
-            before = np.array([each for _, each in self._norms])
+            before = np.array([earlier for _, earlier in self._norms])
             middle = float(np.median(before))
             sigma = 1.4826 * float(np.median(np.abs(before - middle)))
             if bits < middle + max(FACTOR, SIGMAS * sigma):
                 self._high.clear()
             else:
                 self._high.append((iteration, bits))
-                rise, lasts = min(each for _, each in self._high[-3:]) - middle, len(self._high) >= 3
+                rise, lasts = min(high for _, high in self._high[-3:]) - middle, len(self._high) >= 3
                 severity: Severity = "warning" if lasts or bits - middle >= SPIKE else "note"
                 times = 2 ** (rise if lasts else bits - middle)
                 seen = f"{name} is {norm:.3g}, {times:.3g} times the median before"
@@ -210,7 +207,6 @@ class NonfiniteGradientNorm(Judge):
             yield from self._known()
 
     def _known(self) -> Iterator[Sighting]:
-        """Sightings that wait for the facts, which come after the first step."""
         if self._is_scaled is not None:
             waiting, self._waiting = self._waiting, []
             yield from () if self._is_scaled else waiting

@@ -67,20 +67,20 @@ class Nonfinite(Judge):
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         before = self.steps[-1] if self.steps else None
-        found: dict[tuple[str, str], str] = {}
+        broken: dict[tuple[str, str], str] = {}
         for column in numbers.all("cur_amax"):
             self.saw(numbers.iteration)
             for layer in column.layers[~np.isfinite(column.values)].tolist():
-                found[numbers.names[layer], column.family.tensor] = "it has inf or nan"
+                broken[numbers.names[layer], column.family.tensor] = "it has inf or nan"
         for column in numbers.all("nonfinite_num"):
             self.saw(numbers.iteration)
             some = column.values > 0
             for layer, count in zip(column.layers[some].tolist(), column.values[some].tolist(), strict=True):
-                found[numbers.names[layer], column.family.tensor] = (
+                broken[numbers.names[layer], column.family.tensor] = (
                     f"{many(round(count), 'element')} {'is' if round(count) == 1 else 'are'} inf or nan"
                 )
-        if found:
-            self._first = self._first or _where_it_began(found, before, numbers.iteration, facts)
+        if broken:
+            self._first = self._first or _where_it_began(broken, before, numbers.iteration, facts)
             yield self._first
 
     def event(self, event: Event) -> Iterator[Sighting]:
@@ -99,16 +99,11 @@ class Nonfinite(Judge):
                 yield self._first
 
 
-def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts) -> Sighting:
-    """Describe the origin of inf and nan by the first step with any.
-
-    Args:
-        found: layer and tensor -> description.
-        before: the last step without any; None without one.
-        iteration: the step.
-        facts: the facts of the step.
-    """
-    weights = sum(tensor == "weight" for _, tensor in found)
+def _where_it_began(
+    broken: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts
+) -> Sighting:
+    """Describe the origin of inf and nan by the first step with any."""
+    weights = sum(tensor == "weight" for _, tensor in broken)
     if before is not None and weights > 1:  # an optimizer's step has spread it, so the first layer is only the first
         first = before + 1
         steps = f"in step {iteration}" if first == iteration else f"in the steps {first} to {iteration}"
@@ -117,17 +112,15 @@ def _where_it_began(found: Mapping[tuple[str, str], str], before: int | None, it
             f" {steps}: run from step {first} on again to find the layer"
         )
         return Sighting((), "", "nonfinite_num", seen, iteration)
-    layer, tensor = min(found, key=lambda place: facts.place(*place))
-    others = len({name for name, _ in found} - {layer})
+    layer, tensor = min(broken, key=lambda place: facts.place(*place))
+    others = len({name for name, _ in broken} - {layer})
     have = "has" if others == 1 else "have"
     inherit = f"; {many(others, 'more layer')} {have} some in the same step" if others else ""
     remedy = _REMEDY_OF_WEIGHT if tensor == "weight" else ""
-    return Sighting((layer,), tensor, "nonfinite_num", found[layer, tensor] + inherit, iteration, remedy=remedy)
+    return Sighting((layer,), tensor, "nonfinite_num", broken[layer, tensor] + inherit, iteration, remedy=remedy)
 
 
 class _OfQuantized(Judge):
-    """A rule on what quantization loses, which is not about a run without low precision."""
-
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
         if ran and not self.steps:
@@ -144,7 +137,6 @@ class FromZero:
         self._first: dict[str, dict[int, float]] = {}
 
     def note(self, numbers: StepNumbers, facts: Facts) -> None:
-        """Note the first amax of each layer, also in a step without a scale."""
         for column in numbers.all("cur_amax", facts=facts) if numbers.iteration < FROM_ZERO else ():
             first = self._first.setdefault(column.family.tensor, {})
             for layer, value in zip(column.layers.tolist(), column.values.tolist(), strict=True):
@@ -220,7 +212,6 @@ class Underflow(_OfQuantized):
 
 
 def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
-    """A section of a config that keeps the first layers of a finding in high precision."""
     kept = layers[:MOST_KEPT]
     return keep_high(*kept, others=set(numbers.names) - set(kept))
 
@@ -228,11 +219,7 @@ def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
 def lost_norm(
     numbers: StepNumbers, facts: Facts, column: Column
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """The largest share of the squared norm that elements which round to 0 can have had.
-
-    Args:
-        numbers, facts: the step.
-        column: ``underflows%`` of a tensor.
+    """The largest share of the squared norm that elements which round to 0 can have had, from a column ``underflows%``.
 
     Returns:
         [layers of the column]: the share, nan where it is not known; and whether the tensor has one scale, so that the
@@ -269,8 +256,6 @@ def _in_words(share: float) -> str:
 
 
 def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
-    """[layers of the column]: whether the layer's scale need not fit the tensor."""
-
     def make() -> npt.NDArray[np.bool_]:
         return np.array([facts.recipe_of(name) in _CAN_OVERFLOW for name in numbers.names_of(column)], bool)
 
@@ -278,7 +263,6 @@ def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDAr
 
 
 def most_overflow(tensor: str) -> float:
-    """The threshold for elements above the range of the format, in percent."""
     return OVERFLOW if tensor == "activation" else OF_OTHERS
 
 
@@ -301,18 +285,13 @@ def loses(
     underflows: Callable[[Column], float | npt.NDArray[np.float64]] = lambda lost: np.inf,
     overflows: Callable[[Column], float | npt.NDArray[np.float64]],
 ) -> npt.NDArray[np.bool_]:
-    """[layers of a column]: whether too many elements of the tensor are lost.
-
-    Args:
-        numbers, facts, column: the step.
-        underflows, overflows: the least percent that is too many, from the column of the statistic.
-    """
-    found = np.zeros(len(column.layers), bool)
+    """[layers of a column]: whether too many elements are lost, given the least percent that is too many."""
+    lossy = np.zeros(len(column.layers), bool)
     for statistic, most in (("underflows%", underflows), ("overflows%", overflows)):
         lost = numbers.one(statistic, column.family.tensor, facts)
         if lost is not None:
-            found |= np.isin(column.layers, lost.layers[lost.values >= most(lost)])
-    return found
+            lossy |= np.isin(column.layers, lost.layers[lost.values >= most(lost)])
+    return lossy
 
 
 RULES = (

@@ -10,12 +10,9 @@ from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 from te_precision_callbacks.sinks.step_records import Event
 
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
-"""Exceptions of this package, each raised because of another finding."""
 
 
 class FailedRun(Judge):
-    """An exception that ended the run."""
-
     def __init__(self) -> None:
         super().__init__()
         self._stopped = ""
@@ -38,8 +35,6 @@ class FailedRun(Judge):
 
 
 class BrokenContract(Judge):
-    """A contract that the products of a run do not hold."""
-
     def __init__(self) -> None:
         super().__init__()
         self.applies = False

@@ -16,10 +16,8 @@ from te_precision_callbacks.sinks.step_records import Event
 class _Kind(NamedTuple):
     """A kind of :class:`~te_precision_callbacks.instrumentation.parameters.Problem`.
 
-    Attributes:
-        seen: the description, with places for ``names``, for ``number``, and for ``since``, its first step.
-        remedy: by default the rule's remedy.
-        severity: by default the rule's severity.
+    ``seen`` is the description, with places for ``names``, ``number`` and ``since``; remedy and severity are by default
+    the rule's.
     """
 
     seen: str
@@ -102,12 +100,7 @@ _KINDS: Mapping[str, Mapping[str, _Kind]] = {
 
 
 class ParameterRule(Judge):
-    """A rule on the events of a run that report its parameters.
-
-    Args:
-        rule: the ID of the rule.
-        on_several_ranks: whether the rule applies only to runs on several ranks.
-    """
+    """A rule on the events that report parameters; ``on_several_ranks``: it applies only to several ranks."""
 
     def __init__(self, rule: str, *, on_several_ranks: bool = False) -> None:
         super().__init__()
@@ -229,8 +222,8 @@ RULES = (
         remedy=(
             "Average the gradients of the parameter over all ranks before the optimizer step: for norms with sequence"
             " parallelism by an all-reduce over the tensor-parallel group, for routers over the expert-parallel group."
-            " With a distributed optimizer, check that each rank receives the weights that the others updated. Then load"
-            " a checkpoint on all ranks"
+            " With a distributed optimizer, check that each rank receives the weights that the others updated. Then"
+            " load a checkpoint on all ranks"
         ),
         judge=functools.partial(ParameterRule, "replicas-differ", on_several_ranks=True),
         essential=True,

@@ -26,7 +26,6 @@ MANY = 8
 """Micro-batches in a step."""
 
 _CHOSEN = frozenset({Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.RECIPE_EXCEPTION.name})
-"""The reasons that somebody has chosen."""
 
 
 class Hole(Judge):
@@ -51,12 +50,12 @@ class Hole(Judge):
             if len(low) < LEAST_LOW or len(holes) >= len(low):
                 continue
             for reason in dict.fromkeys(layer.reasons["fprop"] for layer in holes):
-                found = [layer.name for layer in holes if layer.reasons["fprop"] == reason]
+                with_reason = [layer.name for layer in holes if layer.reasons["fprop"] == reason]
                 text = Reason[reason[0]].value if reason[0] in Reason.__members__ else reason[0]
                 exactly = f" ({reason[1]})" if reason[1] and reason[1] != text else ""
                 count = f"{len(low)} alike layers are in low precision, such as {in_sentence(low[0].name)}"
                 seen = f"it runs in high precision: {text}{exactly}; {count}"
-                yield Sighting(tuple(found), "", "", seen, None, key=f"{form_of(found[0])} {reason[0]}")
+                yield Sighting(tuple(with_reason), "", "", seen, None, key=f"{form_of(with_reason[0])} {reason[0]}")
 
 
 def _is_hole(layer: LayerFacts) -> bool:
@@ -64,8 +63,6 @@ def _is_hole(layer: LayerFacts) -> bool:
 
 
 class NoLowPrecision(Judge):
-    """A run without any product in low precision."""
-
     def __init__(self) -> None:
         super().__init__()
         self._facts = Facts()
@@ -93,7 +90,6 @@ class NoLowPrecision(Judge):
             yield from self._ended(self._facts)
 
     def _ended(self, facts: Facts) -> Iterator[Sighting]:
-        """A run that began in low precision, and has left it."""
         of_te = [layer for layer in facts.layers.values() if layer.is_of_te and layer.reasons]
         if self._has_low and of_te and not any(layer.low for layer in facts.layers.values()):
             is_meant = all(layer.is_explicit for layer in of_te)
@@ -117,7 +113,6 @@ class NoLowPrecision(Judge):
 
 
 def _remedy(reason: Reason) -> str:
-    """The remedy as a sentence; empty if unknown."""
     text = REMEDIES.get(reason, "")
     return text[:1].upper() + text[1:]
 
@@ -138,8 +133,6 @@ class Recomputed(Judge):
 
 
 class Mxfp8Hybrid(Judge):
-    """Gradients in E5M2 under MXFP8."""
-
     def __init__(self) -> None:
         super().__init__()
         self.applies = None
@@ -148,14 +141,12 @@ class Mxfp8Hybrid(Judge):
         of_recipe = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
         self.applies = bool(of_recipe)
         self.judged = self.applies
-        found = [layer.name for layer in of_recipe if layer.formats.get("gradient") == "MXFP8 E5M2"]
-        if found:
-            yield Sighting(tuple(found), "gradient", "", "gradients are in E5M2: the recipe has Format.HYBRID", None)
+        names = [layer.name for layer in of_recipe if layer.formats.get("gradient") == "MXFP8 E5M2"]
+        if names:
+            yield Sighting(tuple(names), "gradient", "", "gradients are in E5M2: the recipe has Format.HYBRID", None)
 
 
 class Nvfp4Tail(Judge):
-    """NVFP4 in the last layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.applies = None
@@ -174,8 +165,6 @@ class Nvfp4Tail(Judge):
 
 
 class LowPrecisionState(Judge):
-    """Optimizer state and gradients in bfloat16."""
-
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self.judged |= bool(facts.states)
         for subject, text in (

@@ -34,14 +34,12 @@ UNMOVED_STEPS = 3
 """Collection steps in which a scale has not moved although amax has."""
 
 _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
-"""Format of an operand -> its largest number."""
 
 
 class _UnmovedScales:
     """The scales of a tensor that have stayed the same since the first collection step.
 
-    Args:
-        tensor: the tensor. A weight with the scale 1 counts only if its amax varies: an FP8 weight may be frozen.
+    A weight with the scale 1 counts only if its amax varies: an FP8 weight may be frozen.
     """
 
     def __init__(self, tensor: str) -> None:
@@ -49,12 +47,8 @@ class _UnmovedScales:
         self._layers = np.empty((0, 5))  # scale, collection steps, least and largest amax, whether it has moved
 
     def add(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        """Add a collection step.
-
-        Args:
-            scales: ``scale_inv_max`` of the tensor.
-            amaxes: [layers of the column], nan if unknown.
-            largest: [layers of the column], the largest number of the format.
+        """Add a collection step, with ``scale_inv_max``, the amaxes (nan if unknown), and the largest number of each
+        layer's format.
 
         Returns:
             [layers of the column]: the number of collection steps with the same scale although it should have followed
@@ -101,14 +95,11 @@ class _OfScaleAndAmax(Judge):
                 yield scales, numbers.unbroken(amax), largest
 
     def _count_unmoved(self, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, npt.NDArray[np.bool_]]:
-        """As :meth:`_UnmovedScales.add`."""
         tensor = scales.family.tensor
         return self._unmoved.setdefault(tensor, _UnmovedScales(tensor)).add(scales, amaxes, largest)
 
 
 class ScaleNeverUpdated(_OfScaleAndAmax):
-    """A scale of delayed scaling that never follows amax."""
-
     needed = UNMOVED_STEPS
 
     def __init__(self) -> None:
@@ -121,11 +112,11 @@ class ScaleNeverUpdated(_OfScaleAndAmax):
             self.saw(numbers.iteration)
             amaxes = amax.at(scales.layers, np.nan)
             counts, initial = self._count_unmoved(scales, amaxes, largest)
-            found = counts >= UNMOVED_STEPS
+            unmoved = counts >= UNMOVED_STEPS
             since = self._since.setdefault(tensor, numbers.iteration)
-            if not found.any():
+            if not unmoved.any():
                 continue
-            layers = facts.in_order(np.array(numbers.names_of(scales))[found].tolist(), tensor)
+            layers = facts.in_order(np.array(numbers.names_of(scales))[unmoved].tolist(), tensor)
             place = numbers.names_of(scales).index(layers[0])
             value = "1, its initial value," if initial[place] else f"{scales.values[place]:.3g}"
             seen = f"its scale is {value} in all {counts[place]:.0f} collection steps; amax is {amaxes[place]:.3g}"
@@ -157,28 +148,28 @@ class StaleScale(_OfScaleAndAmax):
         self._from_zero.note(numbers, facts)
         for scales, amax, largest in self._tensors(numbers, facts):
             tensor = scales.family.tensor
-            found = amax.at(scales.layers, np.nan)
+            amaxes = amax.at(scales.layers, np.nan)
             before = self._last.get(tensor, amax).at(scales.layers, np.inf)  # the same at first: it does not rise
             self._last[tensor] = amax
             with np.errstate(divide="ignore", invalid="ignore"):
-                above = np.log2(largest * scales.values / found)
+                above = np.log2(largest * scales.values / amaxes)
             above[~np.isfinite(above)] = np.nan
             if np.isfinite(above).any():
                 self.saw(numbers.iteration)
             lost = numbers.one("underflows%", tensor, facts)
             losing = np.zeros(len(scales.layers)) if lost is None else lost.at(scales.layers, 0.0)
             with np.errstate(invalid="ignore"):
-                rises = (found > before) & (tensor != "weight")
+                rises = (amaxes > before) & (tensor != "weight")
                 rises &= above <= -RISING
                 begin = self._begins.get(tensor, amax).at(scales.layers, np.nan)
                 begin = np.where(rises, np.where(np.isfinite(begin) & (begin > 0), begin, before), np.nan)
-                begin = np.where(rises & (begin == 0), found, begin)
-                risen = rises & (found >= 2**RISEN * begin)
+                begin = np.where(rises & (begin == 0), amaxes, begin)
+                risen = rises & (amaxes >= 2**RISEN * begin)
                 self._begins[tensor] = scales._replace(values=begin)
                 overflows = loses(numbers, facts, scales, overflows=lambda lost: most_overflow(lost.family.tensor))
                 small = (above <= -FAR) | ((above <= -TOO_SMALL) & overflows)
                 large = (above >= TOO_LARGE) & (losing >= LOST)
-            counts, initial = self._count_unmoved(scales, found, largest)
+            counts, initial = self._count_unmoved(scales, amaxes, largest)
             follows = ~initial & (counts < UNMOVED_STEPS)  # else the rule scale-never-updated has it
             is_new = self._from_zero.grow(numbers, scales)
             small, rises, large = small & follows & ~is_new, rises & follows & ~is_new, large & follows
@@ -261,9 +252,9 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[
     def make() -> npt.NDArray[np.float64]:
         names = numbers.names_of(column)
         formats = (facts.format_of(name, tensor) for name in names)
-        found = [_LARGEST.get(text, np.nan) for text in formats]
+        largest = [_LARGEST.get(text, np.nan) for text in formats]
         of_delayed = [facts.recipe_of(name) == "fp8_delayed_scaling" for name in names]
-        return np.where(of_delayed, found, np.nan)
+        return np.where(of_delayed, largest, np.nan)
 
     return facts.once("largest number", tensor, column.layers, make)
 

@@ -140,27 +140,25 @@ class Sibling(Judge):
             yield from self._far.sightings(numbers, facts, column, far & ~lossy, seen, *values)
 
     def _alike(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        """The places in a column of each group of alike layers."""
         tensor = column.family.tensor
         return facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
 
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        """The places in a column of each group of alike layers, in the order of the tensor's path."""
         tensor = column.family.tensor
         layers, which = np.unique(column.layers, return_inverse=True)
         names = [numbers.names[layer] for layer in layers.tolist()]
         alike: dict[tuple[str, str], list[int]] = {}
         for layer, name in enumerate(names):
             alike.setdefault((facts.kind_of(name), facts.format_of(name, tensor)), []).append(layer)
-        found = []
+        groups = []
         for group in alike.values():
             passed = np.full(len(names), -1)
             passed[sorted(group, key=lambda layer: facts.place(names[layer], tensor))] = np.arange(len(group))
             places = np.flatnonzero(passed[which] >= 0)
             self._most_alike = max(self._most_alike, len(places))
             if len(places) >= LEAST_ALIKE:
-                found.append(places[np.argsort(passed[which[places]], kind="stable")])
-        return found
+                groups.append(places[np.argsort(passed[which[places]], kind="stable")])
+        return groups
 
 
 def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
@@ -171,18 +169,16 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
     from layer to layer, a jump up that lasts to the end makes the layers before it ordinary. A jump up to a level that
     is not ordinary counts from the layer before it.
 
-    Args:
-        bits: [layers], the logarithms to base 2, in the order of execution.
-        flows: whether a layer hands the tensor to the next one.
+    ``bits`` are [layers], the logarithms to base 2, in the order of execution.
     """
     steps = np.diff(bits)
     trend = np.median(steps)
     away = steps - trend
     spread = 1.4826 * np.median(np.abs(away))
     cuts = np.flatnonzero(np.abs(away) >= max(NEAR, SPREADS * spread)) + 1
-    found = np.zeros(len(bits))
+    result = np.zeros(len(bits))
     if not len(cuts):
-        return found
+        return result
     flat = bits - trend * np.arange(len(bits))
     stretches = np.split(np.arange(len(bits)), cuts)
     levels = [float(np.median(flat[stretch])) for stretch in stretches]
@@ -194,10 +190,10 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.
     for number, stretch in enumerate(stretches):
         if near[ordinary][number]:
             continue
-        found[stretch] = flat[stretch] - levels[ordinary]
-        if flows and number and levels[number] - levels[number - 1] >= max(FAR, np.abs(found[stretch]).max()):
-            found[stretch[0]] = flat[stretch[0]] - levels[number - 1]
-    return found
+        result[stretch] = flat[stretch] - levels[ordinary]
+        if flows and number and levels[number] - levels[number - 1] >= max(FAR, np.abs(result[stretch]).max()):
+            result[stretch[0]] = flat[stretch[0]] - levels[number - 1]
+    return result
 
 
 def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray[np.float64]:
@@ -206,18 +202,18 @@ def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray
     A layer deviates if all others are close together. If the tensor flows from layer to layer, a jump that lasts to the
     end is a deviation of the first layer behind it.
     """
-    found = np.zeros(len(bits))
+    result = np.zeros(len(bits))
     for place in range(len(bits)):
         others = np.delete(bits, place)
         away = bits[place] - np.median(others)
         if np.abs(away) >= FEW_SPREADS * np.ptp(others):
-            found[place] = away
-    for cut in range(2, len(bits) - 1) if flows and not found.any() else ():
+            result[place] = away
+    for cut in range(2, len(bits) - 1) if flows and not result.any() else ():
         before, behind = bits[:cut], bits[cut:]
         jump = np.median(behind) - np.median(before)
         if np.abs(jump) >= FEW_SPREADS * max(np.ptp(before), np.ptp(behind)):
-            found[cut] = jump
-    return found
+            result[cut] = jump
+    return result
 
 
 def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:

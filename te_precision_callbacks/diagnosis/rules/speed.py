@@ -55,7 +55,6 @@ class SlowerInLowPrecision(Judge):
 
 
 def _expected(layer: LayerFacts, device: Device) -> Total | None:
-    """The expected time of a layer's GEMMs in low precision; None if it is not known."""
     from te_precision_callbacks.speed.errors import SpeedError
     from te_precision_callbacks.speed.expected import timed, total
 

@@ -43,14 +43,6 @@ UNFILTERED = "loss_step"
 
 
 class _Point(NamedTuple):
-    """Means over some logged steps.
-
-    Attributes:
-        iteration: the first one.
-        norm: the logarithm of the gradient norm to base 2.
-        loss: the loss.
-    """
-
     iteration: int
     norm: float
     loss: float

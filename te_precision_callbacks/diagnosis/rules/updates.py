@@ -24,12 +24,8 @@ SMALL, SMALL_STEPS = 90.0, 2
 class AboveThreshold(Judge):
     """A statistic at or above a threshold in several collection steps in a row.
 
-    Args:
-        statistic: the statistic.
-        threshold: the threshold.
-        needed: the number of collection steps.
-        seen: the description, with a place for the value.
-        applies_to: returns whether the rule applies to a run, None if unknown. By default it applies if values exist.
+    ``seen`` has a place for the value; ``applies_to`` returns whether the rule applies to a run, None if unknown. By
+    default it applies if values exist.
     """
 
     def __init__(

@@ -1,10 +1,5 @@
 """Measured time of a step, from a trace of torch.profiler: by layer, pass, GEMM and kind of kernel.
 
-    measured = measure(read_trace("trace.json.gz"))
-    show(measured)
-    for row in measured.products:
-        print(row.layer, row.gemm, row.kind, row.format, row.ms)
-
 In a CPU trace, operators take the place of kernels.
 """
 

@@ -309,5 +309,4 @@ def of_kernel(name: str) -> NamedKernel | None:
 
 @functools.cache
 def of_operator(name: str) -> NamedKernel | None:
-    """Return the kind of an operator of torch; None for wrappers and unknown names."""
     return _first(_OPERATORS, name)

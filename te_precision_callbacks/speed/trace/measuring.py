@@ -24,10 +24,10 @@ class MeasuredProduct:
     Attributes:
         layer: the layer of a GEMM; of other kernels the module, where several layers share one; empty if unknown.
         gemm: the GEMM of a Transformer Engine layer; empty for other layers and kinds.
-        of_pass: the pass; empty outside of forward, backward and optimizer.
-        kind: the kind of kernel; None if the name is unknown.
-        format: the format of a GEMM's operands, from the kernel's name; empty for other kinds.
-        ms: milliseconds per step, the mean over iterations; concurrent kernels count fully.
+        of_pass: empty outside of forward, backward and optimizer.
+        kind: None if the kernel's name is unknown.
+        format: the format of a GEMM's operands, from the kernel's name.
+        ms: the mean over iterations; concurrent kernels count fully.
         calls: kernels, or operators of the host, per step.
     """
 
@@ -47,10 +47,9 @@ class MeasuredStep:
     Attributes:
         device: the name of the device, or ``CPU``.
         on_device: whether device kernels were measured, rather than host operators.
-        rank: the rank of the trace; None if unknown.
-        iterations: the iterations; empty if the trace does not mark them and counts as one step.
+        iterations: empty if the trace does not mark them and counts as one step.
         wall_ms: milliseconds per step from the first kernel to the last; on a CPU, the length of the iterations.
-        products: the rows, longest first.
+        products: longest first.
         notes: limits of these times.
     """
 
@@ -113,7 +112,6 @@ def measure(trace: Trace) -> MeasuredStep:
 def _in_iterations(
     work: Sequence[TraceEvent], spans: Mapping[int, tuple[float, float]]
 ) -> tuple[Sequence[TraceEvent], tuple[int, ...]]:
-    """Return the work launched in an iteration, and these iterations; all work if the trace marks none."""
     if not spans:
         return work, ()
     counted, iterations = [], set()
@@ -126,7 +124,6 @@ def _in_iterations(
 
 
 def _named(event: TraceEvent) -> NamedKernel | None:
-    """Return the kind and format of a kernel or operator; None if unknown."""
     if event.what == "operator":
         return of_operator(event.name) or NamedKernel("host")
     operator = event.context.operator

@@ -14,7 +14,7 @@ _PASSES = ("forward", "backward", "recompute", "optimizer", "other")
 
 
 def show(step: MeasuredStep) -> None:
-    """Print a measured step: kinds of kernels by pass, layers by time, and notes."""
+    """Print kinds of kernels by pass, layers by time, and notes."""
     iterations = step.iterations
     of = f"iteration {iterations[0]}" if iterations else "the whole trace"
     if len(iterations) > 1:

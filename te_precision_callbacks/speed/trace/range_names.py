@@ -16,12 +16,10 @@ def layer_range(layer: str, gemm: str = "", *, backward: bool = False) -> str:
 
 
 def iteration_range(iteration: int) -> str:
-    """Return the name of the range around a debug iteration."""
     return f"te_precision|iteration|{iteration}"
 
 
 def unended_range(iteration: int) -> str:
-    """Return the name of the range that marks an iteration as incomplete."""
     return f"te_precision|unended|{iteration}"
 
 
@@ -40,7 +38,6 @@ def parse_range(name: str) -> tuple[str, str]:
 
 
 def module_of(layers: Sequence[str]) -> str:
-    """Return the module of one or several layers: ``mlp`` of ``mlp.fc1`` and ``mlp.fc2``."""
     if len(layers) == 1:
         return layers[0]
     return layers[0].rpartition(".")[0] or layers[0]

@@ -19,7 +19,8 @@ from te_precision_callbacks.speed.errors import TraceError
 
 Pass = Literal["forward", "backward", "recompute", "optimizer", ""]
 """Part of a step. ``recompute`` is a forward that an activation checkpoint repeats in the backward; empty for anything
-else, such as loading a batch."""
+else, such as loading a batch.
+"""
 
 EventType = Literal["operator", "range", "call", "kernel"]
 
@@ -52,7 +53,6 @@ class Context(NamedTuple):
 
 
 OUTSIDE = Context()
-"""Context outside all ranges and operators."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,9 +85,8 @@ class Trace:
     """A trace.
 
     Attributes:
-        device: the name of the GPU; empty if unknown.
-        rank: the rank of the process; None if unknown.
-        host: operators, ranges and calls.
+        device: empty if unknown.
+        rank: None if unknown.
         kernels: kernels, copies and fills; empty without a GPU.
         arrows: (lane, begin) of a backward operator -> (lane, begin) of the forward that created its node.
     """
@@ -101,11 +100,7 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a ``.json`` or ``.json.gz`` written by torch.profiler.
-
-    Raises:
-        TraceError: the file does not exist, is not a trace, or is truncated.
-    """
+    """Read a ``.json`` or ``.json.gz`` written by torch.profiler; raises TraceError for another or a truncated file."""
     path = Path(path)
     trace = Trace(path)
     reader = _TraceReader(trace)
@@ -135,8 +130,6 @@ def read_trace(path: str | Path) -> Trace:
 
 
 class _TraceReader:
-    """Collects the events of a JSON file into a trace."""
-
     def __init__(self, trace: Trace) -> None:
         self.forwards: dict[Any, tuple[int, float]] = {}
         self.backwards: list[tuple[Any, tuple[int, float]]] = []

@@ -1,10 +1,5 @@
 """The values of a comparison that its page shows.
 
-    numbers = ComparedNumbers()
-    result = compare(a, b, noise=[again], numbers=numbers)
-    numbers.heat_maps[0].overview.cells[REDUCED]    # [layers, columns]: the differences
-    numbers.curves                                  # both sides of series, departing series first
-
 Runs may be large, and are read in pieces. Of each piece this keeps the largest difference of each cell, and curves with
 a bounded number of points.
 """
@@ -26,7 +21,6 @@ from te_precision_callbacks.views.report.overview import Columns, Overview
 from te_precision_callbacks.views.report.subjects import FamilySeries, Subjects
 
 _MOST_POINTS = 1000
-"""The maximum number of points of a curve."""
 
 _MOST_CURVES = 1500
 
@@ -35,12 +29,9 @@ class ComparedSeries(NamedTuple):
     """Both sides of a series.
 
     Attributes:
-        subject: the series.
-        departs: whether it departs.
         strength: the largest difference, as a multiple of the bound.
         every: the interval of the steps; the step of the departure is added.
-        iterations: [n].
-        a, b: [n]: both sides.
+        iterations, a, b: [n].
         below, above: [n]: a value between them is too near to ``a`` to count.
     """
 
@@ -71,12 +62,7 @@ class DifferenceMap:
 
 
 class ComparedNumbers:
-    """Collects values for a page; pass a new one to ``compare(numbers=)``.
-
-    Attributes:
-        a, b: the sides.
-        subjects: the layers, in the order of execution.
-    """
+    """Collects values for a page; pass a new one to ``compare(numbers=)``."""
 
     a: Side
     b: Side
@@ -90,37 +76,25 @@ class ComparedNumbers:
     def collect_from(
         self, a: Side, b: Side, paired: Sequence[Subject], *, has_noise: bool
     ) -> Callable[[Compared], None]:
-        """Begin to collect.
-
-        Args:
-            a: the first side.
-            b: the second side.
-            paired: the series that pair.
-            has_noise: whether there is a noise floor.
-
-        Returns:
-            A function that collects values.
-        """
+        """Begin to collect values of the series that pair; returns the function that collects them."""
         self.a, self.b, self.subjects = a, b, Subjects(a.run)
         numbers = [a.series[subject] for subject in paired if subject.layer]
-        families = [_of_series(one, np.isin(one.series, numbers)) for one in self.subjects.families]
-        families = [one for one in families if len(one.series)]
-        columns = Columns.for_rows(a.run, sum(len(one.rows) * len(one.ranks) for one in families))
-        for one in families:
-            unit = "spreads" if has_noise else scale_of(one.family.tensor, one.family.statistic).unit
-            made = DifferenceMap(Overview(one, columns, math.nan), unit)
+        families = [_of_series(family, np.isin(family.series, numbers)) for family in self.subjects.families]
+        families = [family for family in families if len(family.series)]
+        columns = Columns.for_rows(a.run, sum(len(family.rows) * len(family.ranks) for family in families))
+        for family in families:
+            unit = "spreads" if has_noise else scale_of(family.family.tensor, family.family.statistic).unit
+            made = DifferenceMap(Overview(family, columns, math.nan), unit)
             self._maps.append(made)
-            self._map_of.update(dict.fromkeys(one.series.tolist(), made))
+            self._map_of.update(dict.fromkeys(family.series.tolist(), made))
         return self._collect
 
     @property
     def heat_maps(self) -> list[DifferenceMap]:
-        """The heat maps with differences."""
-        return [each for each in self._maps if not math.isnan(each.bound)]
+        return [heat_map for heat_map in self._maps if not math.isnan(heat_map.bound)]
 
     @property
     def curves(self) -> list[ComparedSeries]:
-        """The series that depart, strongest first, then the others; as many as fit."""
         return sorted(self._curves, key=lambda curve: (not curve.departs, -curve.strength))
 
     def _collect(self, part: Compared) -> None:
@@ -148,7 +122,6 @@ class ComparedNumbers:
                 self._curves = self.curves[:_MOST_CURVES]
 
 
-def _of_series(one: FamilySeries, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> FamilySeries:
-    """Some series of a family."""
-    columns = {name: getattr(one, name)[chosen] for name in ("series", "layer", "rank", "count")}
-    return replace(one, **columns)
+def _of_series(family: FamilySeries, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> FamilySeries:
+    columns = {name: getattr(family, name)[chosen] for name in ("series", "layer", "rank", "count")}
+    return replace(family, **columns)

@@ -19,7 +19,6 @@ from te_precision_callbacks.views.compare.result import Comparison, ComparisonEr
 from te_precision_callbacks.views.compare.sides import Side, side_of_run
 
 LASTING = 5
-"""The steps that a difference must last."""
 
 
 def compare(
@@ -33,52 +32,47 @@ def compare(
     """Compare two runs.
 
     Values pair by scope, layer, tensor, statistic and step. Statistics of quantized tensors pair only within a recipe,
-    statistics of the tensors themselves always.
+    statistics of the tensors themselves always. Raises ComparisonError if a run has no values, or nothing pairs.
 
     Args:
-        a: the reference.
-        b: the other run.
         noise: baseline runs that differ from a by the seed, for example: their differences are the noise floor.
         lasting: the minimum number of steps of a difference.
         numbers: collects values for :func:`te_precision_callbacks.views.compare.write_comparison`.
-
-    Raises:
-        ComparisonError: a run has no values, or nothing pairs.
     """
     if lasting < 1:
         raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")
     (b, *noise), renamed = zip(*(align(a, run) for run in (b, *noise)), strict=True)
     runs = (a, b, *noise)
-    one, other, *others = (side_of_run(run, _name(run, runs)) for run in runs)
+    first, other, *others = (side_of_run(run, _name(run, runs)) for run in runs)
     theirs = set(other.subjects)
-    paired = [subject for subject in one.subjects if subject in theirs]
-    apart = _layers_apart(one, other)
-    for reason in (apart if not paired else "", *(_layers_apart(one, side) for side in others if not apart)):
+    paired = [subject for subject in first.subjects if subject in theirs]
+    apart = _layers_apart(first, other)
+    for reason in (apart if not paired else "", *(_layers_apart(first, side) for side in others if not apart)):
         if reason:
             raise ComparisonError(reason)
     order = Order([a, b])
-    collect = None if numbers is None else numbers.collect_from(one, other, paired, has_noise=bool(others))
-    search = Search(one, other, others, lasting, collect)
-    found = list(search.run(paired, {subject: order.place(subject) for subject in paired}))
+    collect = None if numbers is None else numbers.collect_from(first, other, paired, has_noise=bool(others))
+    search = Search(first, other, others, lasting, collect)
+    departures = list(search.run(paired, {subject: order.place(subject) for subject in paired}))
     resized = layers_with_other_rows(a, b)
     shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))  # no bound is known for other batches
     if search.without_steps == len(paired):
         raise ComparisonError(
-            f"{one.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(one)},"
-            f" {_span(other)}.{one.run.notes_in_words}{other.run.notes_in_words}"
+            f"{first.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(first)},"
+            f" {_span(other)}.{first.run.notes_in_words}{other.run.notes_in_words}"
         )
     same_run = (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id)
     return Comparison(
-        one.name,
+        first.name,
         other.name,
         tuple(facts_that_differ(a, b)),
-        _pairing(one, other, paired, search, resized),
+        _pairing(first, other, paired, search, resized),
         lasting,
         Floor(tuple(side.name for side in others), search.without_noise) if others else None,
         order.seen,
-        tuple(partings(found, order)),
+        tuple(partings(departures, order)),
         search.first_unequal,
-        compare_losses(one, other, others, shares),
+        compare_losses(first, other, others, shares),
         (*filter(None, renamed), *(f"{_name(run, runs)}: {note}" for run in runs for note in run.notes)),
         same_run,
         None if same_run else compare_verdicts(a, b),
@@ -87,17 +81,15 @@ def compare(
 
 
 def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    """The path of a run, with its id if several runs have the same path."""
-    several = any(each.path == run.path and each.run_id != run.run_id for each in runs)
+    several = any(other.path == run.path and other.run_id != run.run_id for other in runs)
     return f"{run.path} ({run.run_id})" if several else str(run.path)
 
 
-def _layers_apart(one: Side, other: Side) -> str:
-    """The reason why no layer can be compared, and the remedy; empty if one can."""
-    notes = one.run.notes_in_words + other.run.notes_in_words
-    if any(subject.layer for subject in one.series if subject in other.series):
+def _layers_apart(first: Side, other: Side) -> str:
+    notes = first.run.notes_in_words + other.run.notes_in_words
+    if any(subject.layer for subject in first.series if subject in other.series):
         return ""
-    for side in (one, other):
+    for side in (first, other):
         if not any(subject.layer for subject in side.series):
             remedy = "Record it with a config that logs statistics, such as LogTensorStats."
             if "te" not in side.run.layers["family"].to_pylist():
@@ -107,13 +99,13 @@ def _layers_apart(one: Side, other: Side) -> str:
                     " is made, gives it the layers of the run in FP8."
                 )
             return f"{side.name} has no statistics of layers, so no layer can be compared. {remedy}{notes}"
-    shown = [next(subject.layer for subject in side.series if subject.layer) for side in (one, other)]
-    if any(subject.layer in {each.layer for each in other.series} for subject in one.series if subject.layer):
+    shown = [next(subject.layer for subject in side.series if subject.layer) for side in (first, other)]
+    if any(subject.layer in {theirs.layer for theirs in other.series} for subject in first.series if subject.layer):
         return (
-            f"{one.name} and {other.name} have layers in common, but no statistic of one: those of the tensors"
+            f"{first.name} and {other.name} have layers in common, but no statistic of one: those of the tensors"
             f" themselves, such as std and cur_amax, pair whatever the recipe.{notes}"
         )
-    return f"{one.name} and {other.name} share no layer; one has {shown[0]!r}, the other {shown[1]!r}.{notes}"
+    return f"{first.name} and {other.name} share no layer; one has {shown[0]!r}, the other {shown[1]!r}.{notes}"
 
 
 def _span(side: Side) -> str:
@@ -121,12 +113,12 @@ def _span(side: Side) -> str:
     return f"{side.name} has steps {min(first)} to {max(last)}"
 
 
-def _pairing(one: Side, other: Side, paired: Sequence[Subject], search: Search, resized: Sequence[str]) -> Pairing:
-    ours, theirs = set(one.subjects) - set(paired), set(other.subjects) - set(paired)
+def _pairing(first: Side, other: Side, paired: Sequence[Subject], search: Search, resized: Sequence[str]) -> Pairing:
+    ours, theirs = set(first.subjects) - set(paired), set(other.subjects) - set(paired)
     layers = [
-        {(subject.scope, subject.layer): None for subject in side.series if subject.layer} for side in (one, other)
+        {(subject.scope, subject.layer): None for subject in side.series if subject.layer} for side in (first, other)
     ]
-    statistics = [{subject.statistic for subject in side.subjects} for side in (one, other)]
+    statistics = [{subject.statistic for subject in side.subjects} for side in (first, other)]
     return Pairing(
         len(paired) - search.without_steps,
         search.without_steps,

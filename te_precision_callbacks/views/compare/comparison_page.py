@@ -1,22 +1,14 @@
-"""One HTML page of a comparison, which opens offline as the page of a run does.
-
-numbers = ComparedNumbers()
-result = compare(open_run("bf16"), open_run("fp8"), noise=[open_run("bf16_again")], numbers=numbers)
-write_comparison(result, numbers, "compare.html")
-"""
+"""One HTML page of a comparison, which opens offline as the page of a run does."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, ComparedSeries, DifferenceMap
 from te_precision_callbacks.views.compare.loss import loss_curves
@@ -33,7 +25,7 @@ from te_precision_callbacks.views.compare.wording import (
     where_first,
 )
 from te_precision_callbacks.views.report.data import FamilyOnPage, finding_on_page
-from te_precision_callbacks.views.report.packing import LEVELS, Packed, PackedScale, narrowed, steps_between
+from te_precision_callbacks.views.report.packing import Packed, PackedScale, narrowed, steps_between
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
 from te_precision_callbacks.views.report.subjects import layer_name
 
@@ -47,16 +39,7 @@ _UNITS = {"spreads": "multiples of the ordinary spread", "of its size": "multipl
 def write_comparison(
     result: Comparison, numbers: ComparedNumbers, path: str | os.PathLike[str], *, most: int = MOST_BYTES
 ) -> Path:
-    """Write the page of a comparison.
-
-    Args:
-        result: the result.
-        numbers: the values that :func:`te_precision_callbacks.views.compare.compare` has collected.
-        path: an ``.html`` file in a folder that exists.
-        most: the maximum size of the page, in bytes.
-
-    Returns:
-        The file.
+    """Write the page of a comparison into an ``.html`` file of at most ``most`` bytes, in a folder that exists.
 
     Raises:
         ReportError: the file cannot be written, or its name ends otherwise.
@@ -72,25 +55,22 @@ def write_comparison(
 def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
     layer_of = {layer.name: place for place, layer in enumerate(numbers.subjects.layers)}
     loss = _loss(result, numbers, packed)
-    families = [_heat_map(each, packed) for each in numbers.heat_maps]
+    families = [_heat_map(heat_map, packed) for heat_map in numbers.heat_maps]
     curves = [_curve(curve, layer_of, packed) for curve in numbers.curves]
     return {
-        "version": version("te-precision-callbacks"),
-        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "levels": LEVELS,
-        "a": visible(result.a),
-        "b": visible(result.b),
-        "floor": None if result.floor is None else [visible(side) for side in result.floor.sides],
-        "lost": [visible(sentence) for sentence in first_lines(result)],
+        "a": result.a,
+        "b": result.b,
+        "floor": None if result.floor is None else result.floor.sides,
+        "lost": list(first_lines(result)),
         "verdicts": None if result.verdicts is None else _verdicts(result.verdicts, layer_of),
-        "facts": [[visible(text) for text in (fact.name, fact.a, fact.b)] for fact in result.facts],
-        "what": [visible(sentence) for sentence in what_was_compared(result)],
-        "first": [visible(sentence) for sentence in where_first(result)],
-        "notes": [visible(note) for note in result.notes],
+        "facts": [(fact.name, fact.a, fact.b) for fact in result.facts],
+        "what": list(what_was_compared(result)),
+        "first": list(where_first(result)),
+        "notes": result.notes,
         "parted": [_parting(parting, layer_of) for parting in result.parted[:_MOST_PARTINGS]],
         "parted_total": len(result.parted),
         "loss": loss,
-        "layers": [each.content for each in numbers.subjects.layers],
+        "layers": numbers.subjects.layers,
         "families": families,
         "worst_layers": list(_first_family(result, families)),
         "curves": [curve for curve in curves if curve is not None],
@@ -98,7 +78,6 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> di
 
 
 def _verdicts(verdicts: ComparedVerdicts, layer_of: dict[str, int]) -> dict[str, Any]:
-    """The verdicts of both sides, and the findings that only B has, with their layers as places."""
     return {
         "summary": verdicts.summary,
         "partial": verdicts.a.is_partial or verdicts.b.state == "not enough checked",
@@ -112,18 +91,18 @@ def _verdicts(verdicts: ComparedVerdicts, layer_of: dict[str, int]) -> dict[str,
 def _parting(parting: Parting, layer_of: dict[str, int]) -> dict[str, Any]:
     return {
         "layer": layer_of.get(layer_name(parting.scope, parting.layer), -1),  # -1 for a metric of the trainer
-        "tensor": visible(parting.tensor),
+        "tensor": parting.tensor,
         "rank": REDUCED if parting.rank is None else parting.rank,
         "iteration": parting.iteration,
-        "name": visible(parting.name),
-        "origin": visible(origin(parting)),
+        "name": parting.name,
+        "origin": origin(parting),
         "departures": [_departure(departure) for departure in parting.departures],
     }
 
 
 def _departure(departure: StatisticDeparture) -> dict[str, Any]:
     return {
-        "statistic": visible(departure.statistic),
+        "statistic": departure.statistic,
         "gemm": departure.gemm,
         "iteration": departure.iteration,
         "until": departure.until,
@@ -136,7 +115,6 @@ def _departure(departure: StatisticDeparture) -> dict[str, Any]:
 
 
 def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> dict[str, Any] | None:
-    """The curve for the page; None if there is no room for it."""
     columns = (curve.a, curve.b, curve.below, curve.above)
     arrays = packed.try_put(steps_between(curve.iterations), *(narrowed(column) for column in columns))
     if arrays is None:
@@ -144,9 +122,9 @@ def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> d
     subject = curve.subject
     return {
         "layer": layer_of.get(layer_name(subject.scope, subject.layer), -1),
-        "tensor": visible(subject.tensor),
+        "tensor": subject.tensor,
         "gemm": subject.gemm,
-        "statistic": visible(subject.statistic),
+        "statistic": subject.statistic,
         "rank": REDUCED if subject.rank is None else subject.rank,
         "departs": curve.departs,
         "every": curve.every,
@@ -155,7 +133,6 @@ def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> d
 
 
 def _heat_map(difference: DifferenceMap, packed: Packed) -> dict[str, Any]:
-    """The heat map of a statistic for the page."""
     overview, bound = difference.overview.without_empty_columns(), difference.bound
     sizes = np.abs(np.concatenate([cells[np.isfinite(cells)] for cells in overview.cells.values()]))
     # Beyond the bound the colours are logarithmic, so that one large difference does not hide all others.
@@ -171,10 +148,9 @@ def _heat_map(difference: DifferenceMap, packed: Packed) -> dict[str, Any]:
 
 
 def _first_family(result: Comparison, families: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The heat map of the first departure, which is shown first."""
     if result.first is None:
         return
-    wanted = (visible(result.first.tensor), visible(result.first.strongest.statistic))
+    wanted = (result.first.tensor, result.first.strongest.statistic)
     for place, family in enumerate(families):
         if (family["tensor"], family["statistic"]) == wanted:
             yield {"family": place, "items": [{}]}
@@ -188,14 +164,15 @@ def _loss(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[
     columns = (curves.a, curves.b, curves.smooth_a, curves.smooth_b, 100 * curves.relative)
     arrays = packed.try_put(steps_between(curves.iterations), *(narrowed(column) for column in columns))
     return {
-        "name": visible(curves.name.statistic),
-        "sentences": [visible(sentence) for sentence in of_losses(result.loss)],
+        "name": curves.name.statistic,
+        "sentences": list(of_losses(result.loss)),
         "finding": result.loss.is_finding,
         "window": curves.window,
         "stable_since": result.loss.stable_since,
         "floor": None if result.loss.floor is None else 100 * result.loss.floor,
         "yardsticks": [
-            {"name": each.name, "bound": 100 * each.bound, "holds": each.holds} for each in result.loss.yardsticks
+            {"name": yardstick.name, "bound": 100 * yardstick.bound, "holds": yardstick.holds}
+            for yardstick in result.loss.yardsticks
         ],
         "arrays": arrays,
     }

@@ -23,13 +23,7 @@ _PART_OF_BOUND, _LEAST_BEGIN = 0.5, 4.0
 
 
 class Found(NamedTuple):
-    """A lasting difference of a series.
-
-    Attributes:
-        subject: the series.
-        since: the first iteration after the last value without the difference.
-        departure: the difference.
-    """
+    """A lasting difference of a series. ``since`` is the first iteration after the last value without it."""
 
     subject: Subject
     since: int
@@ -40,7 +34,6 @@ class Compared(NamedTuple):
     """The values of some series on both sides, by series and iteration.
 
     Attributes:
-        subjects: [series].
         series, iterations: [n]: of each value; series as places in ``subjects``.
         a, b: [n].
         difference: [n]: on the scale.
@@ -68,14 +61,11 @@ class Search:
     """The search for differences, with its counts.
 
     Attributes:
-        a, b: the sides.
-        noise: baseline sides.
         lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
         show: receives all compared values, in parts.
         without_steps: the number of series without a common step.
         without_noise: the number of series without a baseline.
         iterations: the common iterations, in order.
-        first_unequal: the first unequal value.
     """
 
     a: Side
@@ -89,12 +79,6 @@ class Search:
     iterations: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     def run(self, subjects: Sequence[Subject], place: dict[Subject, tuple[float, ...]]) -> Iterator[Found]:
-        """The lasting differences.
-
-        Args:
-            subjects: what pairs.
-            place: of each subject in a step.
-        """
         ordered = sorted(subjects, key=family)
         counts = np.array([self.a.count(subject) for subject in ordered], np.int64)
         looked_at = len(subjects) * max(1, int(counts.max(initial=0)) // self.lasting)
@@ -208,12 +192,10 @@ class Search:
 
 
 class _Scales:
-    """The families of some series, and their scales."""
-
     def __init__(self, subjects: Sequence[Subject], sides: Sequence[Numbers]) -> None:
         families = {key: number for number, key in enumerate(dict.fromkeys(map(family, subjects)))}
         self.families = len(families)
-        self.family: Ints = np.array([families[family(each)] for each in subjects], np.int64)
+        self.family: Ints = np.array([families[family(subject)] for subject in subjects], np.int64)
         scales = [scale_of(tensor, statistic) for tensor, _, statistic in families]
         self._kinds: dict[str, NoiseScale] = {scale.name: scale for scale in scales}
         names = list(self._kinds)
@@ -224,57 +206,52 @@ class _Scales:
         self._magnitudes = np.where(levels, _ordinary(sides, len(subjects)), _smallest(sides, len(subjects)))
 
     def places(self, series: Ints, values: Floats) -> Floats:
-        """Place values of these series on their scales."""
         return self._each(NoiseScale.places, series, values)
 
     def values(self, series: Ints, places: Floats) -> Floats:
-        """The values of these series at places on their scales."""
         return self._each(NoiseScale.values, series, places)
 
     def _each(self, apply: Callable[[NoiseScale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:
-        found = np.empty(len(numbers))
+        result = np.empty(len(numbers))
         kinds = self._kind[series]
         for number, scale in enumerate(self._kinds.values()):
             chosen = slice(None) if len(self._kinds) == 1 else kinds == number
-            found[chosen] = apply(scale, numbers[chosen], self._magnitudes[series[chosen]])
-        return found
+            result[chosen] = apply(scale, numbers[chosen], self._magnitudes[series[chosen]])
+        return result
 
 
 def _smallest(sides: Sequence[Numbers], number: int) -> Floats:
-    """[series]: the smallest magnitude but 0 on any side; 1 where there is none."""
-    found = np.full(number, np.inf)
+    """[series]: the smallest magnitude but 0 on any side; 1 without one."""
+    smallest = np.full(number, np.inf)
     for numbers in sides:
         magnitudes = np.abs(numbers.values)
         magnitudes[~(magnitudes > 0)] = np.inf
-        np.minimum.at(found, numbers.series, magnitudes)
-    return np.where(np.isfinite(found), found, 1.0)
+        np.minimum.at(smallest, numbers.series, magnitudes)
+    return np.where(np.isfinite(smallest), smallest, 1.0)
 
 
 def _ordinary(sides: Sequence[Numbers], number: int) -> Floats:
-    """[series]: the mean magnitude on the first side with values other than 0; 1 without one."""
-    found = np.zeros(number)
+    ordinary = np.zeros(number)
     for numbers in sides:
         magnitudes = np.abs(numbers.values)
         finite = np.isfinite(magnitudes)
         counts = np.bincount(numbers.series[finite], minlength=number)
         mean = np.bincount(numbers.series[finite], magnitudes[finite], number) / np.maximum(counts, 1)
-        found = np.where(found > 0, found, mean)
-    return np.where((found > 0) & np.isfinite(found), found, 1.0)
+        ordinary = np.where(ordinary > 0, ordinary, mean)
+    return np.where((ordinary > 0) & np.isfinite(ordinary), ordinary, 1.0)
 
 
-def _both(one: Numbers, other: Numbers) -> tuple[Ints, Ints, Floats, Floats]:
-    """Series, iterations and both values where both sides have one."""
-    stride = 1 + max((int(side.iterations.max()) for side in (one, other) if len(side.iterations)), default=0)
-    ours, theirs = (side.series * stride + side.iterations for side in (one, other))
+def _both(a: Numbers, b: Numbers) -> tuple[Ints, Ints, Floats, Floats]:
+    stride = 1 + max((int(part.iterations.max()) for part in (a, b) if len(part.iterations)), default=0)
+    ours, theirs = (part.series * stride + part.iterations for part in (a, b))
     _, first, second = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
-    return one.series[first], one.iterations[first], one.values[first], other.values[second]
+    return a.series[first], a.iterations[first], a.values[first], b.values[second]
 
 
 def _noise(scales: _Scales, sides: Sequence[Numbers]) -> Noise:
-    """The differences of all pairs of sides."""
     parts = []
-    for number, (one, other) in enumerate(combinations(sides, 2)):
-        series, iterations, ours, theirs = _both(one, other)
+    for number, (first, other) in enumerate(combinations(sides, 2)):
+        series, iterations, ours, theirs = _both(first, other)
         difference = scales.places(series, theirs) - scales.places(series, ours)
         parts.append((series, iterations, np.full(len(series), number), difference))
     if not parts:
@@ -285,9 +262,9 @@ def _noise(scales: _Scales, sides: Sequence[Numbers]) -> Noise:
 def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Floats:
     """[families]: the largest lasting difference in the noise, in multiples of its spread."""
     z = noise.differences / spread.at(scales.family[noise.series], noise.series, noise.iterations)
-    found = np.zeros(scales.families)
+    largest = np.zeros(scales.families)
     if len(z) < lasting:
-        return found
+        return largest
     length = len(z) - lasting + 1
     least = np.abs(z[:length])
     same = np.ones(length, bool)
@@ -296,8 +273,8 @@ def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Flo
         least = np.minimum(least, np.abs(z[after]))
         same &= (noise.series[after] == noise.series[:length]) & (noise.pair[after] == noise.pair[:length])
         same &= np.sign(z[after]) == np.sign(z[:length])
-    np.maximum.at(found, scales.family[noise.series[:length][same]], least[same])
-    return found
+    np.maximum.at(largest, scales.family[noise.series[:length][same]], least[same])
+    return largest
 
 
 class _Runs(NamedTuple):

@@ -23,7 +23,6 @@ _OF_EVERY_RUN = frozenset(
 """Facts that no two runs share, beside times."""
 
 _FIRST = ("config", "versions", "recipe", "recipes", "environment")
-"""The facts that come first, in this order."""
 
 _MOST_LAYERS = 3
 _ROWS = "rows in a step of"
@@ -34,12 +33,12 @@ def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
     ours, theirs = _settings(a), _settings(b)
     if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
         ours = theirs = {}
-    found = [
+    settings = [
         FactDifference(name, ours.get(name, ""), theirs.get(name, ""))
         for name in sorted({*ours, *theirs} - {"config_hash"}, key=_rank)
         if ours.get(name) != theirs.get(name)
     ]
-    return [*found, *_of_states(a, b), *_of_products(a, b)]
+    return [*settings, *_of_states(a, b), *_of_products(a, b)]
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -64,7 +63,6 @@ def _settings(run: RecordedRun) -> dict[str, str]:
 
 
 def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
-    """The types of weights, gradients and the optimizer's state."""
     ours, theirs = (_types(run) for run in (a, b))
     for subject in ours:
         if ours[subject] != theirs.get(subject, ours[subject]):
@@ -72,11 +70,10 @@ def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
 
 
 def _types(run: RecordedRun) -> dict[str, str]:
-    """Subject -> its types."""
-    found: dict[str, set[str]] = defaultdict(set)
+    types: dict[str, set[str]] = defaultdict(set)
     for row in run.states.to_pylist():
-        found[row["subject"] or ""].add(row["dtype"] or "")
-    return {subject: ", ".join(sorted(types)) for subject, types in found.items()}
+        types[row["subject"] or ""].add(row["dtype"] or "")
+    return {subject: ", ".join(sorted(dtypes)) for subject, dtypes in types.items()}
 
 
 def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
@@ -98,7 +95,6 @@ def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
 
 
 def _changed(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
-    """Fact, value in a and value in b -> the layers with this difference."""
     theirs = _of_layers(b)
     changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for key, value in _of_layers(a).items():

@@ -1,8 +1,5 @@
 """Scales for the differences of a statistic.
 
-    scale = scale_of("activation", "cur_amax")     # MAGNITUDE: powers of two
-    scale.unit, scale.least, scale.bound
-
 Magnitudes differ by factors (an amax of 400 is as far from 200 as 0.04 from 0.02), shares by points (6 % is as far from
 5 % as 2 % from 1 %).
 """
@@ -34,8 +31,6 @@ class NoiseScale:
     """A scale.
 
     Attributes:
-        name: distinguishes scales.
-        unit: the unit of a difference.
         least: the smallest spread that is believed, however little noise has been seen.
         bound: the smallest difference that counts where no noise is known.
         onto: values, and the magnitude of each one's series -> places on the scale.
@@ -50,20 +45,17 @@ class NoiseScale:
     back: Callable[[Values, Values], Values]
 
     def places(self, values: Values, magnitudes: Values) -> Values:
-        """Place values on the scale.
+        """Place values on the scale, inf and nan too.
 
-        Args:
-            values: float64, of any sign, inf and nan too.
-            magnitudes: a positive number for each value, equal in a whole series: for :data:`MAGNITUDE` its smallest
-                magnitude above 0, otherwise its ordinary size.
+        ``magnitudes`` are positive and equal in a whole series: for :data:`MAGNITUDE` its smallest magnitude above 0,
+        otherwise its ordinary size.
         """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            found = self.onto(values, magnitudes)
-        found = np.where(np.isinf(values), np.copysign(_INFINITE, values), found)
-        return np.where(np.isnan(values), _NAN, found)
+            places = self.onto(values, magnitudes)
+        places = np.where(np.isinf(values), np.copysign(_INFINITE, values), places)
+        return np.where(np.isnan(values), _NAN, places)
 
     def values(self, places: Values, magnitudes: Values) -> Values:
-        """The values at the places of finite values."""
         with np.errstate(over="ignore", invalid="ignore"):
             return self.back(places, magnitudes)
 
@@ -114,12 +106,7 @@ _BY_UNIT = {
 
 
 def scale_of(tensor: str, statistic: str) -> NoiseScale:
-    """The scale of a statistic.
-
-    Args:
-        tensor: the tensor; empty for a number of the trainer or of a user's own feature.
-        statistic: its name in records.
-    """
+    """The scale of a statistic; ``tensor`` is empty for a metric of the trainer or of a user's own feature."""
     request = logged_request(statistic) if tensor else None
     if request is None:
         return SHARE if statistic.endswith("%") else LEVEL

@@ -23,21 +23,17 @@ _SPIKE = 10.0
 _PARTS_OF_WINDOW, _LEAST_WINDOW = 20, 5
 
 Shares = Mapping[str, float]
-"""Precision -> its share of a run's multiply-adds."""
 
 
 class LossCurves(NamedTuple):
     """The losses of two sides at the steps that both have.
 
     Attributes:
-        name: the metric.
-        iterations: [n].
-        a, b: [n].
-        steps: how many there are up to where either loss is lost, to the end of its run.
+        steps: up to where either loss is lost, to the end of its run.
         window: the steps of the running median.
         smooth_a, smooth_b: [n], as running medians; nan from where either is lost.
         relative: [n]: (b - a) / |a| of these; nan where either is no number.
-        lost_a, lost_b: where each is lost; None where it is not.
+        lost_a, lost_b: where each is lost.
     """
 
     name: Subject
@@ -54,9 +50,7 @@ class LossCurves(NamedTuple):
 
 
 def loss_curves(a: Side, b: Side) -> LossCurves | None:
-    """The likeliest loss of two sides, preferably a lost one, since a trainer may log another number in its place; None
-    without a common one.
-    """
+    """The likeliest loss of two sides, preferably a lost one, since a trainer may log another number in its place."""
     losses = {subject.statistic: subject for subject in a.scalars if subject in b.scalars}
     names = [losses[name] for name in loss_first(losses) if is_loss(name)]
     names.sort(key=lambda name: not (is_loss_of_training(name.statistic) and any(_lost(side, name) for side in (a, b))))
@@ -78,7 +72,6 @@ def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
 
 
 def _lost(side: Side, name: Subject) -> LostLoss | None:
-    """The steps in which a loss is not finite, to the end of the side."""
     numbers = side.read([name])
     finite = np.flatnonzero(np.isfinite(numbers.values))
     rest = slice(int(finite[-1]) + 1 if finite.size else 0, None)
@@ -89,12 +82,8 @@ def _lost(side: Side, name: Subject) -> LostLoss | None:
 
 
 def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares, Shares]) -> LossComparison | None:
-    """Compare the losses of two sides; None without a common loss.
-
-    Args:
-        a, b: the sides.
-        noise: baseline sides.
-        shares: the precisions of each side, if known.
+    """Compare the losses of two sides; None without a common loss. ``shares`` are the precisions of each side, if
+    known.
     """
     curves = loss_curves(a, b)
     if curves is None:
@@ -126,7 +115,6 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
 
 
 def _mean(values: Floats) -> float:
-    """The mean of the numbers among these; nan without any."""
     there = values[~np.isnan(values)]
     return float(there.mean()) if there.size else math.nan
 
@@ -142,8 +130,9 @@ def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
 
 
 def _spikes(curves: LossCurves) -> Floats:
-    """The factor between two losses in each step up to where one is lost; 1 where their running medians have a tenth
-    of it or more."""
+    """The factor between two losses in each step up to where one is lost; 1 where their running medians have a tenth of
+    it or more.
+    """
     a, b, x, y = (curve[: curves.steps] for curve in (curves.a, curves.b, curves.smooth_a, curves.smooth_b))
     factors = _factors(a, b)
     return np.where(factors >= _SPIKE * _factors(x, y), factors, 1.0)
@@ -158,22 +147,23 @@ def _factors(a: Floats, b: Floats) -> Floats:
 
 def _smooth(values: Floats, steps: int, window: int) -> Floats:
     """The running median over ``window`` steps, of fewer at both ends; nan where they have no number, and behind the
-    first ``steps``."""
-    found = np.full(len(values), np.nan)
+    first ``steps``.
+    """
+    medians = np.full(len(values), np.nan)
     if steps:
         padded = np.pad(values[:steps], (window // 2, window - 1 - window // 2), constant_values=np.nan)
         windows = np.lib.stride_tricks.sliding_window_view(padded, window)
         some = np.flatnonzero(~np.isnan(windows).all(axis=1))
         with np.errstate(invalid="ignore"):
-            found[some] = np.nanmedian(windows[some], axis=1)
-    return found
+            medians[some] = np.nanmedian(windows[some], axis=1)
+    return medians
 
 
 def _relative(x: Floats, y: Floats) -> Floats:
     """(y - x) / |x|; nan where either is no number, inf where only x is 0, and 0 where both are."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.where(x == y, 0.0, (y - x) / np.abs(x))
-    return np.where(np.isfinite(x) & np.isfinite(y), found, np.nan)
+        relative = np.where(x == y, 0.0, (y - x) / np.abs(x))
+    return np.where(np.isfinite(x) & np.isfinite(y), relative, np.nan)
 
 
 def _stable(steps: int) -> slice:
@@ -181,7 +171,6 @@ def _stable(steps: int) -> slice:
 
 
 def _yardsticks(relative: float, ours: Shares, theirs: Shares) -> tuple[Yardstick, ...]:
-    """The published bounds, and whether the bound for these precisions holds."""
     kinds = (_kind(ours), _kind(theirs))
     return tuple(
         Yardstick(name, bound, source, abs(relative) < bound if kinds == runs and not math.isnan(relative) else None)
@@ -201,6 +190,5 @@ def _kind(shares: Shares) -> str:
 
 
 def _precision(shares: Shares) -> str:
-    """The low precision of a run if it has one, else the precision of its largest share."""
     kind = _kind(shares)
     return max(shares, key=shares.__getitem__) if kind == "high" else kind

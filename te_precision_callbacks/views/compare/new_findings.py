@@ -1,8 +1,4 @@
-"""Findings of one run that the other run does not have.
-
-found = compare_verdicts(a, b)
-found.only_b[0].rule, found.only_b[0].layers
-"""
+"""Findings of one run that the other run does not have."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ class ComparedVerdicts:
     """The verdicts of two runs.
 
     Attributes:
-        a, b: the verdicts.
         only_a, only_b: the findings that the other run does not have, by rule, tensor and layer; with these layers
             only.
         not_judged_in_a: the rules of ``only_b`` that were not checked in A.
@@ -37,23 +32,20 @@ class ComparedVerdicts:
 
     @property
     def summary(self) -> str:
-        """The new findings of B in a sentence, and whether a part of either run cannot be read."""
         partial = " and ".join(name for name, verdict in (("A", self.a), ("B", self.b)) if verdict.is_partial)
         unread = f" A part of {partial} cannot be read." if partial else ""
         if not self.b.judged:
             return f"Not enough checked in B.{unread}"
         gone = f" A has {many(len(self.only_a), 'finding')} that B has not." if self.only_a else ""
-        found = many(len(self.only_b), "finding") if self.only_b else "no finding"
-        return f"B has {found} that A has not.{gone}{unread}"
+        new = many(len(self.only_b), "finding") if self.only_b else "no finding"
+        return f"B has {new} that A has not.{gone}{unread}"
 
     def in_words(self) -> Iterator[str]:
-        """The findings that only B has, a text for each."""
         for finding in self.only_b:
             unknown = " This rule was not checked in A." if finding.rule in self.not_judged_in_a else ""
             yield f"{finding.severity}: {finding}.{unknown} {finding.remedy}."
 
     def as_json(self) -> dict[str, Any]:
-        """The summaries and the findings as JSON values."""
         return {
             "summary": self.summary,
             "a": self.a.summary,
@@ -65,7 +57,6 @@ class ComparedVerdicts:
 
 
 def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
-    """Check two runs with equal names of layers, and compare the findings."""
     ours, theirs = diagnose(a), diagnose(b)
     only_b = tuple(_beyond(theirs, ours, "A"))
     unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in ours.judged)
@@ -73,7 +64,6 @@ def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
 
 
 def _beyond(findings: Iterable[Finding], others: Iterable[Finding], name: str) -> Iterator[Finding]:
-    """The findings that others do not have, without the layers that others have."""
     known: dict[tuple[str, str], set[str]] = defaultdict(set)
     for other in others:
         known[other.rule, other.tensor] |= set(other.layers or [""])

@@ -11,7 +11,6 @@ from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.index import Subject
 
 Layer = tuple[str, str]
-"""Scope and name."""
 
 _IN_FORWARD = {"activation": 0, "weight": 1, "output": 2}
 _IN_BACKWARD = {"gradient": 0, "dgrad": 1, "wgrad": 2}
@@ -20,15 +19,6 @@ FORWARD, BACKWARD, AFTERWARDS = 0, 1, 2
 
 
 class StepPlace(NamedTuple):
-    """The place of a value in a step; places compare by order.
-
-    Attributes:
-        phase: forward, backward, or afterwards for metrics of the trainer.
-        stage: the pipeline stage's turn.
-        layer: the layer's turn.
-        tensor: the tensor's turn.
-    """
-
     phase: int
     stage: int
     layer: float
@@ -36,13 +26,9 @@ class StepPlace(NamedTuple):
 
 
 class Order:
-    """The order of execution of some runs of one model.
+    """The order of execution of some runs of one model; the first run with a layer decides about its place.
 
-    Args:
-        runs: the first run with a layer decides about its place.
-
-    Attributes:
-        seen: whether the order was recorded; otherwise layers are in the order of their first values.
+    ``seen``: the order was recorded; otherwise layers are in the order of their first values.
     """
 
     def __init__(self, runs: Iterable[RecordedRun]) -> None:
@@ -65,7 +51,6 @@ class Order:
                     self._forward.setdefault((subject.scope, subject.layer), behind + len(self._forward))
 
     def place(self, subject: Subject) -> StepPlace:
-        """The place of a subject."""
         layer = (subject.scope, subject.layer)
         stage = _stage(subject.scope)
         if subject.tensor in _IN_FORWARD:

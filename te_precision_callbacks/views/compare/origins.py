@@ -28,24 +28,21 @@ _MADE_OF: Mapping[str, tuple[str, ...]] = {
     "wgrad": ("gradient", "activation"),
     "weight": ("wgrad", "gradient"),
 }
-"""A tensor -> the tensors that it is made of."""
 
 _MOST_LINKS = 10
 """The sources behind one another that are seen later than what inherits them."""
 
 _IN_ORDER = ("activation", "gradient")
-"""Tensors that come from other layers: from the layers before them in the forward, or in the backward."""
 
 _Key = tuple[str, str, str, int | None]
 
 
 def partings(departures: Iterable[Found], order: Order) -> list[Parting]:
-    """The tensors that depart, in order, with the origins of their differences."""
     tensors: dict[_Key, list[Found]] = {}
-    for found in departures:
-        tensors.setdefault(_key(found.subject), []).append(found)
+    for departed in departures:
+        tensors.setdefault(_key(departed.subject), []).append(departed)
     for group in tensors.values():
-        group.sort(key=lambda found: -found.departure.strength)
+        group.sort(key=lambda departed: -departed.departure.strength)
     sources = _Sources(tensors, order)
     source_of = {key: sources.of(group) for key, group in tensors.items()}
     began = _began(tensors, source_of)
@@ -58,7 +55,7 @@ def _began(tensors: Mapping[_Key, Sequence[Found]], source_of: Mapping[_Key, Fou
 
     A weight with values in every fifth step may seem to depart after its activations.
     """
-    began = {key: min(found.departure.iteration for found in group) for key, group in tensors.items()}
+    began = {key: min(departed.departure.iteration for departed in group) for key, group in tensors.items()}
     for _ in range(_MOST_LINKS):
         before = dict(began)
         for key, source in source_of.items():
@@ -77,7 +74,7 @@ def _key(subject: Subject) -> _Key:
 
 def _parting(group: Sequence[Found], source: Found | None) -> Parting:
     subject = group[0].subject
-    first = min(group, key=lambda found: found.departure.iteration)
+    first = min(group, key=lambda departed: departed.departure.iteration)
     return Parting(
         subject.scope,
         subject.layer,
@@ -85,37 +82,33 @@ def _parting(group: Sequence[Found], source: Found | None) -> Parting:
         subject.rank,
         first.departure.iteration,
         first.since,
-        tuple(found.departure for found in group),
+        tuple(departed.departure for departed in group),
         "made here" if source is None else "inherited",
         "" if source is None else f"{source.subject.layer} {source.subject.tensor}",
     )
 
 
 class _Sources:
-    """All differences, by what may inherit them."""
-
     def __init__(self, tensors: Mapping[_Key, Sequence[Found]], order: Order) -> None:
         self._by_key = tensors
         self._order = order
         self._lines: dict[tuple[str, int | None, str], list[tuple[StepPlace, Found]]] = {}
         for tensor in _IN_ORDER:
             placed = [
-                (self._place(found, tensor), found)
+                (self._place(departed, tensor), departed)
                 for group in tensors.values()
-                for found in group
-                if found.subject.tensor in _MADE_OF[tensor]
+                for departed in group
+                if departed.subject.tensor in _MADE_OF[tensor]
             ]
-            for place, found in sorted(placed, key=lambda pair: pair[0]):
-                line = tensor, found.subject.rank, found.subject.statistic
-                self._lines.setdefault(line, []).append((place, found))
+            for place, departed in sorted(placed, key=lambda pair: pair[0]):
+                line = tensor, departed.subject.rank, departed.subject.statistic
+                self._lines.setdefault(line, []).append((place, departed))
 
     def of(self, group: Sequence[Found]) -> Found | None:
-        """The source of a tensor's difference, by the strongest statistic that departs in a source too; None if the
-        difference is made there.
-        """
-        for found in group:
-            own, has_any = found.departure.difference, False
-            for source in self._possible(found):
+        """The source of a tensor's difference, by the strongest statistic that departs in a source too."""
+        for departed in group:
+            own, has_any = departed.departure.difference, False
+            for source in self._possible(departed):
                 theirs, has_any = source.departure.difference, True
                 if theirs * own > 0 and abs(theirs) >= _SHARE * abs(own):
                     return source
@@ -123,18 +116,17 @@ class _Sources:
                 break
         return None
 
-    def _place(self, found: Found, tensor: str) -> StepPlace:
-        """The turn of a layer in the forward or in the backward."""
-        return self._order.place(found.subject._replace(tensor=tensor))
+    def _place(self, departed: Found, tensor: str) -> StepPlace:
+        return self._order.place(departed.subject._replace(tensor=tensor))
 
-    def _possible(self, found: Found) -> Iterator[Found]:
+    def _possible(self, departed: Found) -> Iterator[Found]:
         """The differences of the same statistic that existed then: of earlier layers, the nearest first, or of the own
         layer.
         """
-        subject, at = found.subject, found.departure.iteration
+        subject, at = departed.subject, departed.departure.iteration
         if subject.tensor in _IN_ORDER:
             line = self._lines.get((subject.tensor, subject.rank, subject.statistic), [])
-            before = bisect_left(line, self._place(found, subject.tensor), key=itemgetter(0))
+            before = bisect_left(line, self._place(departed, subject.tensor), key=itemgetter(0))
             sources: Iterable[Found] = (source for _, source in reversed(line[:before]))
         else:
             sources = (
@@ -145,7 +137,7 @@ class _Sources:
             )
         for source in sources:
             if subject.tensor == "weight":  # the optimizer has run between them
-                existed = source.departure.iteration < found.since
+                existed = source.departure.iteration < departed.since
             else:
                 existed = source.since <= at <= source.departure.until
             if existed:

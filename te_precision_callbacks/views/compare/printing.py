@@ -1,7 +1,4 @@
-"""Prints a comparison on the terminal.
-
-show(comparison)
-"""
+"""Prints a comparison on the terminal."""
 
 from __future__ import annotations
 
@@ -40,8 +37,6 @@ _INDENT = 2
 
 
 def show(comparison: Comparison) -> None:
-    """Print a comparison: losses that are no number any more, the findings that only B has, facts, pairs, the noise
-    floor, where the sides part first and then, and the losses."""
     verdicts = comparison.verdicts
     for line in first_lines(comparison):
         terminal.show_text(line)

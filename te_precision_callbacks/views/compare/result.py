@@ -17,11 +17,8 @@ class ComparisonError(PrecisionDebugError, ValueError):
 
 @dataclass(frozen=True)
 class FactDifference:
-    """A fact that differs.
-
-    Attributes:
-        name: such as ``versions.torch``, ``recipes``, ``coverage``, or the path of an option of the config.
-        a, b: its values; empty if a side does not have it.
+    """A fact that differs, such as ``versions.torch``, ``recipes``, ``coverage``, or an option of the config by its
+    path; its values are empty if a side does not have it.
     """
 
     name: str
@@ -34,9 +31,6 @@ class StatisticDeparture:
     """A statistic that departs, and stays away.
 
     Attributes:
-        statistic: its name.
-        gemm: the GEMM; may be empty.
-        iteration, until: the first and the last iteration.
         steps: the number of steps of the series.
         to_the_end: whether it lasts to the end of the comparison.
         a, b: the medians of both sides over these steps.
@@ -62,7 +56,6 @@ class StatisticDeparture:
 
     @property
     def strength(self) -> float:
-        """The difference as a multiple of its bound."""
         return abs(self.difference) / self.bound
 
 
@@ -71,11 +64,10 @@ class Parting:
     """A tensor that departs.
 
     Attributes:
-        scope, layer, tensor: the tensor; layer and tensor are empty for a metric of the trainer, such as the loss.
+        layer, tensor: empty for a metric of the trainer, such as the loss.
         rank: the rank of local values; None for reduced ones.
-        iteration: the first iteration.
-        since: the first iteration of the possible beginning; earlier if the tensor has no values in each step.
-            Tensors that inherit from it come after it.
+        since: the first iteration of the possible beginning; earlier than ``iteration`` if the tensor has no values in
+            each step. Tensors that inherit from it come after it.
         departures: the statistics that depart, the strongest first.
         origin: ``made here`` if no source of the tensor has departed by as much before; else ``inherited``.
         source: the tensor that most of the difference comes from, such as ``layers.3.fc1 weight``; may be empty.
@@ -93,24 +85,17 @@ class Parting:
 
     @property
     def strongest(self) -> StatisticDeparture:
-        """The statistic that is farthest beyond its bound."""
         return self.departures[0]
 
     @property
     def name(self) -> str:
-        """Layer, tensor and rank, in words."""
         subject = " ".join(part for part in (self.layer, self.tensor) if part) or self.strongest.statistic
         return subject if self.rank is None else f"{subject} (rank {self.rank})"
 
 
 @dataclass(frozen=True)
 class FirstUnequal:
-    """The first number that is not the same on both sides, to the last bit.
-
-    Attributes:
-        iteration: when.
-        scope, layer, tensor, statistic: what; layer and tensor are empty for a number of the trainer.
-    """
+    """The first number that is not the same on both sides, to the last bit."""
 
     iteration: int
     scope: str
@@ -128,8 +113,6 @@ class Pairing:
         without_steps: the number of series on both sides, without one.
         only_a, only_b: the number of series on one side only.
         layers: the number of layers on both sides.
-        layers_only_a, layers_only_b: the layers on one side only.
-        statistics_only_a, statistics_only_b: the statistics on one side only.
         first, last: the first and last common iteration.
         with_other_rows: the layers with another number of rows in a step of B, such as with another batch size.
         steps: the number of common steps.
@@ -152,12 +135,7 @@ class Pairing:
 
 @dataclass(frozen=True)
 class Floor:
-    """The noise floor.
-
-    Attributes:
-        sides: the baseline runs.
-        without: the number of series without a baseline; fixed bounds hold for them.
-    """
+    """The noise floor: the baseline runs, and the number of series without a baseline, for which fixed bounds hold."""
 
     sides: tuple[str, ...]
     without: int
@@ -165,10 +143,9 @@ class Floor:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """A known bound for the difference of two losses.
+    """A published bound for the difference of two losses.
 
     Attributes:
-        name: of what against what.
         bound: relative, such as 0.0025.
         source: who has measured it.
         holds: whether the losses are within it; None if the runs are not of these precisions.
@@ -182,13 +159,7 @@ class Yardstick:
 
 @dataclass(frozen=True)
 class LossSpike:
-    """Steps in which one loss is ten times the other or more, and the running medians are not.
-
-    Attributes:
-        steps: their number.
-        iteration: the step with the largest factor.
-        a, b: the losses there.
-    """
+    """Steps in which one loss is ten times the other or more, and the running medians are not."""
 
     steps: int
     iteration: int
@@ -198,11 +169,8 @@ class LossSpike:
 
 @dataclass(frozen=True)
 class LostLoss:
-    """A loss that is not finite, to the end of its run.
-
-    Attributes:
-        since, until: the first and the last iteration.
-        what: ``nan``, ``inf`` or ``-inf``, or several, such as ``inf or nan``.
+    """A loss that is not finite, to the end of its run. ``what`` is ``nan``, ``inf`` or ``-inf``, or several, such as
+    ``inf or nan``.
     """
 
     since: int
@@ -215,18 +183,16 @@ class LossComparison:
     """The loss curves as running medians, up to the step where either is lost.
 
     Attributes:
-        name: the metric.
         steps: the number of common steps. Without any, the numbers below are nan.
         window: the steps of the running median.
         stable_since: the first iteration of the stable phase, the last quarter.
         a, b: the means in the stable phase.
         relative: the mean of (b - a) / |a| in the stable phase.
-        largest: the largest |b - a| / |a| of the last three quarters, and ``largest_at`` its iteration.
-        floor: the largest magnitude of ``relative`` of a baseline; None without one.
-        yardsticks: the published bounds.
-        spike: a spike that the running median hides; None without one, or if the noise has as much.
+        largest: the largest |b - a| / |a| of the last three quarters.
+        floor: the largest magnitude of ``relative`` of a baseline.
+        spike: a spike that the running median hides; None if the noise has as much.
         precisions: the low precision of A and B, or else the most frequent one; empty if unknown.
-        lost_a, lost_b: the steps in which the loss of A and of B is lost; None without any.
+        lost_a, lost_b: the steps in which the loss of A and of B is lost.
     """
 
     name: str
@@ -247,8 +213,8 @@ class LossComparison:
 
     @property
     def is_finding(self) -> bool:
-        """True if one loss is lost, there is a spike, or the difference exceeds the published bound for these runs,
-        and the noise.
+        """True if one loss is lost, there is a spike, or the difference exceeds the published bound for these runs, and
+        the noise.
         """
         if self.spike is not None or (self.lost_a is None) != (self.lost_b is None):
             return True
@@ -261,17 +227,12 @@ class Comparison:
     """The differences between two runs.
 
     Attributes:
-        a, b: the names of the sides.
         facts: other differences: config, versions, recipe, environment, coverage.
-        pairing: the pairs of series.
         lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
-        floor: the noise floor; None without one.
         ordered: whether the order of execution is known; otherwise layers are in the order of their first values.
         parted: the tensors that depart, by iteration, and within one by the order of execution.
-        first_unequal: the first unequal value; None without one.
-        loss: the losses; None if a side has no loss.
+        loss: None if a side has no loss.
         notes: missing or damaged parts.
-        same_run: whether a run is compared with itself.
         verdicts: the findings of the rules on both sides; None for a run with itself.
         layers_apart: why only metrics of the trainer were compared, and the remedy; otherwise empty.
     """
@@ -293,10 +254,8 @@ class Comparison:
 
     @property
     def first(self) -> Parting | None:
-        """The first departure; None without one."""
         return self.parted[0] if self.parted else None
 
     @property
     def has_findings(self) -> bool:
-        """True if tensors or losses depart."""
         return bool(self.parted) or (self.loss is not None and self.loss.is_finding)

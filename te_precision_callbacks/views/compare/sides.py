@@ -21,18 +21,11 @@ Floats = npt.NDArray[np.float64]
 
 
 def family(subject: Subject) -> tuple[str, str, str]:
-    """A key that is equal for one statistic of one tensor, in any layer."""
     return subject.tensor, subject.gemm, subject.statistic
 
 
 class Numbers(NamedTuple):
-    """The values of some series, by series and iteration, one for each iteration of a series.
-
-    Attributes:
-        series: [n], as places in the request.
-        iterations: [n].
-        values: [n].
-    """
+    """The values of some series, by series and iteration: [n], with series as places in the request."""
 
     series: Ints
     iterations: Ints
@@ -41,14 +34,7 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison.
-
-    Attributes:
-        run: the run.
-        name: its name.
-        series: subject -> the series' number in the run.
-        scalars: subject -> the iterations and values of a metric of the trainer.
-    """
+    """One side of a comparison. ``scalars``: subject -> the iterations and values of a metric of the trainer."""
 
     run: RecordedRun
     name: str
@@ -57,11 +43,9 @@ class Side:
 
     @property
     def subjects(self) -> list[Subject]:
-        """All that it has numbers of."""
         return [*self.series, *self.scalars]
 
     def count(self, subject: Subject) -> int:
-        """The number of values of a subject."""
         if subject in self.scalars:
             return len(self.scalars[subject][0])
         return int(self.run.series["count"][self.series[subject]].as_py())
@@ -76,7 +60,7 @@ class Side:
             if self.run.thinned:  # an extreme says nothing of the steps around it, of which the other side may have all
                 table = table.filter(pa.array(table["flags"].fill_null(0).to_numpy() & EXTREME == 0))
             place = np.full(max(wanted) + 1, -1, np.int64)
-            place[wanted] = [number for number, found in enumerate(numbers) if found >= 0]
+            place[wanted] = [number for number, series_number in enumerate(numbers) if series_number >= 0]
             parts.append((place[table["series"].to_numpy()], table["iteration"].to_numpy(), table["value"].to_numpy()))
         for number, subject in enumerate(subjects):
             if subject in self.scalars:
@@ -89,7 +73,6 @@ class Side:
 
 
 def _in_order(series: Ints, iterations: Ints, values: Floats) -> Numbers:
-    """By series and iteration, without a second value of an iteration."""
     later = (series[1:] > series[:-1]) | ((series[1:] == series[:-1]) & (iterations[1:] > iterations[:-1]))
     if not later.all():
         order = np.lexsort((iterations, series))
@@ -100,11 +83,6 @@ def _in_order(series: Ints, iterations: Ints, values: Floats) -> Numbers:
 
 
 def side_of_run(run: RecordedRun, name: str) -> Side:
-    """A whole run, with the trainer's numbers.
-
-    Raises:
-        ComparisonError: it has no numbers at all.
-    """
     series, scalars = {}, {}
     for number, subject in enumerate(run.subjects):
         request = logged_request(subject.statistic) if subject.tensor else None

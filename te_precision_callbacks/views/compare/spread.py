@@ -21,16 +21,12 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 FALSE_FINDINGS = 0.01
-"""The comparisons of runs without a difference that may have any finding."""
 
 BEYOND_NOISE = 1.25
-"""How far a difference must be beyond the largest one of the noise itself, in its family."""
 
 _FEWEST, _MOST = 2.0, 1e6
-"""Degrees of freedom that a family may stand for."""
 
 _CLIPPED_AT = 0.9
-"""Numbers beyond this quantile count as the quantile."""
 
 _OF_CLIPPED = 0.9118
 """The root mean square of standard normal numbers that are clipped so."""
@@ -47,27 +43,20 @@ _HARDLY_ANY = 1e-3
 
 
 def grouped_quantile(groups: Ints, values: Floats, number: int, share: float) -> Floats:
-    """A quantile of the values of each group, by the nearest rank; nan of a group without values.
-
-    Args:
-        groups: [n], from 0 to ``number`` - 1.
-        values: [n].
-        number: the number of groups.
-        share: 0 to 1.
+    """A quantile of the values of each group, by the nearest rank; nan of a group without values. ``groups`` are [n],
+    from 0 to ``number`` - 1.
     """
     counts = np.bincount(groups, minlength=number)
     ordered = values[np.lexsort((values, groups))]
     ranks = np.cumsum(counts) - counts + np.minimum((counts * share).astype(np.int64), counts - 1)
-    found = np.full(number, np.nan)
+    quantiles = np.full(number, np.nan)
     has = counts > 0
-    found[has] = ordered[ranks[has]]
-    return found
+    quantiles[has] = ordered[ranks[has]]
+    return quantiles
 
 
 def grouped_spread(groups: Ints, values: Floats, number: int) -> Floats:
-    """The standard deviation of each group's values about 0, with the largest tenth clipped; nan of an empty group. For
-    the arguments see :func:`grouped_quantile`.
-    """
+    """The standard deviation of each group's values about 0, with the largest tenth clipped; nan of an empty group."""
     magnitudes = np.abs(values)
     clipped = np.minimum(magnitudes, grouped_quantile(groups, magnitudes, number, _CLIPPED_AT)[groups])
     with np.errstate(invalid="ignore"):
@@ -132,9 +121,7 @@ def measure(noise: Noise, family_of: Ints, families: int, least: Floats, lasting
     """Estimate the spread of the noise.
 
     Args:
-        noise: the differences.
         family_of: [series]: the family of each series.
-        families: the number of families.
         least: [families]: the smallest credible spread.
         lasting: the minimum number of steps of a difference.
     """
@@ -236,16 +223,11 @@ def _upper(values: Floats) -> float:
 def bounds(degrees: Floats, looked_at: int) -> Floats:
     """The bound for a difference in multiples of its spread: of ``looked_at`` ordinary differences together,
     :data:`FALSE_FINDINGS` exceed it.
-
-    Args:
-        degrees: [n]: of freedom.
-        looked_at: the number of series and stretches.
     """
     return _students(degrees, FALSE_FINDINGS / max(looked_at, 1))
 
 
 def _students(degrees: Floats, probability: float) -> Floats:
-    """[n]: what Student's t exceeds in magnitude with a probability, for degrees of freedom."""
     inverse = np.linspace(0, 1 / _FEWEST, 33)
     table = _beyond(probability, 1 / np.fmax(inverse, 1 / _MOST))
     return np.interp(1 / np.fmax(degrees, _FEWEST), inverse, table)
@@ -255,7 +237,6 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 
 def _beyond(probability: float, degrees: Floats) -> Floats:
-    """[n]: the bound that Student's t exceeds in magnitude with a probability."""
     low, high = np.zeros(len(degrees)), np.full(len(degrees), 1e6)
     for _ in range(100):
         middle = (low + high) / 2

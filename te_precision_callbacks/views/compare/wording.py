@@ -11,11 +11,9 @@ from te_precision_callbacks.views.compare.judging_scales import NO_NUMBER, ZERO_
 from te_precision_callbacks.views.compare.result import Comparison, LossComparison, Parting, StatisticDeparture
 
 MOST_NAMES = 3
-"""The names that a sentence lists."""
 
 
 def what_was_compared(comparison: Comparison) -> Iterator[str]:
-    """Sentences on pairs and thresholds."""
     pairing, floor = comparison.pairing, comparison.floor
     steps = f"in {many(pairing.steps, 'step')}, from {pairing.first} to {pairing.last}"
     if pairing.first == pairing.last:
@@ -59,7 +57,6 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
 
 
 def where_first(comparison: Comparison) -> Iterator[str]:
-    """Sentences on the first departure."""
     unequal, first = comparison.first_unequal, comparison.first
     if unequal is None:
         yield "All numbers that pair are equal, to the last bit."
@@ -101,7 +98,6 @@ def first_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def of_losses(loss: LossComparison) -> Iterator[str]:
-    """Sentences on the losses, up to the step where one is lost."""
     is_lost = loss.lost_a is not None or loss.lost_b is not None
     if not loss.steps:
         yield f"No {loss.name} is left to compare: one is lost from the first step that both have."
@@ -133,12 +129,10 @@ def of_losses(loss: LossComparison) -> Iterator[str]:
 
 
 def origin(parting: Parting) -> str:
-    """The origin of a tensor's difference, in words."""
     return parting.origin if not parting.source else f"inherited from {parting.source}"
 
 
 def difference(departure: StatisticDeparture) -> str:
-    """A difference with its unit."""
     value = departure.difference
     if abs(value) > NO_NUMBER:
         return "no number" if not (math.isfinite(departure.a) and math.isfinite(departure.b)) else "at times no number"
@@ -157,9 +151,7 @@ def _beyond(departure: StatisticDeparture) -> str:
 
 
 def times(departure: StatisticDeparture) -> str:
-    """The difference as a multiple of the spread, or without a noise floor of the bound; empty for a difference with
-    inf or nan.
-    """
+    """The difference as a multiple of the spread, or without a noise floor of the bound; empty with inf or nan."""
     if abs(departure.difference) > NO_NUMBER:
         return ""
     measure = departure.bound if departure.spread is None else departure.spread
@@ -167,7 +159,6 @@ def times(departure: StatisticDeparture) -> str:
 
 
 def number(value: float) -> str:
-    """A value with four digits."""
     return f"{value:.4g}"
 
 

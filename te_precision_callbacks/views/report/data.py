@@ -1,9 +1,5 @@
 """The data of a run's page.
 
-    data = PageData.of(run, most=8_000_000)
-    data.content                               # for JSON
-    data.arrays                             # the texts of its arrays
-
 A page has a bounded size. It always has heat maps, with one byte for the worst value of a layer in a span of steps, and
 the exact worst value of each layer. The rest of the size goes to whole curves and histograms: first with findings, then
 of the worst layers, then all others.
@@ -13,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
 from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
-from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
@@ -38,7 +31,7 @@ from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.histograms import histograms
 from te_precision_callbacks.views.report.overview import Columns, Overview, has_room_for, overviews, pieces
-from te_precision_callbacks.views.report.packing import LEVELS, Packed, PackedScale, narrowed, steps_between
+from te_precision_callbacks.views.report.packing import Packed, PackedScale, narrowed, steps_between
 from te_precision_callbacks.views.report.speed import speed_facts
 from te_precision_callbacks.views.report.subjects import (
     FamilySeries,
@@ -51,10 +44,8 @@ from te_precision_callbacks.views.report.subjects import (
 _HISTOGRAM_COLUMNS = 60
 
 WORST = 5
-"""The layers of each statistic that a summary names."""
 
 _FIRST = ("nonfinite_num", "overflows%", "underflows%", "sqnr_db", "saturated_scales%", "flushed_scales%")
-"""The statistics that a summary has first."""
 
 
 _FORMATS = (E4M3, E5M2, E2M1)
@@ -62,27 +53,13 @@ _FORMATS = (E4M3, E5M2, E2M1)
 
 @dataclass(frozen=True)
 class PageData:
-    """The data of a page.
-
-    Attributes:
-        content: its JSON.
-        arrays: the texts of its arrays.
-    """
-
     content: dict[str, Any]
     arrays: list[str]
 
     @classmethod
     def of(cls, run: RecordedRun, most: int, device: Device | None = None) -> PageData:
-        """Choose what goes into a page.
-
-        Args:
-            run: the run.
-            most: the most characters of its arrays.
-            device: the device that times are expected for; None for the run's own GPU.
-
-        Raises:
-            ReportError: the run has no numbers at all.
+        """Choose what goes into a page, with at most ``most`` characters of arrays; raises ReportError for a run
+        without values.
         """
         why = why_nothing_to_show(run)
         if why:
@@ -96,36 +73,36 @@ class PageData:
             overview.cells.clear()
             overview.present.clear()
         content: dict[str, Any] = {
-            "version": version("te-precision-callbacks"),
-            "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "levels": LEVELS,
             "run": _run(run),
             "notes": [
-                visible(note) for note in (*no_step_in_words(run), *run.notes, *not_measured_in_words(run), *left_out)
+                *no_step_in_words(run),
+                *run.notes,
+                *not_measured_in_words(run),
+                *left_out,
             ],
             "layers": _layers(run, subjects),
             "scalars": _scalars(run, subjects, packed),
             # A block of NVFP4 has a scale in E4M3, so all blocks together reach that much further down.
             "formats": {
-                each.name: {
-                    "max": each.max,
-                    "least": each.min_subnormal,
-                    "reach": E4M3.min_subnormal / E4M3.max if each is E2M1 else 1.0,
+                form.name: {
+                    "max": form.max,
+                    "least": form.min_subnormal,
+                    "reach": E4M3.min_subnormal / E4M3.max if form is E2M1 else 1.0,
                 }
-                for each in _FORMATS
+                for form in _FORMATS
             },
             "verdict": _verdict(verdict, run, subjects),
             "speed": speed_facts(run, device),
-            "worst_layers": worst_layers([one.overview for one in made]),
+            "worst_layers": worst_layers([family.overview for family in made]),
         }
-        found = {layer for finding in content["verdict"]["findings"] for layer in finding["places"]}
-        worst = {*found, *(item["layer"] for listed in content["worst_layers"] for item in listed["items"])}
+        with_findings = {layer for finding in content["verdict"]["findings"] for layer in finding["places"]}
+        worst = {*with_findings, *(item["layer"] for listed in content["worst_layers"] for item in listed["items"])}
         content["histograms"] = _histograms(run, subjects, packed, worst)
         curves = _put_curves(run, made, packed, verdict)
-        content["families"] = [one.content for one in made]
+        content["families"] = [family.content for family in made]
         content["exact"] = {
             "curves": curves,
-            "series": sum(len(one.overview.of.series) for one in made),
+            "series": sum(len(family.overview.of.series) for family in made),
             "widest": int(np.max(columns.last - columns.first) + 1) if len(columns) else 0,
         }
         return cls(content, packed.texts)
@@ -142,7 +119,7 @@ def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
         for overview in made
     }
     values = {family: {layer: number.value for layer, number in numbers.items()} for family, numbers in worst.items()}
-    found = []
+    listed_families = []
     for place, overview in enumerate(made):
         family = overview.family
         if not family.has_direction or family.request is None:
@@ -155,23 +132,20 @@ def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
                 continue
             item: dict[str, Any] = {"layer": layer, "rank": rank, "value": value, "at": at}
             items.append(item if lost is None else {**item, "lost": lost._asdict()})
-        found.append({"family": place, "items": items, "counted": bool(worst[family])})
+        listed_families.append({"family": place, "items": items, "counted": bool(worst[family])})
 
     def gravity(listed: dict[str, Any]) -> tuple[int, int]:
         request = made[listed["family"]].family.request
         name = "" if request is None else request.statistic.name
         return (_FIRST.index(name) if name in _FIRST else len(_FIRST), listed["family"])
 
-    return sorted(found, key=gravity)
+    return sorted(listed_families, key=gravity)
 
 
 MOST_PLACES = 200
-"""The layers of a finding that a page names."""
 
 
 def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str, Any]:
-    """The verdict for the page, as ``Verdict.as_json`` has it without its text, except that findings have places in the
-    page's list of layers instead of names."""
     index = {layer.name: place for place, layer in enumerate(subjects.layers)}
     columns = ((table["scope"].to_pylist(), table["layer"].to_pylist()) for table in (run.series, run.layers))
     places: dict[str, int] = {}
@@ -187,48 +161,32 @@ def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str
 
 
 def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, Any]:
-    """A finding for a page.
-
-    Args:
-        finding: the finding.
-        places: layer, as in records -> its place in the page's list of layers.
-    """
-    content = {name: visible(each) if isinstance(each, str) else each for name, each in finding.as_json().items()}
-    content["patch"] = "\n".join(map(visible, finding.patch.splitlines()))
-    layers = [places[layer] for layer in finding.layers if layer in places]
+    """A finding for a page; ``places``: layer, as in records -> its place in the page's list of layers."""
+    content = finding.as_json()
     del content["layers"]
+    layers = [places[layer] for layer in finding.layers if layer in places]
     return {**content, "places": layers[:MOST_PLACES], "layers_total": len(finding.layers)}
 
 
 def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], Columns, list[str]]:
-    """The statistics that fit into a page, their columns, and a note about the others."""
     kept: list[FamilySeries] = []
     rows = 0
-    for one in sorted(subjects.families, key=lambda one: not one.has_direction):
-        more = len(one.rows) * len(one.ranks)
+    for family in sorted(subjects.families, key=lambda family: not family.has_direction):
+        more = len(family.rows) * len(family.ranks)
         if kept and not has_room_for(rows + more):
             continue
-        kept.append(one)
+        kept.append(family)
         rows += more
-    left_out = [one for one in subjects.families if one not in kept]
+    left_out = [family for family in subjects.families if family not in kept]
     notes = []
     if left_out:
-        named = ", ".join(f"{one.family.statistic} of {one.family.tensor}" for one in left_out[:5])
+        named = ", ".join(f"{family.family.statistic} of {family.family.tensor}" for family in left_out[:5])
         notes.append(f"{len(left_out)} of {len(subjects.families)} statistics do not fit, such as {named}.")
-    return [one for one in subjects.families if one in kept], Columns.for_rows(run, rows), notes
+    return [family for family in subjects.families if family in kept], Columns.for_rows(run, rows), notes
 
 
 class FamilyOnPage:
-    """A heat map with packed arrays.
-
-    Args:
-        overview: the heat map.
-        packed: the arrays of the page.
-        scale: the scale of the colours; by default it fits the values.
-
-    Attributes:
-        content: the heat map for JSON.
-    """
+    """A heat map with packed arrays; by default the scale of its colours fits the values."""
 
     def __init__(self, overview: Overview, packed: Packed, scale: PackedScale | None = None) -> None:
         self.overview = overview
@@ -238,8 +196,8 @@ class FamilyOnPage:
             shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
             scale = PackedScale.of(shown, centred=family.is_signed)
         self.content: dict[str, Any] = {
-            "tensor": visible(family.tensor),
-            "statistic": visible(family.statistic),
+            "tensor": family.tensor,
+            "statistic": family.statistic,
             "gemm": family.gemm,
             "base": None if row is None else row.name,
             "recipe": None if request is None else request.recipe,
@@ -267,7 +225,6 @@ _CurvePlace = tuple[FamilyOnPage, int, int, int, int]
 
 
 def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: Packed, verdict: Verdict) -> int:
-    """Pack whole curves until no more fit, and return how many there are."""
     order = _by_interest(run, made, verdict)
     kept = 0
     for piece in pieces(np.array([count for *_, count in order], np.int64), 500_000):
@@ -298,17 +255,19 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
     with_findings: dict[tuple[str, str], set[str]] = {}
     for finding in verdict:
         with_findings.setdefault((finding.tensor, finding.statistic), set()).update(finding.layers)
-    places = {(id(one), *entry): place for one in made for place, entry in enumerate(one.overview.worst_rows(WORST))}
-    layers = {int(one.overview.layers[row]) for one in made for row, _ in one.overview.worst_rows(WORST)}
+    places = {
+        (id(shown), *entry): place for shown in made for place, entry in enumerate(shown.overview.worst_rows(WORST))
+    }
+    layers = {int(shown.overview.layers[row]) for shown in made for row, _ in shown.overview.worst_rows(WORST)}
     keyed: list[tuple[tuple[bool, int, bool, bool], _CurvePlace]] = []
-    for one in made:
-        overview = one.overview
+    for shown in made:
+        overview = shown.overview
         counts = dict(zip(overview.of.series.tolist(), overview.of.count.tolist(), strict=True))
         named = with_findings.get((overview.family.tensor, overview.family.statistic), set())
         for rank, numbers in overview.series.items():
             for row, number in enumerate(numbers.tolist()):
                 if number >= 0:
-                    place = places.get((id(one), row, rank), WORST)
+                    place = places.get((id(shown), row, rank), WORST)
                     other = place < WORST and not overview.of.has_direction
                     key = (
                         run.subjects[number].layer not in named,
@@ -316,58 +275,58 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
                         other,
                         int(overview.layers[row]) not in layers,
                     )
-                    keyed.append((key, (one, row, rank, number, counts[number])))
+                    keyed.append((key, (shown, row, rank, number, counts[number])))
     return [place for _, place in sorted(keyed, key=lambda entry: entry[0])]
 
 
 def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Collection[int]) -> list[dict[str, Any]]:
     """Pack the histograms, first of some layers, in a third of the room that is left."""
-    families = [one for one in subjects.histograms if (one.layer >= 0).all()]
+    families = [family for family in subjects.histograms if (family.layer >= 0).all()]
     content: list[dict[str, Any]] = []
-    for one in families:
-        bins, request = one.family.bins, one.family.request
+    for family in families:
+        bins, request = family.family.bins, family.family.request
         content.append(
             {
-                "tensor": visible(one.family.tensor),
-                "statistic": visible(one.family.statistic),
+                "tensor": family.family.tensor,
+                "statistic": family.family.statistic,
                 "base": None if request is None else request.statistic.name,
                 "unit": "" if request is None else request.statistic.unit,
                 "lowest": bins.lowest,
                 "steps": bins.steps,
-                "ranks": one.ranks,
-                "layers": sorted({int(layer) for layer in one.layer}),
+                "ranks": family.ranks,
+                "layers": sorted({int(layer) for layer in family.layer}),
                 "counts": {},
             }
         )
     columns = Columns.of(run, _HISTOGRAM_COLUMNS) if families else None
     most = packed.size + (packed.most - packed.size) // 3
     for is_worst in (True, False):
-        for one, entry in zip(families, content, strict=True):
+        for family, entry in zip(families, content, strict=True):
             wanted = {
                 int(series)
-                for series, layer in zip(one.series, one.layer, strict=True)
+                for series, layer in zip(family.series, family.layer, strict=True)
                 if (int(layer) in worst) == is_worst
             }
-            for place, used, lowest, counts in histograms(run, one, columns, wanted) if columns is not None else ():
+            for place, used, lowest, counts in histograms(run, family, columns, wanted) if columns is not None else ():
                 arrays = packed.try_put(narrowed(counts), used.first, used.last) if packed.size <= most else None
                 if arrays is None:
                     return content
-                entry["counts"][f"{one.layer[place]}:{one.rank[place]}"] = {"arrays": arrays, "lowest": lowest}
+                entry["counts"][f"{family.layer[place]}:{family.rank[place]}"] = {"arrays": arrays, "lowest": lowest}
     return content
 
 
 def _run(run: RecordedRun) -> dict[str, Any]:
     return {
-        "path": visible(str(run.path)),
-        "id": visible(run.run_id),
+        "path": str(run.path),
+        "id": run.run_id,
         "source": run.source,
         "segments": facts.segments(run),
-        "name": visible(folder_name(run)),
+        "name": folder_name(run),
         "duration": facts.duration(run),
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
-        "outcome": [visible(line) for line in outcome_in_words(run)],
-        "other_steps": [visible(line) for line in other_steps_of_run(run)],
+        "outcome": list(outcome_in_words(run)),
+        "other_steps": other_steps_of_run(run),
         "states": run.states.to_pylist(),
         "plan": facts.plan(run),
         **dict(zip(("events", "events_total"), facts.events(run), strict=True)),
@@ -378,13 +337,12 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
     known: Mapping[str, dict[str, Any]] = facts.layer_facts(run)
     products = facts.gemms(run)
     return [
-        {**layer.content, "facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
+        {**vars(layer), "facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
         for layer in subjects.layers
     ]
 
 
 def _scalars(run: RecordedRun, subjects: Subjects, packed: Packed) -> list[dict[str, Any]]:
-    """The trainer's metrics, then what users' features have logged without a layer."""
     curves = list(facts.trainer_curves(run).items())
     for family in subjects.free:
         for series, rank in zip(family.series.tolist(), family.rank.tolist(), strict=True):
@@ -396,5 +354,5 @@ def _scalars(run: RecordedRun, subjects: Subjects, packed: Packed) -> list[dict[
         shown = facts.thinned(values)
         arrays = packed.try_put(iterations[shown], narrowed(values[shown]))
         if arrays is not None:
-            content.append({"name": visible(name), "total": len(values), "shown": len(shown), "arrays": arrays})
+            content.append({"name": name, "total": len(values), "shown": len(shown), "arrays": arrays})
     return content

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.coverage.other_steps import recorded_products
 from te_precision_callbacks.runs.answers import loss_first, multiply_adds
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
@@ -22,7 +22,6 @@ _MOST_POINTS = 20_000
 
 
 def trainer_curves(run: RecordedRun) -> dict[str, Curve]:
-    """The trainer's metrics: the loss first, speed metrics last."""
     return {name: run.curves[name] for name in sorted(loss_first(run.curves), key=lambda name: name not in run.metrics)}
 
 
@@ -39,11 +38,6 @@ def thinned(values: npt.NDArray[np.float64], most: int = _MOST_POINTS) -> npt.ND
 
 
 def coverage(run: RecordedRun) -> list[dict[str, Any]]:
-    """The multiply-adds of a step at the end of the run, by precision and by pass.
-
-    Returns:
-        Rows of ``precision``, ``backward`` and ``macs``; none if the run has no products.
-    """
     return [
         {"precision": name, "backward": backward, "macs": macs}
         for (name, backward), macs in sorted(multiply_adds(run).items())
@@ -51,52 +45,38 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
-    """Layer -> its matrix products at the end of the run, as the page shows them."""
-    operands: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
-    for row in at_the_end(run.operands).to_pylist():
-        operands[row["layer"], row["gemm"], row["gemm_id"]][row["tensor"]] = row["format"] or ""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    products: dict[str, list[dict[str, Any]]] = defaultdict(list)
     names = ("gemm", "backward", "runs", "not_run", "precision", "recipe", "n", "m", "k", "batch", "calls", "macs")
-    for row in at_the_end(run.gemms).to_pylist():
-        formats = operands.get((row["layer"], row["gemm"], row["gemm_id"]), {})
-        product = {**{name: row[name] for name in names}, "operands": formats, "why": _why(row)}
-        found[layer_name(row["scope"], row["layer"])].append(product)
-    return found
-
-
-def _why(row: Mapping[str, Any]) -> str:
-    """The reason why a product does not run in low precision; empty if it does."""
-    if not row["reason"]:
-        return ""
-    value = Reason[row["reason"]].value if row["reason"] in Reason.__members__ else str(row["reason"])
-    return value if row["reason_ref"] in (None, "", value) else f"{value}: {row['reason_ref']}"
+    for row, product in recorded_products(at_the_end(run.gemms), at_the_end(run.operands)):
+        why = "" if product.not_run else product.why
+        facts = {**{name: row[name] for name in names}, "operands": product.operands, "why": why}
+        products[layer_name(row["scope"], row["layer"])].append(facts)
+    return products
 
 
 def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
-    """Layer -> its facts."""
-    found: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, Any]] = {}
     for row in run.layers.to_pylist():
         name = layer_name(row["scope"], row["layer"])
-        known = found.setdefault(name, {})
+        known = layers.setdefault(name, {})
         for key in ("given", "class", "family", "exec_fwd", "exec_bwd", "params", "weight_dtype", "primary_weights"):
             if row[key] is not None:
                 known[key] = row[key]
         known["refused"] = row["refused"] or known.get("refused")
         known["sections"] = row["sections"] or known.get("sections") or []
-    return found
+    return layers
 
 
 def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
-    """The last events, and the number of all."""
-    found = run.events_of_ranks()
+    all_events = run.events_of_ranks()
     rows = []
-    for row in found[-_MOST_EVENTS:]:
+    for row in all_events[-_MOST_EVENTS:]:
         row["ranks"] = ", ".join(map(str, row["ranks"]))
         row["layer"] = layer_name(row.pop("scope"), row["layer"])
         time = row.pop("wall_time")
         row["time"] = time.isoformat(timespec="seconds") if time else ""
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
-    return rows, len(found)
+    return rows, len(all_events)
 
 
 def duration(run: RecordedRun) -> dict[str, Any]:
@@ -105,7 +85,7 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     if not len(steps):
         return {}
     bounds = pc.min_max(steps["iteration"]).as_py()
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "steps": len(pc.unique(steps["iteration"])),
         "first": bounds["min"],
         "last": bounds["max"],
@@ -113,18 +93,18 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     columns = (steps[name].to_pylist() for name in ("segment", "iteration", "wall_time"))
     rows = [row for row in zip(*columns, strict=True) if row[2] is not None]
     if rows:
-        found["from"], found["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
+        facts["from"], facts["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
     durations = [
         (time - earlier).total_seconds() / (iteration - before)  # records may be of every tenth step
         for (segment, before, earlier), (other, iteration, time) in pairwise(rows)
         if segment == other and iteration > before
     ]
     if durations:
-        found["median_step_seconds"] = float(np.median(durations))
+        facts["median_step_seconds"] = float(np.median(durations))
     observing = steps["observe_seconds"].drop_null().to_numpy()
     if observing.size:
-        found["median_observe_seconds"] = float(np.median(observing))
-    return found
+        facts["median_observe_seconds"] = float(np.median(observing))
+    return facts
 
 
 def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
@@ -136,8 +116,7 @@ def trainer_steps(run: RecordedRun) -> dict[str, int | None]:
 
 
 def segments(run: RecordedRun) -> list[dict[str, Any]]:
-    """The process starts, with all their facts."""
-    return [{**vars(one), "facts": readable(one.facts)} for one in run.segments]
+    return [{**vars(segment), "facts": readable(segment.facts)} for segment in run.segments]
 
 
 def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,10 +128,9 @@ def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan(run: RecordedRun) -> list[dict[str, Any]]:
-    """The layers of each section and feature of the config."""
-    found: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+    sections: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for row in run.plan.to_pylist():
         key = tuple(row[name] for name in ("section", "file", "line", "feature", "since", "until"))
-        found[key].add(row["layer"])
+        sections[key].add(row["layer"])
     names = ("section", "file", "line", "feature", "since", "until")
-    return [{**dict(zip(names, key, strict=True)), "layers": len(layers)} for key, layers in found.items()]
+    return [{**dict(zip(names, key, strict=True)), "layers": len(layers)} for key, layers in sections.items()]

@@ -1,8 +1,4 @@
-"""The histograms of a run, over few columns of time.
-
-for place, used, lowest, counts in histograms(run, family, columns, wanted):
-    counts                                  # [columns, bins], the counts of the bins from `lowest` on
-"""
+"""The histograms of a run, over few columns of time."""
 
 from __future__ import annotations
 
@@ -25,15 +21,9 @@ def histograms(
 ) -> Iterator[tuple[int, Columns, int, Floats]]:
     """The histograms of a family, layer by layer, added up over the steps of each column.
 
-    Args:
-        run: the run.
-        of: the family.
-        columns: the columns of time.
-        wanted: the series that are wanted; None for all.
-
     Yields:
         The place of the series in the family, the columns with a histogram, the first bin with a count in any column,
-        and the counts.
+            and the counts from it on: [columns, bins].
     """
     bins = of.family.bins.number
     order = [

@@ -1,9 +1,4 @@
-"""Heat maps: layer by step for each statistic, in few columns, each cell the worst of its steps.
-
-for overview in overviews(run, subjects.families, Columns.of(run, most=250)):
-    overview.cells[REDUCED]             # [layers, columns], float64, nan without a value
-    overview.worst[REDUCED]             # [layers], the worst value of each layer
-"""
+"""Heat maps: layer by step for each statistic, in few columns, each cell the worst of its steps."""
 
 from __future__ import annotations
 
@@ -23,7 +18,6 @@ from te_precision_callbacks.views.report.subjects import FamilySeries, Ints
 Floats = npt.NDArray[np.float64]
 
 MOST_AT_ONCE = 2_000_000
-"""The maximum number of values that are read at once."""
 
 _CELLS = 4_000_000
 """The maximum number of cells of all heat maps, unless there are more rows than fit with the fewest columns."""
@@ -33,11 +27,7 @@ _MOST_COLUMNS, _FEWEST_COLUMNS = 400, 24
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a heat map: consecutive iterations that had values.
-
-    Attributes:
-        first, last: [columns], the first and the last iteration of each.
-    """
+    """The columns of a heat map: consecutive iterations that had values; [columns], the first and the last of each."""
 
     first: Ints
     last: Ints
@@ -47,10 +37,6 @@ class Columns:
         """Divide the iterations of a run into columns of about equal size.
 
         If steps were downsampled, a column begins at a remaining step, so that all layers have values in it.
-
-        Args:
-            run: the run.
-            most: the maximum number of columns.
         """
         parts = [table["iteration"].to_numpy() for table in (run.steps, run.scalars) if len(table)]
         if not len(run.steps):
@@ -66,28 +52,20 @@ class Columns:
 
     @classmethod
     def for_rows(cls, run: RecordedRun, rows: int) -> Columns:
-        """Return as many columns as a page has room for.
-
-        Args:
-            run: the run.
-            rows: the rows of all heat maps of the page.
-        """
+        """Return as many columns as a page has room for, with heat maps of so many rows in all."""
         return cls.of(run, min(max(_CELLS // max(rows, 1), _FEWEST_COLUMNS), _MOST_COLUMNS))
 
     def __len__(self) -> int:
         return len(self.first)
 
     def column_of(self, iterations: Ints) -> Ints:
-        """The column of each iteration."""
         return np.maximum(np.searchsorted(self.first, iterations, "right") - 1, 0)
 
     def take(self, chosen: Ints) -> Columns:
-        """Some of the columns."""
         return Columns(self.first[chosen], self.last[chosen])
 
 
 def has_room_for(rows: int) -> bool:
-    """Return whether a page has room for heat maps with this number of rows."""
     return rows * _FEWEST_COLUMNS <= _CELLS
 
 
@@ -99,8 +77,6 @@ def _pieces_of_all(run: RecordedRun) -> Iterator[pa.Table]:
 
 
 class WorstNumber(NamedTuple):
-    """The worst value of a layer, with its rank and iteration."""
-
     value: float
     rank: int
     at: int
@@ -110,11 +86,6 @@ class Overview:
     """A statistic of a tensor in all layers, over time.
 
     Values of delayed scaling's first step, with the scale 1, are left out: they would hide all others.
-
-    Args:
-        of: the statistic and its series.
-        columns: the columns.
-        sign: see :func:`~te_precision_callbacks.statistics.series.sign_of`; by default from the statistic.
 
     Attributes:
         layers: [rows], the layers with the statistic, in the order of execution.
@@ -138,11 +109,9 @@ class Overview:
 
     @property
     def family(self) -> Family:
-        """The statistic."""
         return self.of.family
 
     def add(self, series: int, iterations: Ints, values: Floats) -> None:
-        """Add the values of a series, by iteration."""
         row, rank = self._places[series]
         self.series[rank][row] = series
         if not len(values):
@@ -168,19 +137,17 @@ class Overview:
         return self
 
     def worst_of_rows(self) -> dict[int, WorstNumber]:
-        """Row -> the worst value of all ranks, without empty rows."""
-        found: dict[int, WorstNumber] = {}
+        worst: dict[int, WorstNumber] = {}
         bad: dict[int, float] = {}
         for rank in self.of.ranks:
             key = badness(self.worst[rank], self.sign).tolist()
             for row in np.flatnonzero(self.worst_at[rank] >= 0).tolist():
-                if row not in found or key[row] > bad[row]:
-                    found[row] = WorstNumber(float(self.worst[rank][row]), rank, int(self.worst_at[rank][row]))
+                if row not in worst or key[row] > bad[row]:
+                    worst[row] = WorstNumber(float(self.worst[rank][row]), rank, int(self.worst_at[rank][row]))
                     bad[row] = key[row]
-        return found
+        return worst
 
     def worst_rows(self, most: int) -> list[tuple[int, int]]:
-        """The rows with the worst values, with their ranks, the worst first."""
         worst = self.worst_of_rows()
         rows = worst_first(most, self.family, {row: number.value for row, number in worst.items()}, lambda _: {})
         return [(row, worst[row].rank) for row in rows]
@@ -200,10 +167,10 @@ def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
 
 def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Columns) -> Iterator[Overview]:
     """Return the overviews of families, in order. The run is read once, in pieces of bounded size."""
-    numbers = [number for one in families for number in one.series.tolist()]
-    counts = np.array([count for one in families for count in one.count.tolist()], np.int64)
-    last = {one.series[-1]: one for one in families}  # after its last series, a family is complete
-    owner = {number: one for one in families for number in one.series.tolist()}
+    numbers = [number for family in families for number in family.series.tolist()]
+    counts = np.array([count for family in families for count in family.count.tolist()], np.int64)
+    last = {family.series[-1]: family for family in families}  # after its last series, a family is complete
+    owner = {number: family for family in families for number in family.series.tolist()}
     made: Overview | None = None
     for piece in pieces(counts):
         table = run.values(numbers[piece])
@@ -211,9 +178,9 @@ def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Colum
         values, flags = table["value"].to_numpy(), table["flags"].to_numpy()
         for number in numbers[piece]:
             begin, end = np.searchsorted(series, (number, number + 1)).tolist()
-            one = owner[number]
-            made = made or Overview(one, columns)
-            counting = ~one.family.leaves_out(flags[begin:end])
+            family = owner[number]
+            made = made or Overview(family, columns)
+            counting = ~family.family.leaves_out(flags[begin:end])
             if begin < end:
                 made.add(number, iterations[begin:end][counting], values[begin:end][counting])
             if number in last:

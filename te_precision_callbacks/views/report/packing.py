@@ -1,10 +1,5 @@
 """Packs arrays for a page: each becomes a text of base64 that the browser unpacks, and a scale makes numbers bytes.
 
-packed = Packed(most=9_000_000)
-packed.put(np.arange(3.0))                  # {"id": 0, "dtype": "float64", "shape": [3]}
-scale = Scale.of(values)
-scale.bytes(values, present)                # uint8: 0 for no number, 1 to LEVELS for finite ones
-
 The bytes of numbers with several bytes are stored apart (first all first bytes, then all second ones): smooth curves
 compress better so.
 """
@@ -42,7 +37,6 @@ class PackedScale:
 
     Attributes:
         kind: ``linear``; ``log`` for numbers that are not negative; ``asinh``, by asinh(value / bend), for both signs.
-        low, high: the limits.
         bend: below it an ``asinh`` scale is linear.
         centred: whether the limits are the same on both sides of 0.
     """
@@ -55,12 +49,7 @@ class PackedScale:
 
     @classmethod
     def of(cls, values: Floats, *, centred: bool = False) -> PackedScale:
-        """The scale for some numbers: linear, unless they span several orders of magnitude.
-
-        Args:
-            values: any numbers.
-            centred: whether 0 is in the middle, for signed numbers.
-        """
+        """The scale for some numbers: linear, unless they span several orders of magnitude."""
         finite = values[np.isfinite(values)]
         if not finite.size:
             return cls("linear", 0.0, 1.0)
@@ -76,18 +65,17 @@ class PackedScale:
         return cls("asinh" if middle < _FAR * most else "linear", low, high, middle, centred)
 
     def bytes(self, values: Floats, present: npt.NDArray[np.bool_]) -> Bytes:
-        """The byte of the nearest level of each number."""
         finite = present & np.isfinite(values)
         inner = finite & (values > 0) if self.kind == "log" else finite
         low, high = self._place(np.array([self.low, self.high]))
         width = high - low
         place = self._place(np.where(inner, values, self.low))
         level = np.rint((place - low) / width * (LEVELS - 1)) if width > 0 else np.zeros(values.shape)
-        found = np.where(inner, np.clip(level, 0, LEVELS - 1) + 1, 0)
-        found = np.where(finite & ~inner, ZERO, found)
-        found = np.where(present & np.isnan(values), NAN, found)
-        found = np.where(present & np.isposinf(values), INF, found)
-        return np.where(present & np.isneginf(values), MINUS_INF, found).astype(np.uint8)
+        codes = np.where(inner, np.clip(level, 0, LEVELS - 1) + 1, 0)
+        codes = np.where(finite & ~inner, ZERO, codes)
+        codes = np.where(present & np.isnan(values), NAN, codes)
+        codes = np.where(present & np.isposinf(values), INF, codes)
+        return np.where(present & np.isneginf(values), MINUS_INF, codes).astype(np.uint8)
 
     def _place(self, values: Floats) -> Floats:
         if self.kind == "log":
@@ -96,7 +84,6 @@ class PackedScale:
 
     @property
     def described(self) -> Mapping[str, Any]:
-        """The scale for the page."""
         return {
             "kind": self.kind,
             "low": self.low,
@@ -107,19 +94,12 @@ class PackedScale:
 
 
 def compressed(data: bytes) -> str:
-    """Bytes as base64 of a zlib stream."""
     return base64.b64encode(zlib.compress(data, 6)).decode()
 
 
 @dataclass
 class Packed:
-    """The arrays of a page, within a budget.
-
-    Attributes:
-        most: the most characters of all texts together.
-        texts: the text of each array, by its id.
-        size: the characters of all texts.
-    """
+    """The arrays of a page, within a budget of ``most`` characters of all texts."""
 
     most: int
     texts: list[str] = field(default_factory=list)
@@ -127,19 +107,10 @@ class Packed:
     _known: dict[str, int] = field(default_factory=dict)
 
     def put(self, values: npt.NDArray[Any]) -> dict[str, Any]:
-        """Store an array, whatever the budget; equal arrays are stored once.
-
-        Returns:
-            The reference for the page.
-        """
+        """Store an array, whatever the budget; equal arrays are stored once. Returns the reference for the page."""
         return self._kept(_packed(values), values)
 
     def try_put(self, *arrays: npt.NDArray[Any]) -> list[dict[str, Any]] | None:
-        """Store arrays if all of them fit.
-
-        Returns:
-            Where the page finds each; None if they do not fit.
-        """
         texts = [_packed(values) for values in arrays]
         if self.size + sum(len(text) for text in texts if text not in self._known) > self.most:
             return None

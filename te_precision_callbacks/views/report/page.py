@@ -1,7 +1,4 @@
-"""The frame of an HTML page that needs nothing but itself. Its contents are the scripts in ``page/``.
-
-write_report(run, "report.html")
-"""
+"""The frame of an HTML page that needs nothing but itself. Its contents are the scripts in ``page/``."""
 
 from __future__ import annotations
 
@@ -9,7 +6,9 @@ import html
 import json
 import os
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from functools import cache
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.views.report.data import PageData
-from te_precision_callbacks.views.report.packing import compressed
+from te_precision_callbacks.views.report.packing import LEVELS, compressed
 from te_precision_callbacks.views.report.subjects import ReportError
 
 MOST_BYTES = 10_000_000
-"""The most bytes of a page."""
 
 _SHARED = ("unpack", "values", "dom", "plots", "shell", "heatmap")
-"""The files of every page's script, in their order."""
 
 _OF_A_RUN = ("findings", "summary", "ranges", "layer", "profile", "speed", "config", "main")
 
@@ -38,14 +35,8 @@ FOR_FACTS = 1_200_000
 class PageTemplate:
     """A page without its data.
 
-    Attributes:
-        size: its characters.
-
     Args:
         scripts: the files of the page's own script, after the shared ones; the last opens it.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
     """
 
     def __init__(self, scripts: Sequence[str]) -> None:
@@ -59,17 +50,16 @@ class PageTemplate:
         self.size = len(self._frame) + sum(map(len, self._filled.values()))
 
     def filled(self, title: str, content: Mapping[str, Any], arrays: Sequence[str]) -> str:
-        """Return the page.
-
-        Args:
-            title: the title, visible before the page is drawn.
-            content: its JSON; numbers may be nan and inf.
-            arrays: the texts of a :class:`te_precision_callbacks.views.report.packing.Packed`.
-        """
+        content = {
+            "version": version("te-precision-callbacks"),
+            "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "levels": LEVELS,
+            **content,
+        }
         filled = {
             **self._filled,
-            "TITLE": html.escape(title),
-            "DATA": compressed(json.dumps(plain(content), separators=(",", ":"), allow_nan=False).encode()),
+            "TITLE": html.escape(visible(title)),
+            "DATA": compressed(json.dumps(_visible(plain(content)), separators=(",", ":"), allow_nan=False).encode()),
             "ARRAYS": "\n".join(arrays),
         }
         first, *others = self._frame.split("{{")
@@ -80,20 +70,24 @@ class PageTemplate:
         return "".join(pieces)
 
 
+def _visible(content: Any) -> Any:
+    """JSON values without control characters, in texts of several lines but for their ends."""
+    if isinstance(content, dict):
+        return {name: _visible(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return list(map(_visible, content))
+    return "\n".join(map(visible, content.split("\n"))) if isinstance(content, str) else content
+
+
 def write_report(
     run: RecordedRun, path: str | os.PathLike[str], *, most: int = MOST_BYTES, device: Device | None = None
 ) -> Path:
-    """Write the page of a run.
+    """Write the page of a run into an ``.html`` file.
 
     Args:
-        run: the run, from :func:`te_precision_callbacks.runs.open_run`.
-        path: an ``.html`` file in a folder that exists.
         most: the maximum size of the page, in bytes, unless the overview alone needs more.
-        device: the device for expected times, from
-            :func:`~te_precision_callbacks.speed.device_named`; by default the run's own GPU.
-
-    Returns:
-        The file.
+        device: the device for expected times, from :func:`~te_precision_callbacks.speed.device_named`; by default the
+            run's own GPU.
 
     Raises:
         ReportError: the run has no values, the file cannot be written, or its name ends otherwise.
@@ -106,13 +100,8 @@ def write_report(
 
 
 def output_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a page that is to be written, before the work for it begins.
-
-    Args:
-        path: the path; its name ends in ``.html`` or ``.htm``, or has no ending.
-
-    Raises:
-        ReportError: its name ends otherwise, or its folder does not exist.
+    """Check the path of a page before the work for it begins; raises ReportError for another ending or a missing
+    folder.
     """
     path = Path(path)
     name, ending = visible(str(path)), path.suffix[1:]
@@ -127,11 +116,7 @@ def output_path(path: str | os.PathLike[str]) -> Path:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Write a file whole: another reader sees the former one or all of it.
-
-    Raises:
-        ReportError: it cannot be written.
-    """
+    """Write a file whole: another reader sees the former one or all of it."""
     path = Path(path)
     try:
         replace_whole(path, lambda file: file.write(data))

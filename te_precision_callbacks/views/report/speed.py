@@ -1,16 +1,12 @@
-"""The speed of a run for a report: expected times, and measured times of its trace.
-
-speed_facts(run)["kinds"]["rows"][0]        # {"layers": 96, "name": "layers.{0-95}.fc1", "high_ms": ..., ...}
-"""
+"""The speed of a run for a report: expected times, and measured times of its trace."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.terminal import plain, visible
+from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.speed.devices import Device
@@ -29,53 +25,37 @@ _MOST_TRACE_BYTES = 64_000_000
 
 
 def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any]:
-    """Return the speed of the step at the end of a run.
-
-    Args:
-        run: the run.
-        device: the device for expected times; by default the run's own GPU.
+    """Return the speed of the step at the end of a run, in milliseconds.
 
     Returns:
-        ``summary``, the answer in a sentence; ``device``, null if unknown; ``unknown``, why no times are expected
-        and the remedy, may be empty; ``trace``, the measured times; and if times are expected ``total``, ``kinds``,
-        ``advice`` and ``notes``. Times are milliseconds of a step.
+        ``summary``, the answer in a sentence; ``device``, null if unknown; ``unknown``, why no times are expected and
+        the remedy, may be empty; ``trace``, the measured times; and if times are expected ``total``, ``kinds``,
+        ``advice`` and ``notes``.
     """
     known = run_speed(run, estimate_step, device=device, most_trace_bytes=_MOST_TRACE_BYTES)
     speed = known.expected
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "summary": "The speed of this run is unknown",
         "device": None,
         "unknown": "",
         "trace": _trace(known),
     }
     if speed is None:
-        found["unknown"] = str(known.why_not)
+        facts["unknown"] = str(known.why_not)
         if isinstance(known.why_not, DeviceError):
-            found["unknown"] += " Make the report again with it: te-precision report RUN --device h200"
+            facts["unknown"] += " Make the report again with it: te-precision report RUN --device h200"
     else:
         json = speed.as_json()
-        found |= {
+        facts |= {
             "summary": f"The matrix products of a step: {in_short(speed)}",
             "device": speed.device.title,
             "kinds": _kinds(speed, known.measured_layers),
             **{key: plain(json[key]) for key in ("total", "advice", "notes")},
         }
-    return {key: _visible(value) for key, value in found.items()}
-
-
-def _visible(value: Any) -> Any:
-    """Return facts for JSON, without characters that cannot be seen, and with None for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: _visible(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_visible(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return "\n".join(map(visible, value.split("\n"))) if isinstance(value, str) else value
+    return facts
 
 
 def _trace(known: RunSpeed) -> dict[str, Any] | None:
-    """Return the times of the run's trace; None without one."""
     if known.trace is None:
         return None
     facts: dict[str, Any] = {"name": known.trace.name, "problem": known.trace_problem, "beside": "", "kinds": []}
@@ -91,7 +71,6 @@ def _trace(known: RunSpeed) -> dict[str, Any] | None:
 
 
 def _kinds(speed: StepSpeed, measured: Mapping[str, float]) -> dict[str, Any]:
-    """Return the kinds of layers, longest first, and a note about the rest."""
     rows = layer_rows(speed, measured)
     left = rows[_MOST_KINDS:]
     count = sum(len(row.layers) for row in left)

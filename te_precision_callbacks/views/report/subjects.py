@@ -1,9 +1,4 @@
-"""The subjects of a run's numbers: its layers in the order of execution, and its families of statistics.
-
-subjects = Subjects(run)
-subjects.layers[7].name                 # "layers.1.fc2"
-subjects.families[2].series             # the numbers of its series, with the layer and the rank of each
-"""
+"""The subjects of a run's numbers: its layers in the order of execution, and its families of statistics."""
 
 from __future__ import annotations
 
@@ -27,10 +22,8 @@ from te_precision_callbacks.statistics.series import Family, family_of
 Ints = npt.NDArray[np.int64]
 
 SHORT = 42
-"""The most characters of a layer's short name."""
 
 _BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?=\.)")
-"""The path of a layer up to its first number, if something follows."""
 
 
 class ReportError(PrecisionDebugError, ValueError):
@@ -39,13 +32,8 @@ class ReportError(PrecisionDebugError, ValueError):
 
 @dataclass(frozen=True)
 class ReportLayer:
-    """A layer of the run.
-
-    Attributes:
-        name: with the scope in front, unless it begins with the scope.
-        block: its repeated part of the model, such as ``layers.3``; may be empty.
-        short: a short name for plots that distinguishes it from other layers, without control characters.
-        block_short: a short name of the block.
+    """A layer of the run; ``block`` is its repeated part of the model, such as ``layers.3``, and may be empty. The
+    short names distinguish layers in plots, without control characters.
     """
 
     name: str
@@ -53,22 +41,11 @@ class ReportLayer:
     short: str
     block_short: str
 
-    @property
-    def content(self) -> dict[str, str]:
-        """Its names for a page, as text without control characters."""
-        return {**vars(self), "name": visible(self.name), "block": visible(self.block)}
-
 
 @dataclass(frozen=True)
 class FamilySeries:
-    """A statistic of a tensor, with its series in all layers and ranks.
-
-    Attributes:
-        family: the statistic.
-        series: [n], the numbers of the series in the run.
-        layer: [n], the index of each one's layer in :attr:`Subjects.layers`; -1 for a number without a layer.
-        rank: [n], :data:`REDUCED` for a number that is reduced over ranks.
-        count: [n], the numbers that each has.
+    """A statistic of a tensor: the numbers of its series in all layers and ranks, each with the index of its layer in
+    :attr:`Subjects.layers` (-1 without one), its rank (:data:`REDUCED` if reduced) and its count; all [n].
     """
 
     family: Family
@@ -79,7 +56,6 @@ class FamilySeries:
 
     @property
     def is_histogram(self) -> bool:
-        """True if its values are histograms."""
         request = self.family.request
         return request is not None and request.statistic.bins is not None
 
@@ -90,23 +66,17 @@ class FamilySeries:
 
     @property
     def rows(self) -> Ints:
-        """The layers that have it, in the order of execution."""
         return np.unique(self.layer)
 
     @property
     def has_direction(self) -> bool:
-        """True if its values get worse in a direction."""
         return self.family.has_direction
 
 
 class Subjects:
-    """The layers of a run and its families of statistics.
+    """The layers of a run in the order of execution, then layers that have not run, and its families of statistics.
 
-    Attributes:
-        layers: all layers in the order of execution, then layers that have not run.
-        families: the families of numbers.
-        histograms: the families of histograms.
-        free: the families of numbers without a layer.
+    ``free`` are the families of numbers without a layer.
     """
 
     def __init__(self, run: RecordedRun) -> None:
@@ -120,15 +90,17 @@ class Subjects:
         members: dict[Family, list[int]] = {}
         for row, subject in enumerate(run.subjects):
             members.setdefault(family_of(subject.tensor, subject.statistic, subject.gemm or None), []).append(row)
-        found = []
+        all_series = []
         for family, listed in members.items():
             rows = np.array(listed)
-            found.append(FamilySeries(family, number[rows], layer[rows], rank[rows], count[rows]))
+            all_series.append(FamilySeries(family, number[rows], layer[rows], rank[rows], count[rows]))
         places: dict[str, int] = {tensor: place for place, tensor in enumerate(TENSORS)}
-        found.sort(key=lambda one: places.get(one.family.tensor, len(places)))  # which one was seen first is by chance
-        self.families = [one for one in found if not one.is_histogram and (one.layer >= 0).all()]
-        self.histograms = [one for one in found if one.is_histogram]
-        self.free = [one for one in found if not one.is_histogram and (one.layer < 0).any()]
+        # The order in which they were seen first is by chance.
+        all_series.sort(key=lambda series: places.get(series.family.tensor, len(places)))
+        numbers = [series for series in all_series if not series.is_histogram]
+        self.histograms = [series for series in all_series if series.is_histogram]
+        self.families = [series for series in numbers if (series.layer >= 0).all()]
+        self.free = [series for series in numbers if (series.layer < 0).any()]
 
 
 def layer_name(scope: str | None, layer: str | None) -> str:
@@ -139,9 +111,8 @@ def layer_name(scope: str | None, layer: str | None) -> str:
 
 
 def folder_name(run: RecordedRun) -> str:
-    """The name of a run: the name of its log folder."""
     path = Path(os.path.abspath(run.path))  # without dots; links stay as they are
-    above = next((each.parent for each in path.parents if each.name == FOLDER), path)
+    above = next((parent.parent for parent in path.parents if parent.name == FOLDER), path)
     return (above.parent if above.name == FOLDER else above).name or run.run_id
 
 
@@ -159,5 +130,5 @@ def _layers(run: RecordedRun, of_series: list[str]) -> list[ReportLayer]:
 
 
 def _block(name: str) -> str:
-    found = _BLOCK.match(name)
-    return found[1] if found else ""
+    match = _BLOCK.match(name)
+    return match[1] if match else ""

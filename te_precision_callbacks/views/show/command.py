@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _Display = AbstractContextManager[Callable[["RunView"], None]]
 
 _MOST_FAILURES = 5
-"""How often in a row a run that is followed may be unreadable."""
 
 _SHARE = 4.0
 """The pause between two reads of a run, as a multiple of the time to read it."""
@@ -91,7 +90,6 @@ def show_command(
 
 
 def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:
-    """Wait for a run to start in a folder that may not exist yet."""
     from te_precision_callbacks.runs import NotARunError, list_runs
     from te_precision_callbacks.runs.reading import chosen_run
 
@@ -109,7 +107,6 @@ def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun
 
 
 def _follow(view: RunView, read: Callable[[RunView], RunView], every: float, display: _Display) -> RunView:
-    """Show the run until it has ended, and return the last view."""
     from te_precision_callbacks.runs import RunError
 
     failures, took = 0, 0.0
@@ -132,7 +129,6 @@ def _follow(view: RunView, read: Callable[[RunView], RunView], every: float, dis
 
 @contextlib.contextmanager
 def _screen() -> Iterator[Callable[[RunView], None]]:
-    """Draws a run again and again, at one place."""
     from rich.console import Console
     from rich.live import Live
 
@@ -144,7 +140,6 @@ def _screen() -> Iterator[Callable[[RunView], None]]:
 
 @contextlib.contextmanager
 def _lines() -> Iterator[Callable[[RunView], None]]:
-    """Prints a line where something is new, and each event, for a file or pipe."""
     from te_precision_callbacks.views.show.screen import event_in_words, line_of
 
     seen: set[object] = set()

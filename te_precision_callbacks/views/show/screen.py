@@ -26,12 +26,6 @@ _SEVERITY = {"error": "bold red", "warning": "yellow"}
 
 
 class Screen:
-    """A run, drawn for the width of the console.
-
-    Args:
-        view: the view.
-    """
-
     def __init__(self, view: RunView) -> None:
         self._view = view
 
@@ -71,7 +65,6 @@ class Screen:
 
 
 def line_of(view: RunView) -> str:
-    """The state of a run in one line, for a file or pipe."""
     parts = ["no numbers yet" if view.last is None else f"step {view.last}"]
     parts += [view.check.verdict.summary.rstrip(".")] if view.check.verdict.judged else []
     parts += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
@@ -84,7 +77,6 @@ def line_of(view: RunView) -> str:
 
 
 def event_in_words(event: ShownEvent) -> str:
-    """An event as a line."""
     at = "" if event["iteration"] is None else f"step {event['iteration']}"
     named = () if event["ranks"] == [0] else event["ranks"]  # rank 0 speaks for the run
     ranks = folded((f"rank {rank}" for rank in named), most=2)
@@ -93,7 +85,6 @@ def event_in_words(event: ShownEvent) -> str:
 
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
-    """The verdict, its first findings with remedies, and the rules that were not checked."""
     verdict, until = view.check.verdict, view.check.until
     stale = "" if until == view.last else f" As of step {until}."
     style = _SEVERITY[verdict.severity] if verdict.wrong else "bold green" if verdict.healthy else "bold yellow"
@@ -138,15 +129,14 @@ def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[T
 
 
 def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterator[RenderableType]:
-    """A line for each curve, and one for the names of equal curves."""
     left = dict(scalars)
     while left:
         name, curve = next(iter(left.items()))
-        alike = [other for other, each in left.items() if curve.equals(each)]
+        alike = [other for other, other_curve in left.items() if curve.equals(other_curve)]
         yield _scalar(name, curve, width, names)
         if len(alike) > 1:
             yield Paragraph(f"  equal to it: {', '.join(alike[1:])}", "dim")
-        left = {other: each for other, each in left.items() if other not in alike}
+        left = {other: other_curve for other, other_curve in left.items() if other not in alike}
 
 
 def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
@@ -160,7 +150,6 @@ def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
 
 
 def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names: ShortNames) -> Table:
-    """The worst tensors by a statistic: names, numbers, and curves where there is room."""
     numbers = [(f"{series.curve.values[-1]:.3g}", _worst_number(series)) for series in worst]
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
     left = max(width - taken, _LEAST_NAME)
@@ -185,7 +174,6 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
 
 
 def _worst_number(series: WorstSeries) -> str:
-    """The worst value, and the other statistic that brings the series here."""
     lost = "" if series.lost is None else f" (worst {visible(series.lost.statistic)} {series.lost.value:.3g})"
     return f"{series.worst:.3g} ({series.worst_iteration}){lost}"
 

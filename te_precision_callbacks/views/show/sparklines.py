@@ -1,7 +1,4 @@
-"""Curves of one line, for terminals.
-
-sparkline(iterations, values, 40)      # "▁▁▂▂▃▅▇█"
-"""
+"""Curves of one line, for terminals: ``▁▁▂▂▃▅▇█``."""
 
 from __future__ import annotations
 
@@ -17,16 +14,10 @@ Floats = npt.NDArray[np.float64]
 
 
 def sparkline(iterations: npt.NDArray[np.int64], values: Floats, width: int, *, low_is_worse: bool = False) -> str:
-    """A curve over time.
+    """A curve over time, of at most ``width`` characters.
 
     Each character stands for equally many iterations, and shows the worst number among them, so that no peak is lost.
     Where there is none, it is a blank; where one is inf or nan, an exclamation mark.
-
-    Args:
-        iterations: [n], ascending.
-        values: [n].
-        width: the most characters; of fewer iterations each gets one.
-        low_is_worse: whether the smallest number of each stretch is shown, not the largest.
     """
     if not len(values):
         return ""
@@ -46,7 +37,6 @@ def sparkline(iterations: npt.NDArray[np.int64], values: Floats, width: int, *, 
 
 
 def _levels(values: Floats) -> npt.NDArray[np.int64]:
-    """The bar of each number."""
     if not len(values):
         return np.empty(0, np.int64)
     if values.min() > 0 and values.max() / values.min() > _MANY_POWERS:

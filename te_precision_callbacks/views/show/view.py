@@ -39,10 +39,8 @@ from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import Of, Worse
 
 MOST_LAYERS = 3
-"""The layers that are shown of each statistic."""
 
 MOST_STATISTICS = 8
-"""The statistics that are shown unless some are chosen."""
 
 MOST_EVENTS = 5
 
@@ -61,9 +59,7 @@ class WorstSeries:
     """A statistic of one tensor, among the worst of the run.
 
     Attributes:
-        subject: the series.
         worst, worst_iteration: the worst value; the largest magnitude of a statistic without a worse direction.
-        low_is_worse: whether small values are worse.
         lost: another statistic's loss, if that is why the series is listed.
         curve: all values, without delayed scaling's first step.
     """
@@ -77,15 +73,13 @@ class WorstSeries:
 
 
 ShownEvent = Mapping[str, Any]
-"""Something that happened, by the columns of the store's table of events, with the ranks that report it alike."""
 
 
 class RunCheck(NamedTuple):
     """Results that are too slow to compute for each view of a run that is followed.
 
     Attributes:
-        verdict: the findings of the rules.
-        until: the last iteration that was checked; None without one.
+        until: the last iteration that was checked.
         speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
         next_at: the time of the next check, by ``time.monotonic()``.
     """
@@ -101,19 +95,11 @@ class RunView:
     """The view of a run.
 
     Attributes:
-        run: the run.
-        check: the last check of the run.
         more: the command that prints the whole verdict.
-        status: the status of its last process start.
         outcome: a failure, and broken clauses of the contract, in lines.
         facts: integration, recipes, GPU and ranks of the last process start.
-        first, last: the first and the last iteration with values; None without any.
         coverage: precision -> its share of the multiply-adds; empty if it was not recorded.
         other_steps: lines on steps with other products in low precision than the last one.
-        scalars: the trainer's metrics, the loss first.
-        worst: statistic -> the worst tensors.
-        more_statistics: the statistics that are not shown.
-        events: the last events, the newest last.
         notes: missing, unmeasured or damaged parts.
     """
 
@@ -135,7 +121,6 @@ class RunView:
 
     @property
     def is_empty(self) -> bool:
-        """True without any value or coverage."""
         return not (len(self.run.series) or self.scalars or self.coverage)
 
     def as_json(self) -> dict[str, Any]:
@@ -183,14 +168,10 @@ def look(
     """Read the view of a run.
 
     Args:
-        run: the run.
         statistics: names as in records, or without recipe and direction; by default losses in quantization come first.
         most: the number of layers of each statistic.
         before: an earlier view of the run while it was written. Its verdict is kept until the run has ended, or until
             ten times as long has passed as the check took.
-
-    Raises:
-        NothingToShowError: the run has values, but none of a requested statistic.
     """
     groups = _groups(run)
     chosen = _chosen(groups, statistics, run)
@@ -219,7 +200,6 @@ def look(
 
 
 def _check(run: RecordedRun, last: int | None) -> RunCheck:
-    """Check the whole run."""
     begun = time.monotonic()
     verdict = diagnose(run)
     try:
@@ -233,18 +213,15 @@ def _check(run: RecordedRun, last: int | None) -> RunCheck:
 
 
 def _command(run: RecordedRun, name: str) -> str:
-    """A command that prints more of a run."""
     several = len(list_runs(run.path)) > 1
     return shlex.join(["te-precision", name, str(run.path), *(["--run", run.run_id] if several else [])])
 
 
 def short_names(*columns: pa.ChunkedArray) -> ShortNames:
-    """Shorten the names in columns of a run's tables."""
     return ShortNames(visible(name) for column in columns for name in column.unique().to_pylist() if name)
 
 
 def _first_steps_alone(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
-    """A note on statistics without a worst value yet."""
     names = [name for name in chosen if not _worst_numbers(groups[name])]
     if names:
         yield f"{', '.join(names)}: all numbers so far are of delayed scaling's first step, which has no scale yet."
@@ -272,13 +249,10 @@ class _Series(NamedTuple):
 
 
 _Group = dict[Subject, _Series]
-"""The series of a statistic, by their subjects without the statistic."""
 
 
 def _groups(run: RecordedRun) -> dict[str, _Group]:
-    """Statistic -> its series, in order: losses first, statistics without a worse direction last. Without
-    histograms.
-    """
+    """Statistic -> its series: losses first, statistics without a worse direction last. Without histograms."""
     columns = (run.series[name].to_pylist() for name in ("worst", "worst_at", "count"))
     groups: dict[str, _Group] = {}
     for number, (subject, worst, at, count) in enumerate(zip(run.subjects, *columns, strict=True)):
@@ -290,7 +264,6 @@ def _groups(run: RecordedRun) -> dict[str, _Group]:
 
 
 def _worst_numbers(group: _Group) -> dict[Subject, float]:
-    """The worst value of each series, without series that have no valid one."""
     return {place: series.worst for place, series in group.items() if series.worst is not None}
 
 
@@ -334,7 +307,6 @@ def _is_of(label: str, statistic: str) -> bool:
 
 
 def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) -> Iterable[WorstSeries]:
-    """The worst series by a statistic, the worst first."""
     group = groups[name]
     family = next(iter(group.values())).family
     chosen = worst_first(most, family, _worst_numbers(group), lambda label: _worst_numbers(groups.get(label, {})))
