@@ -116,6 +116,7 @@ class Config:
         allow_unmatched: bool = False,
         layer_names: LayerNames | None = None,
     ) -> Plan:
+        """Plan which features act on each layer; see :func:`te_precision_callbacks.config.planning.plan`."""
         sections, layer_names = self.enabled_sections, layer_names or self.layer_names
         return plan(
             sections,

@@ -135,6 +135,7 @@ class DebugActivationOverflow:
 
     @property
     def reports(self) -> int:
+        """The number of reported overflows."""
         return self._looking.reports
 
     @property

@@ -84,6 +84,7 @@ class Results:
 
     @property
     def log_dir(self) -> Path:
+        """The folder of the session's files."""
         return self._results.log_dir
 
     @property

@@ -83,6 +83,7 @@ class InspectSession(Results):
 
     @classmethod
     def from_options(cls, options: SessionOptions, model: Model | None = None) -> InspectSession:
+        """Make a session from options that were checked before."""
         session = cls.__new__(cls)
         session._begin(options, model)
         return session
@@ -114,6 +115,7 @@ class InspectSession(Results):
 
     @property
     def running(self) -> bool:
+        """True between start and stop."""
         return self._run is not None and self._run.live
 
     @property
@@ -159,6 +161,7 @@ class InspectSession(Results):
         self._results.expects_low = why
 
     def note_filtered_loss(self) -> None:
+        """Record that the trainer filters inf and nan from the loss that it logs."""
         self._results.filters_loss = True
 
     # ------------------------------------------------------------------ the life of a session
