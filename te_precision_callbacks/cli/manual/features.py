@@ -18,10 +18,9 @@ from pydantic.fields import FieldInfo
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.config.effects import BASE, NAMESPACE
 from te_precision_callbacks.config.fields import names, words
-from te_precision_callbacks.config.known import is_of_upstreams_tests, known_features
 from te_precision_callbacks.config.levels import FeatureSchema, levels
 from te_precision_callbacks.config.problems import suggestion
-from te_precision_callbacks.config.schemas import schema_of
+from te_precision_callbacks.config.schemas import is_of_upstreams_tests, known_features, schema_of
 
 
 class UnknownFeatureError(PrecisionDebugError, LookupError):
