@@ -3,16 +3,16 @@
 Usage::
 
     ways = {"ours": in_session, "theirs": in_other}
-    found = in_turn(ways, plainly(step), device, enough=to_within(0.02), seconds=300)
-    found["ours"].ratio()  # 1.034 (1.027 to 1.041)
+    results = in_turn(ways, plainly(step), device, share=0.02, seconds=300)
+    results["ours"].ratio()  # 1.034 (1.027 to 1.041)
 
 A way is timed once, and the base once, in random order. Such pairs of all ways take turns, in
 an order that is drawn too. A machine that becomes slower for a second changes one pair, or both parts of one. The ratio
 of a way to the base is the median of the ratios of its pairs. Its interval is found by resampling the pairs with
 replacement (Efron 1979, the percentile bootstrap, 95 %).
 
-After each pair somebody may ask whether a claim is decided. An interval of 95 % would decide it by chance in two of
-five runs, if the truth is the claim itself; so that question takes the sign test, at 0.1 %.
+A way is resolved once its interval is narrow enough, whatever its claim: an interval of 95 % that is compared with a
+claim after each pair would decide it by chance in two of five runs, if the truth is the claim itself.
 
 Two clocks run: wall time, and the processor time of all threads of the process. Other work on the machine changes the
 second one less.
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,9 +41,6 @@ LEAST_PAIRS = 8
 
 _RESAMPLES = 2000
 
-_BY_CHANCE = 0.001
-"""At most so probable is what decides a claim, in one look of many."""
-
 
 @dataclass(frozen=True)
 class Interval:
@@ -59,7 +55,7 @@ class Interval:
 
     def scaled(self, factor: float, shift: float = 0.0) -> Interval:
         """``factor * (self + shift)``, of a factor above zero."""
-        return Interval(*(factor * (one + shift) for one in (self.value, self.low, self.high)))
+        return Interval(*(factor * (number + shift) for number in (self.value, self.low, self.high)))
 
     def at_most(self, claim: float) -> Verdict:
         """Check the claim that the value is at most this."""
@@ -86,13 +82,6 @@ def interval(samples: Sequence[float], seed: int = 0) -> Interval:
     drawn = np.random.default_rng(seed).choice(values, (_RESAMPLES, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
     return Interval(float(np.median(values)), float(low), float(high))
-
-
-def _by_chance(samples: Sequence[float], median: float) -> float:
-    """Return the p-value of the two-sided sign test for this median."""
-    above = sum(sample > median for sample in samples)
-    count, fewer = len(samples), min(above, len(samples) - above)
-    return min(1.0, sum(math.comb(count, number) for number in range(fewer + 1)) / 2.0 ** (count - 1))
 
 
 Way = Callable[[], AbstractContextManager[Callable[[], object]]]
@@ -135,6 +124,10 @@ class Pairs:
         """The way over the base."""
         return interval(self.ratios(clock))
 
+    def within(self, share: float) -> bool:
+        ratio = self.ratio()
+        return ratio.high - ratio.low <= 2 * share * ratio.value
+
     def added(self, clock: Clock = "wall") -> Interval:
         """The way less the base, in milliseconds."""
         pairs = zip(self.ways, self.bases, strict=True)
@@ -161,34 +154,12 @@ def add_arguments(parser: argparse.ArgumentParser, seconds: float, what: str) ->
     parser.add_argument("--least", type=int, default=LEAST_PAIRS, help=f"pairs of each case (default: {LEAST_PAIRS})")
 
 
-Enough = Callable[[str, Pairs], bool]
-
-
-def to_within(share: float) -> Enough:
-    """Enough once the interval of the ratio is that share of the ratio to either side."""
-    return lambda _, pairs: (ratio := pairs.ratio()).high - ratio.low <= 2 * share * ratio.value
-
-
-def claimed(claims: Mapping[str, float], share: float) -> Enough:
-    """Stop once the claim on the ratio of a way is decided; without a claim, as :func:`to_within`.
-
-    It is known by the exact sign test, two-sided, at :data:`_BY_CHANCE`. So it takes 11 pairs at least.
-    """
-    within = to_within(share)
-
-    def enough(name: str, pairs: Pairs) -> bool:
-        claim = claims.get(name)
-        return within(name, pairs) if claim is None else _by_chance(pairs.ratios(), claim) <= _BY_CHANCE
-
-    return enough
-
-
 def in_turn(
     ways: Mapping[str, Way],
     base: Way,
     device: torch.device,
     *,
-    enough: Enough,
+    share: float,
     seconds: float,
     least: int = LEAST_PAIRS,
     seed: int = 0,
@@ -199,7 +170,7 @@ def in_turn(
         ways: name -> way.
         base: baseline of all ways.
         device: device to wait for.
-        enough: whether the pairs of a way (at least ``least``) are enough.
+        share: a way is resolved when the interval of its ratio is at most this share of it to either side.
         seconds: time limit of rounds, once each way has its least pairs.
         least: pairs of each way.
         seed: of the order.
@@ -216,7 +187,7 @@ def in_turn(
             for times, way in both:
                 times.append(_timed(way, device))
         if number >= least:
-            open_ways = [name for name in open_ways if not enough(name, results[name])]
-        said = [f"{name} {_short(results[name].latest)}" for name in sorted(open_ways)]
-        progress(f"round {number}: " + (", ".join(said) if said else "all ways are resolved"))
+            open_ways = [name for name in open_ways if not results[name].within(share)]
+        latest = [f"{name} {_short(results[name].latest)}" for name in sorted(open_ways)]
+        progress(f"round {number}: " + (", ".join(latest) or "all ways are resolved"))
     return results

@@ -28,7 +28,7 @@ from unittest import mock
 
 import torch
 from gpu_parts.waits import HostWaits
-from in_turn import Way, add_arguments, claimed, in_turn, plainly
+from in_turn import Way, add_arguments, in_turn, plainly
 from measuring import arguments, as_in_a_long_run, llama, machine, progress, report
 from transformers.debug_utils import DebugUnderflowOverflow
 
@@ -120,8 +120,7 @@ def measure(training: Training, seconds: float, least: int, name: str) -> dict[s
     """One case."""
     progress(name)
     ways: dict[str, Way] = {way: functools.partial(detected, training, start) for way, start in WAYS.items()}
-    enough = claimed({"ours": 1 + CLAIM / 100}, 0.02)
-    timed = in_turn(ways, plainly(training.step), training.device, enough=enough, seconds=seconds, least=least)
+    timed = in_turn(ways, plainly(training.step), training.device, share=0.02, seconds=seconds, least=least)
     without = host_waits(training, lambda model: contextlib.nullcontext())
     case: dict[str, Any] = {"case": name, "none_ms": timed["ours"].base(), "pairs": len(timed["ours"].ways)}
     for way, pairs in timed.items():

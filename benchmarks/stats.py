@@ -25,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from in_turn import Way, add_arguments, claimed, in_turn, interval, plainly
+from in_turn import Way, add_arguments, in_turn, interval, plainly
 from measuring import (
     FP8_STATISTICS,
     MODES,
@@ -149,8 +149,7 @@ class Measured:
             ways: dict[str, Way] = {"ours": plainly(self.ours)}
             ways |= {mode: functools.partial(self._in_mode, mode) for mode in modes}
             claim = self.case.claim
-            enough = claimed({} if claim is None else {"ours": claim}, 0.05)
-            times = in_turn(ways, plainly(self.values.sum), self.device, enough=enough, seconds=seconds, least=least)
+            times = in_turn(ways, plainly(self.values.sum), self.device, share=0.05, seconds=seconds, least=least)
             flush = interval([self._flush() for _ in range(least)])
             upstream = {mode: times[mode].way() for mode in modes}
             mode = min(modes, key=lambda mode: upstream[mode].value)

@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 import yaml
-from in_turn import Interval, Pairs, Way, add_arguments, claimed, in_turn, to_within
+from in_turn import Interval, Pairs, Way, add_arguments, in_turn
 from measuring import (
     FP8_STATISTICS,
     MODES,
@@ -90,7 +90,7 @@ CLAIMS = {"fused, tensor statistics": 3.0, "fused, tensor and FP8 statistics": 4
 """What ours adds at most, in percent of a step without debugging."""
 
 _SHARE = 0.02
-"""Half of the interval of a way without a claim, of the ratio."""
+"""Half of the interval of a way that is resolved, of the ratio."""
 
 DEFAULT_CLAIMS = {200: 5.0, 1000: 2.0}
 """Steps of a training -> what the default config adds at most, in percent."""
@@ -288,9 +288,8 @@ def watched_elements(training: Training, counting: Config, folder: Path) -> int:
 def measure(training: Training, runs: Mapping[str, Run], seconds: float, least: int) -> dict[str, Pairs]:
     """Time steps of all configurations, each paired with a step without debugging."""
     ways: dict[str, Way] = {name: functools.partial(training.within, run) for name, run in runs.items()}
-    enough = claimed({name: 1 + percent / 100 for name, percent in CLAIMS.items()}, _SHARE)
     base = functools.partial(training.within, without)
-    return in_turn(ways, base, training.device, enough=enough, seconds=seconds, least=least)
+    return in_turn(ways, base, training.device, share=_SHARE, seconds=seconds, least=least)
 
 
 def _compared(key: str, times: dict[str, Pairs], elements: int) -> dict[str, Any]:
@@ -379,9 +378,7 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
     }
     base, others = functools.partial(training.within, without), Pairs()
     with in_plain_torch():
-        results = in_turn(
-            once, base, training.device, enough=to_within(_SHARE), seconds=options.seconds, least=options.least
-        )
+        results = in_turn(once, base, training.device, share=_SHARE, seconds=options.seconds, least=options.least)
         for number in range(3 * options.least):
             sides: list[tuple[list[Spent], Run]]
             sides = [(others.ways, functools.partial(session, early_steps=False)), (others.bases, without)]
@@ -417,7 +414,7 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
 
 def _middle(times: list[Spent]) -> Spent:
     """The median by each clock."""
-    return Spent(statistics.median(one.wall for one in times), statistics.median(one.processor for one in times))
+    return Spent(statistics.median(time.wall for time in times), statistics.median(time.processor for time in times))
 
 
 def _options(given: list[str] | None, description: str | None, layers: int, seconds: float) -> argparse.Namespace:

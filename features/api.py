@@ -1,13 +1,10 @@
 """The namespace API ``transformer_engine``: brings the calls of Transformer Engine's modules to features.
 
-    debug_api.initialize(config_file="config.yaml", feature_dirs=[<this folder>])
+It replaces Transformer Engine's own API, even if that folder of features is listed too, before or after this one. Read
+from Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.2.2 (``base.py``). The differences:
 
-It replaces Transformer Engine's own API, even if that folder is listed too, before or after this one. Read from
-Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.2.2 (``base.py``). The differences:
-
-- **Schedules.** A tensor is handed to the features that wanted it when they were asked last, and to no other feature
-  that watches the same tensor.
-- **Answers.** A feature may answer with a plain bool: it is asked again in the next iteration, alone or with others.
+- **Schedules.** A tensor is handed to the features that wanted it when they were asked last, and to no other feature.
+- **Answers.** A feature may answer with a plain bool: it is asked again in the next iteration.
 - **Arguments.** A feature gets the arguments that its method names, or all if it takes ``**kwargs``; arguments that
   Transformer Engine no longer passes (``out``, the ``gemm`` of ``inspect_tensor_postquantize``) are supplied.
 - **Errors.** Whatever goes wrong in a feature is a :class:`FeatureError` with the feature, the call and the layer; no
@@ -95,10 +92,7 @@ class _Call(NamedTuple):
     """A method of a feature, for one layer, tensor and GEMM.
 
     Attributes:
-        feature: the feature's name.
         number: which entry of the feature's options the call is for.
-        name: the name of the call.
-        method: the method that is called.
         options: the feature's options that hold here: typed for a feature of this project, a mapping for a user's own.
         arguments: the arguments that the method takes; None if it takes everything.
     """
@@ -120,7 +114,6 @@ class _Call(NamedTuple):
             raise self._error("failed in", layer, f"{kind}{error}") from error
 
     def wrong(self, layer: str, returned: Any, expected: str) -> FeatureError:
-        """The error for an answer of a wrong type."""
         return self._error(f"returned {_in_words(returned)} from", layer, f"expected {expected}.")
 
     def _error(self, did: str, layer: str, why: str) -> FeatureError:
@@ -135,11 +128,7 @@ class _Call(NamedTuple):
 
 @Registry.register_namespace_api(namespace=NAMESPACE)
 class TransformerEngineAPI(UpstreamAPI):
-    """Routes the calls of Transformer Engine's modules to features.
-
-    Attributes:
-        observation: the run's engine and recorder.
-    """
+    """Routes the calls of Transformer Engine's modules to features, which use the run's ``observation``."""
 
     is_own = True
 
@@ -209,11 +198,10 @@ class TransformerEngineAPI(UpstreamAPI):
         )
 
     def _find(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
-        """The features of a layer that have a call, with their options for the tensor and GEMM."""
         layer, api_name, tensor, gemm = key
         tensor = tensor if "tensor_name" in _REQUIRED[api_name] else None
         gemm = gemm if "gemm" in _REQUIRED[api_name] else None
-        found: list[_Call] = []
+        calls: list[_Call] = []
         for name, options in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items():
             feature = self.namespace_features.get(name)
             method = getattr(feature, api_name, None)
@@ -226,15 +214,14 @@ class TransformerEngineAPI(UpstreamAPI):
                 # The feature's fault: it fails when its turn comes, and the layer's other features do not. Only the
                 # text is kept, since a traceback would keep tensors.
                 fail = functools.partial(_fail, f"{type(error).__name__}: {error}")
-                found.append(_Call(name, 0, api_name, fail, {}, frozenset()))
+                calls.append(_Call(name, 0, api_name, fail, {}, frozenset()))
                 continue
             if api_name.startswith("modify_tensor"):
                 matching = matching[:1]  # a tensor is modified once
-            found.extend(_Call(name, number, api_name, method, entry, taken) for number, entry in enumerate(matching))
-        return found
+            calls.extend(_Call(name, number, api_name, method, entry, taken) for number, entry in enumerate(matching))
+        return calls
 
     def _ask(self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[bool, int | None]:
-        """Merge the answers of features: whether any wants the call, and the next iteration to query."""
         layer, api_name, tensor, gemm = key
         vetoes = api_name == "fp8_gemm_enabled"
         if not calls:
@@ -254,10 +241,8 @@ class TransformerEngineAPI(UpstreamAPI):
         return decided, min(upcoming, default=None)
 
     def _due(self, calls: Sequence[_Call], key: tuple[Any, ...]) -> Iterable[_Call]:
-        """Return the features that wanted this call in the last query; all features before the first query.
-
-        A backward may come after the step of its forward, when the features were queried.
-        """
+        """The features that wanted this call in the last query, or all: a backward may come after the step of its
+        forward."""
         answers = self._answers.get(key) or self._answers.get((*key[:3], None))
         if answers is None:
             return calls
@@ -325,12 +310,7 @@ class TransformerEngineAPI(UpstreamAPI):
             )
 
     def note_once(self, feature: str, key: tuple[str, str, str | None, str | None]) -> None:
-        """Write a line into the log of events, the first time that a feature acts on a tensor or a GEMM.
-
-        Args:
-            feature: its name.
-            key: the layer, the call, the tensor and the GEMM.
-        """
+        """Write a line into the log of events, the first time that a feature acts on a tensor or a GEMM."""
         acting = (feature, *key)
         if acting not in self._noted:
             self._noted.add(acting)
@@ -340,7 +320,6 @@ class TransformerEngineAPI(UpstreamAPI):
             debug_api.log_message(f"Feature={feature}, API={api_name}: {what}", layer, extra_cachable_args=acting)
 
     def set_features(self, features: Any) -> None:
-        """Called when nvidia-dlfw-inspect starts."""
         super().set_features(features)
         for name, feature in features.items():
             if not is_upstream(type(feature)):
@@ -352,12 +331,7 @@ class TransformerEngineAPI(UpstreamAPI):
         STATS_BUFFERS.log_stats = self._log_statistics
 
     def begin(self, observation: Observation, *, reduce: bool) -> None:
-        """Measure and dump for a session from now on, which takes the statistics and writes the dumps itself.
-
-        Args:
-            observation: the session's.
-            reduce: whether statistics are reduced over ranks.
-        """
+        """Measure and dump for a session from now on, which takes the statistics and writes the dumps itself."""
         self._plain, self._reduces = None, reduce
         vars(STATS_BUFFERS).pop("log_stats", None)
         self._observe(observation)
@@ -379,15 +353,15 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def _log_statistics(self) -> dict[tuple[str, str, str, int], torch.Tensor]:
         """Log the statistics of the engine and of Transformer Engine's buffers, and return them by their names."""
-        found: list[tuple[Measured, int]] = []
+        logged: list[tuple[Measured, int]] = []
         if self._plain is not None:
             group = debug_api.get_tensor_reduction_group()
             if is_distributed(group) and not self._is_planned:
                 self.plan(config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs)
                 self._is_planned = True
             iteration = TEDebugState.get_iteration() - 1  # it counts before it calls
-            found = self._plain.log(iteration, group)
-        by_name = {(m.layer, m.tensor, m.statistic, of): torch.tensor(m.value) for all_of, of in found for m in all_of}
+            logged = self._plain.log(iteration, group)
+        by_name = {(m.layer, m.tensor, m.statistic, of): torch.tensor(m.value) for all_of, of in logged for m in all_of}
         return {**type(STATS_BUFFERS).log_stats(STATS_BUFFERS), **by_name}
 
     def log_local_buffers(self) -> None:
@@ -400,7 +374,6 @@ class TransformerEngineAPI(UpstreamAPI):
         STATS_BUFFERS.at_least_one_layer_fed = False
 
     def end_debug(self) -> None:
-        """Forget everything of the run."""
         super().end_debug()
         if self._plain is not None:
             self._plain.end()
@@ -418,7 +391,6 @@ class TransformerEngineAPI(UpstreamAPI):
         return collected(list(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {}))), tensor)
 
     def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
-        """The options of this project's statistics features that are enabled in a section."""
         measuring = (StatisticsFeature, GemmFeature)
         for name, options in features.items():
             if isinstance(self.namespace_features.get(name), measuring) and options.get("enabled", False):
@@ -446,8 +418,8 @@ class TransformerEngineAPI(UpstreamAPI):
         feature = self.namespace_features[name]
         if isinstance(feature, Feature):
             schema = self._typed(name, options)
-            found: list[Any] = [] if schema is None else feature.options_for(schema, tensor, gemm)
-            return found
+            items: list[Any] = [] if schema is None else feature.options_for(schema, tensor, gemm)
+            return items
         if hasattr(feature, "parse_config_and_api"):
             call = {name: value for name, value in (("tensor_name", tensor), ("gemm", gemm)) if value is not None}
             matches, parsed = feature.parse_config_and_api(
@@ -459,7 +431,6 @@ class TransformerEngineAPI(UpstreamAPI):
 
 
 def _warn_if_never_called(name: str, feature: Any) -> None:
-    """Warn of a user's feature that no layer can ever call, because of its methods."""
     methods = {call: getattr(feature, call, None) for call in _REQUIRED}
     has = [call for call, method in methods.items() if method is not None and _is_own_method(method, call)]
     if not has:
@@ -476,18 +447,13 @@ def _warn_if_never_called(name: str, feature: Any) -> None:
 
 
 def _answer(call: _Call, layer: str, arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
-    """Answer of a feature, and the next iteration to query it again.
-
-    Raises:
-        FeatureError: it failed, or answered with something else.
-    """
     answer = call(layer, arguments)
     if type(answer) is bool:
         return answer, arguments["iteration"] + 1
     if not _is_answer(answer):
         raise call.wrong(layer, answer, "a bool, or a tuple of a bool and the next iteration (None: never)")
-    found: tuple[bool, int | None] = answer
-    return found
+    decided: tuple[bool, int | None] = answer
+    return decided
 
 
 def _is_answer(answer: Any) -> bool:

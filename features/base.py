@@ -33,50 +33,39 @@ def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str
     """The options of a user's own feature that hold for a tensor and a GEMM, one for each entry that names them.
 
     Without ``tensors`` and ``tensors_struct`` the options hold for every tensor; the same applies to GEMMs.
-
-    Args:
-        config: the feature's options in the config.
-        tensor, gemm: of the call; None if not applicable.
     """
-    found: list[tuple[Options, Nested]] = [({}, Nested.of(config))]
+    entries: list[tuple[Options, Nested]] = [({}, Nested.of(config))]
     calls: tuple[tuple[Literal["gemm", "tensor"], str | None], ...] = (("gemm", gemm), ("tensor", tensor))
     left_out = {"enabled"}
     for what, name in calls:
         if name is not None:
             left_out |= {f"{what}s", f"{what}s_struct"}
-            found = [
+            entries = [
                 (named if chosen is None else {**named, what: chosen}, inner)
-                for named, nested in found
+                for named, nested in entries
                 for chosen, inner in nested.chosen(what)
                 if chosen in (None, name)
             ]
     return [
         {key: value for key, value in {**nested.merged(), **named}.items() if key not in left_out}
-        for named, nested in found
+        for named, nested in entries
     ]
 
 
 class Feature:
-    """Base class of the features of this folder.
-
-    Attributes:
-        observation: of the run; the namespace API sets it when nvidia-dlfw-inspect starts.
-    """
+    """Base class of the features of this folder. The namespace API sets ``observation`` when nvidia-dlfw-inspect
+    starts."""
 
     observation: Observation
 
     def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
-        """The options, if no session has read them; None if the feature does not act.
-
-        Args:
-            name: the feature's name, as in the config.
-            options: the feature's options, as in the config.
+        """The options as in the config, if no session has read them; None if the feature does not act.
 
         Raises:
             ConfigError: the schema of the feature, or of a class that it derives from, does not take the options.
         """
-        found = map(schema_of, (name, *(base.__name__ for base in type(self).__mro__)))
-        schema = next((schema for schema in found if schema is not None), FeatureSchema)
+        schemas = map(schema_of, (name, *(base.__name__ for base in type(self).__mro__)))
+        schema = next((schema for schema in schemas if schema is not None), FeatureSchema)
         return read_options(schema, name, options, lambda *keys: "The config")
 
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> Sequence[object]:
@@ -89,7 +78,6 @@ class HighPrecisionFeature(Feature):
 
     @api_method
     def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
-        """Return no in the iterations of the options, and the next iteration to query; None for never."""
         acts, upcoming = _steps(config).at(iteration)
         return not acts, upcoming
 
@@ -101,15 +89,13 @@ class ModifyingFeature(Feature):
     def modify_tensor_enabled(
         self, config: Any, layer_name: str, tensor_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Return yes in the iterations of the options, and the next iteration to query; None for never."""
         due: tuple[bool, int | None] = _steps(config).at(iteration)
         return due
 
 
 def _steps(options: Any) -> Schedule:
-    """Return the schedule of a feature's options; every step if they have none, as for a custom feature."""
-    found: Schedule = getattr(options, "schedule", EVERY_STEP)
-    return found
+    schedule: Schedule = getattr(options, "schedule", EVERY_STEP)
+    return schedule
 
 
 class ScheduledFeature(Feature):
@@ -120,7 +106,6 @@ class ScheduledFeature(Feature):
     """
 
     def due(self, options: Any, iteration: int) -> tuple[bool, int | None]:
-        """Return whether to observe a tensor in an iteration, and the next iteration to query; None for never."""
         due: tuple[bool, int | None] = options.schedule.at(iteration)
         return due
 
@@ -132,7 +117,6 @@ class ScheduledFeature(Feature):
     def inspect_tensor_enabled(
         self, config: Any, layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Transformer Engine's question."""
         return self.due(config, iteration)
 
     @api_method
@@ -149,20 +133,13 @@ class ScheduledFeature(Feature):
         tp_group: torch.distributed.ProcessGroup | None = None,
         tp_size: int = 1,
     ) -> None:
-        """Transformer Engine's call."""
         operands = rowwise_quantized_tensor, columnwise_quantized_tensor
         group = tp_group if tp_size > 1 else None
         self.look(config, Watched(layer_name, tensor_name, iteration, tensor, *operands, quantizer, group))
 
 
 def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> None:
-    """Keep an operand in high precision until its GEMM has run.
-
-    Args:
-        engine: of the run.
-        watched: the operand.
-        without: what happens without a session, for the warning.
-    """
+    """Keep an operand in high precision until its GEMM has run. ``without`` is what happens without a session."""
     if engine.gemm_operands is None:
         if engine.notices.first(without):
             logger.warning(

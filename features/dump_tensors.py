@@ -26,8 +26,8 @@ class DumpTensors(ScheduledFeature):
     """Dumps activations, weights, gradients, outputs, wgrads and dgrads: in high precision, quantized, and decoded.
 
     The keys are those of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``), those of its pull
-    request 2645 (``dump_quantized_internals``), and further ones in docs/features.md. The files are
-    safetensors files, which Transformer Engine's are not.
+    request 2645 (``dump_quantized_internals``), and further ones in docs/features.md. The files are safetensors files,
+    which Transformer Engine's are not.
 
     Keys: ``tensors`` or ``tensors_struct``, ``high_precision_tensor``, ``quantized_tensor``,
     ``dump_quantized_internals``, ``gemms`` or ``gemms_struct`` (whole GEMMs), ``when``, ``max_bytes``, ``max_files``,
@@ -37,8 +37,8 @@ class DumpTensors(ScheduledFeature):
     def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
         """The options; wrong options are reported and dump nothing, and training goes on."""
         try:
-            found: FeatureSchema | None = super().read(name, options)
-            return found
+            schema: FeatureSchema | None = super().read(name, options)
+            return schema
         except ConfigError as error:
             logger.error("%s Nothing is dumped by these options. Training goes on.", error)
             return None
@@ -68,7 +68,6 @@ class DumpTensors(ScheduledFeature):
         return due
 
     def look(self, options: Wanted, watched: Watched) -> None:
-        """Take a snapshot, which is written later; an operand of a whole GEMM is kept until the GEMM has run."""
         if options.gemm:
             keep_operand(self.observation.engine, watched, "DumpTensors writes no GEMM")
             return
@@ -77,5 +76,5 @@ class DumpTensors(ScheduledFeature):
 
 
 def _collected(layer: str, tensor: str) -> dict[str, Collected]:
-    found: dict[str, Collected] = namespace().api.collected(layer, tensor)
-    return found
+    statistics: dict[str, Collected] = namespace().api.collected(layer, tensor)
+    return statistics

@@ -31,8 +31,8 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> Sequence[object]:
         """Return the options of a call; for a GEMM, the options of each tensor, since their steps may differ."""
         if tensor is not None:
-            found: Sequence[object] = super().options_for(options, tensor, gemm)
-            return found
+            options_of_call: Sequence[object] = super().options_for(options, tensor, gemm)
+            return options_of_call
         return [target.options for target in options.targets if target.gemm in (gemm, None)]
 
     @api_method
@@ -61,8 +61,8 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
         if quant_format.startswith("MX"):
             return round_to_mxfp8(tensor, e5m2=e5m2, columnwise=columnwise).to(tensor.dtype)
         amax = tensor.abs().amax().float()
-        one = torch.ones(1, device=tensor.device)
-        scale = _default_sf_compute(amax, one, E5M2.max if e5m2 else E4M3.max, config.margin)
+        former = torch.ones(1, device=tensor.device)
+        scale = _default_sf_compute(amax, former, E5M2.max if e5m2 else E4M3.max, config.margin)
         quantizer = Float8Quantizer(scale, amax, DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3)
         rounded: torch.Tensor = quantizer(tensor).dequantize()
         return rounded

@@ -21,12 +21,10 @@ class LogGemmError(GemmFeature):
     def options_for(
         self, options: FeatureSchema, tensor: str | None, gemm: str | None
     ) -> list[schemas.LogGemmErrorItem]:
-        """The options of each GEMM that reads the tensor, or makes it."""
         if not isinstance(options, schemas.LogGemmError):
             return []
-        found = (target.options for target in options.targets if target.gemm in (gemm, None) or gemm is None)
-        return [item for item in found if tensor is None or tensor in OPERANDS[item.gemm]]
+        of_gemm = (target.options for target in options.targets if target.gemm in (gemm, None) or gemm is None)
+        return [item for item in of_gemm if tensor is None or tensor in OPERANDS[item.gemm]]
 
     def look(self, options: schemas.LogGemmErrorItem, watched: Watched) -> None:
-        """Keep the operand until its GEMM has run."""
         keep_operand(self.observation.engine, watched, "LogGemmError measures nothing")

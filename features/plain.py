@@ -24,19 +24,14 @@ class PlainObservation(Observation):
         self._messages: Messages | None = None
 
     def log(self, iteration: int, group: dist.ProcessGroup | None) -> list[tuple[Measured, int]]:
-        """Log the numbers since the last step, without histograms. All ranks must call this alike.
+        """Log the numbers since the last step, without histograms, and return them with their iteration.
 
-        Args:
-            iteration: the debug iteration that ends.
-            group: the ranks that reduce together; None for all ranks.
-
-        Returns:
-            The numbers, with their iteration.
+        All ranks of ``group``, or all ranks, must call this alike.
         """
-        found: list[tuple[Measured, int]] = []
+        logged: list[tuple[Measured, int]] = []
 
         def receive(measured: Measured, iteration: int) -> None:
-            found.append((measured, iteration))
+            logged.append((measured, iteration))
             for layer, tensor, statistic, value in measured:
                 if isinstance(value, float):
                     MetricLogger.log_scalar(log_name(layer, tensor, statistic), value, iteration)
@@ -45,10 +40,9 @@ class PlainObservation(Observation):
         if reduce and self.is_due(iteration):  # by the config, and not by what this rank has run
             self._meet(group)
         self.take(iteration, receive, reduce=reduce)
-        return found
+        return logged
 
     def _meet(self, group: dist.ProcessGroup | None) -> None:
-        """Meet the ranks that reduce together, if that was not done yet; all of them must call this."""
         if self._messages is None or self._messages.group is not group:
             self._part()
             self._messages = Messages(group, "statistics")
@@ -63,11 +57,9 @@ class PlainObservation(Observation):
             self._messages.close()
 
     def end_step(self) -> None:
-        """Wait until the files of the step are on the disk."""
         self.recorder.end_step()
         self.recorder.flush()
 
     def end(self) -> None:
-        """End the messages to other ranks, and wait until all files are on the disk."""
         self._part()
         self.recorder.close()

@@ -29,7 +29,6 @@ class _Namespace(NamespaceData):
 
 
 def namespace() -> Any:
-    """The registry's entry of the namespace, made if it does not exist."""
     entry = Registry.data.get(NAMESPACE)
     if not isinstance(entry, _Namespace):
         own = _Namespace(NAMESPACE, None)

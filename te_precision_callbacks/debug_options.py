@@ -5,11 +5,9 @@ Usage::
     parser = argparse.ArgumentParser()
     add_debug_options(parser)  # --debug NAME [NAME ...], --te_precision_config PATH, --te_precision_require CONTRACT
     arguments = parser.parse_args()
-    ...
     with debugging(arguments, model, log_dir="run") as debug:
         for batch in loader:
             ...
-            optimizer.step()
             debug.step()
 
 Importing this module is quick and imports no framework.

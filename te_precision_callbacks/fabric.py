@@ -52,11 +52,10 @@ class PrecisionDebugFabricCallback:
 
     Rank 0 logs statistics to all Fabric loggers at the debug iteration, with the names of
     :class:`te_precision_callbacks.lightning.PrecisionDebugCallback`. ``log_dir`` defaults to the folder of Fabric's
-    first logger.
+    first logger. ``fabric.save`` and ``fabric.load`` take the callback as an entry of their state: ``{"model": model,
+    "precision": callback}``.
 
-    Save and load the callback as an entry of ``fabric.save``'s state: ``{"model": model, "precision": callback}``.
-
-    Modules in eval mode and forwards without gradients are not observed. Features that change precision act there as in
+    Modules in eval mode and forwards without gradients are not observed; features that change precision act there as in
     training.
 
     Args:
@@ -66,9 +65,8 @@ class PrecisionDebugFabricCallback:
         **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
-        ConfigError: the config cannot be used. Problems that need the model (a section that matches no layer) are
-            raised by ``fabric.setup``.
-        OptionError: an unknown option, or an invalid value.
+        ConfigError: the config cannot be used; for problems that need the model, in ``fabric.setup``.
+        OptionError: an option is unknown, or its value is invalid.
         TransformerEngineUnavailableError: in ``fabric.setup``, Transformer Engine cannot be imported.
     """
 
@@ -189,11 +187,10 @@ class PrecisionDebugFabricCallback:
     # ------------------------------------------------------------------ end
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the session and undo its changes; no-op if it is not running.
+        """End the session, after an ``error`` if there was one, and undo everything that it changed; a no-op if it is
+        not running.
 
-        Args:
-            error: the exception that ended the loop. In any case, this process's statistics since the last step are
-                written, without a collective.
+        The statistics since the last step are written, from this process's own data, without a collective.
         """
         self._models, self._optimizer = [], None
         if self._session is not None:

@@ -49,18 +49,17 @@ class PrecisionDebugCallback(Callback):
     the batch number (docs/lightning.md#each-batch-as-an-iteration):
 
     - ``te.<layer>/<tensor>/<statistic>`` for each statistic of the config, such as
-      ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are the tensor's; names that end in ``%`` are in
-      percent (``_pct`` in MLflow).
-    - model-wide metrics, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
+      ``te.model.layers.0.layernorm_mlp.fc1/activation/max``. Units are the tensor's; a name that ends in ``%`` is in
+      percent (in MLflow with ``_pct`` for ``%``).
+    - metrics of the whole model, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
 
     Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, per rank) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
-    Sanity checks, validation, test and predict are not observed. Features that change precision act in validation as in
-    training. After an exception or Ctrl-C the session closes and writes the statistics since the last step.
-
-    ``debug="activation_overflow"`` raises an ``ActivationOverflowError`` where an activation or a gradient becomes inf
-    or nan; see docs/activation-overflow.md.
+    Sanity checks, validation, test and predict are not observed; features that change precision act in validation as in
+    training. After an exception or Ctrl-C the session is closed, and the statistics since the last step are written.
+    With ``debug="activation_overflow"`` the fit ends with an ``ActivationOverflowError`` where an activation or a
+    gradient becomes inf or nan.
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
@@ -178,8 +177,7 @@ class PrecisionDebugCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the debug iteration if the batch completed it."""
-        # One step however many optimizers stepped: global_step counts each of them.
+        # Counted once however many optimizers stepped: global_step counts each of them.
         stepped = trainer.global_step != self._last_global_step
         self._last_global_step = trainer.global_step
         self._numbers.note(trainer, outputs)
@@ -192,7 +190,6 @@ class PrecisionDebugCallback(Callback):
             pl_module.log(name, float(self.session._results.diagnosis.problems.total()), logger=False)
 
     def _logging_step(self, trainer: Trainer) -> int:
-        """With ``step_on="batch"``, the batch number."""
         if self._step_on == "batch":
             return trainer.fit_loop.total_batch_idx
         return trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -358,7 +355,6 @@ class TrainerNumbers:
 
 
 def _step_settings(trainer: Trainer) -> dict[str, Any]:
-    """Learning rate of the first optimizer, and loss scale."""
     settings: dict[str, Any] = {}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
     if rates:

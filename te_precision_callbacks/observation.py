@@ -1,7 +1,7 @@
 """The engine and recorder of a run, which measure and dump tensors for features.
 
-nvidia-dlfw-inspect constructs features without a reference to the run. The namespace API (``features/api.py``) gives
-them its observation: a session's, or one of plain nvidia-dlfw-inspect.
+nvidia-dlfw-inspect constructs its features without a reference to the run; the namespace API (``features/api.py``)
+gives each feature the observation of the run: a session's, or one of plain nvidia-dlfw-inspect.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from te_precision_callbacks.statistics.series import Measured
 
 
 class Observation:
-    """Statistics (``engine``) and dumps (``recorder``) of a run."""
-
     def __init__(self, engine: StatisticsEngine, recorder: Recorder) -> None:
         self.engine = engine
         self.recorder = recorder

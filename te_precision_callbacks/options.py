@@ -48,12 +48,7 @@ StatisticsLogValue = StatisticsLogRanks | bool | int | str
 
 
 class LogChoice(NamedTuple):
-    """The value of ``statistics_log=``.
-
-    Attributes:
-        ranks: the ranks that write the log.
-        limit: maximum bytes of a rank's log; 0 for no limit.
-    """
+    """The ranks that write the statistics log, and the maximum bytes of a rank's log; 0 for no limit."""
 
     ranks: StatisticsLogRanks
     limit: int
@@ -87,12 +82,7 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
 
 
 class ProfileChoice(NamedTuple):
-    """The value of ``profile=``.
-
-    Attributes:
-        first, last: iterations to profile, both included.
-        on_all_ranks: whether each rank writes a trace, or rank 0 alone.
-    """
+    """The iterations to profile, both included, and whether each rank writes a trace, or rank 0 alone."""
 
     first: int
     last: int
@@ -120,10 +110,8 @@ def read_profile(profile: object) -> ProfileChoice | None:
 
 
 def step_number(what: str, step: object) -> int:
-    """Return a step number as an int; whole numpy numbers are accepted.
-
-    Args:
-        what: the keyword in the message, such as ``start_step=``.
+    """The number of a step as an int; it may be a whole number of numpy. ``what`` is the keyword, such as
+    ``start_step=``.
 
     Raises:
         OptionError: not a whole number, or negative.

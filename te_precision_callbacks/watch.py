@@ -63,13 +63,8 @@ _ADVICE = (
 class ScriptWatch:
     """Starts a session when the script's model is first called in training; steps it after its optimizers.
 
-    A failure is logged once and ends the watch; the training continues.
-
-    Args:
-        options: keywords of :class:`te_precision_callbacks.options.SessionOptions`, with ``config``.
-
-    Attributes:
-        session: None until the model is found.
+    A failure of the watch is logged once, and ends the watch: the training continues. The options are keywords of
+    :class:`te_precision_callbacks.options.SessionOptions` with ``config``.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -201,15 +196,16 @@ class ScriptWatch:
         self._search.replace(torch.nn.Module, "__call__", call)
 
     def _consider(self, module: torch.nn.Module) -> None:
-        """Only outermost modules in training are attached."""
-        if torch._C._current_graph_task_id() != -1:  # a recomputation inside a backward
+        if torch._C._current_graph_task_id() != -1:  # a recomputation inside of a backward
             return
         if not any(module in model.modules() for model in self._models):
             trained = _trained(module)
             if not trained or self._is_replaced():
                 return
             self._called.add(type(module).__name__)
-            optimizers = [each for each in optimizers_of_process() if not trained.isdisjoint(held_ids(each))]
+            optimizers = [
+                optimizer for optimizer in optimizers_of_process() if not trained.isdisjoint(held_ids(optimizer))
+            ]
             if optimizers:
                 self._attach(module, optimizers)
         self._search.put_back()
@@ -238,7 +234,7 @@ class ScriptWatch:
             self.session.start(front_door="watch", trainer_steps=True, gives_way=True)
             self.session.follow(self)
         # The first model's layers keep their names when another one is found.
-        self.session.attach({f"model{number}" if number else "": each for number, each in enumerate(self._models)})
+        self.session.attach({f"model{number}" if number else "": root for number, root in enumerate(self._models)})
 
     # ------------------------------------------------------------------ the step
 
@@ -345,7 +341,7 @@ class ScriptWatch:
 
     def _warn(self) -> None:
         optimizers = (
-            ", ".join(sorted({type(each).__name__ for each in optimizers_of_process()}))
+            ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers_of_process()}))
             or "no optimizer of torch.optim"
         )
         if self.session is None:
@@ -381,7 +377,6 @@ def _is_freed(loss: torch.Tensor) -> bool:
 
 
 def _checked(options: Mapping[str, Any]) -> SessionOptions:
-    """See :func:`read_options`."""
     from te_precision_callbacks.options import SessionOptions
 
     keywords = dict(options)
@@ -389,21 +384,16 @@ def _checked(options: Mapping[str, Any]) -> SessionOptions:
 
 
 def _trained(module: torch.nn.Module) -> set[int]:
-    trained = [each for each in module.parameters() if each.requires_grad]
-    masters = [getattr(each, "main_param", None) for each in trained]
-    return {id(each) for each in (*trained, *masters) if each is not None}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    masters = [getattr(parameter, "main_param", None) for parameter in trained]
+    return {id(parameter) for parameter in (*trained, *masters) if parameter is not None}
 
 
 # ---------------------------------------------------------------------- the ways to begin
 
 
 def read_options(config: str | None, log_dir: str | None, settings: Iterable[str]) -> dict[str, Any]:
-    """Read and check the session's options from a command line.
-
-    Args:
-        config: the path of a config; None for the default config.
-        log_dir: the folder for the run; None for the session's default.
-        settings: further keywords as ``name=value``, the value in YAML.
+    """The checked options of the session from a command line; ``settings`` are ``name=value`` with a value in YAML.
 
     Raises:
         OptionError: an unknown keyword, or an invalid value.
@@ -425,7 +415,6 @@ def read_options(config: str | None, log_dir: str | None, settings: Iterable[str
 
 
 def environment(options: Mapping[str, Any]) -> dict[str, str]:
-    """Variables that make a Python process watch its script."""
     return {WATCH_VARIABLE: json.dumps(options) if options else "1", "PYTHONPATH": startup_path()}
 
 

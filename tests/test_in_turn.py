@@ -51,19 +51,17 @@ def test_an_interval_covers_the_true_value_at_its_stated_rate(clock: Any, monkey
     for seed in range(100):
         machine = Machine(clock, monkeypatch, seed)
         ways = {"slower": machine.taking(0.0103)}
-        pairs = clock.in_turn(ways, machine.taking(0.01), CPU, enough=lambda *_: True, seconds=0, least=24, seed=seed)
-        found = pairs["slower"].ratio()
-        held += found.low <= 1.03 <= found.high
+        pairs = clock.in_turn(ways, machine.taking(0.01), CPU, share=1.0, seconds=0, least=24, seed=seed)
+        ratio = pairs["slower"].ratio()
+        held += ratio.low <= 1.03 <= ratio.high
     assert held >= 87
 
 
-def test_it_stops_when_a_claim_is_decided(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stops_when_the_interval_is_narrow(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(clock, monkeypatch, 1)
-    ways = {"cheap": machine.taking(0.0101), "dear": machine.taking(0.012), "unclaimed": machine.taking(0.05)}
-    enough = clock.claimed({"cheap": 1.03, "dear": 1.03}, 0.01)
-    found = clock.in_turn(ways, machine.taking(0.01), CPU, enough=enough, seconds=1e6)
-    assert found["cheap"].ratio().at_most(1.03) == "holds"
-    assert found["dear"].ratio().at_most(1.03) == "does not hold"
-    within = found["unclaimed"].ratio()
-    assert within.high - within.low <= 0.02 * within.value
-    assert 11 <= len(found["dear"].ways) < len(found["cheap"].ways)
+    ways = {"cheap": machine.taking(0.0101), "dear": machine.taking(0.012)}
+    pairs = clock.in_turn(ways, machine.taking(0.01), CPU, share=0.01, seconds=1e6)
+    cheap, dear = pairs["cheap"].ratio(), pairs["dear"].ratio()
+    assert (cheap.at_most(1.03), dear.at_most(1.03)) == ("holds", "does not hold")
+    assert all(ratio.high - ratio.low <= 0.02 * ratio.value for ratio in (cheap, dear))
+    assert clock.in_turn(ways, machine.taking(0.01), CPU, share=0.0, seconds=0)["dear"].ways[8:] == []

@@ -17,9 +17,9 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 def convert_to_te(model: Model) -> Model:
     """Convert a model in place, as ``accelerator.prepare`` does with FP8, and return it.
 
-    A run in BF16 then has the same layers of Transformer Engine as a run in FP8, so that ``te-precision compare`` has
-    the statistics of both. Call this before ``accelerator.prepare`` or ``transformers.Trainer``, and before the
-    optimizer is made: the parameters of converted layers are new, require gradients, and are no longer tied.
+    A run in BF16 then has the same layers as a run in FP8, so that ``te-precision compare`` has the statistics of both.
+    Call this before ``accelerator.prepare`` or ``transformers.Trainer``, and before the optimizer is made: the
+    parameters of converted layers are new, require gradients, and are no longer tied.
 
     Raises:
         OptionError: ``model`` is not a ``torch.nn.Module``.

@@ -1,4 +1,4 @@
-"""The debugger."""
+"""The debugger for Accelerate."""
 
 from __future__ import annotations
 
@@ -45,20 +45,19 @@ class PrecisionDebugger:
     Logged on the main process, in one ``accelerator.log`` call per step, to every tracker:
 
     - ``te.<layer>/<tensor>/<statistic>`` for each statistic of the config, such as
-      ``te.model.layers.0.mlp.up_proj/activation/max``. Units are the tensor's; a statistic with a name that ends in
-      ``%``
-      is in percent, in MLflow with ``_pct`` for ``%``.
+      ``te.model.layers.0.mlp.up_proj/activation/max``. Units are the tensor's; a name that ends in ``%`` is in percent
+      (in MLflow with ``_pct`` for ``%``).
     - metrics of the whole model, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
     - exponent histograms, as histograms, to the TensorBoard and W&B trackers.
 
     Written below ``log_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a file per rank) and
     ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
-    ``accelerator.save_state`` saves the debug iteration in a separate file, and ``load_state`` restores it, also before
-    :meth:`start` and after :meth:`stop`. A second file, on each process, has the fingerprint of the low-precision
-    state, for the audit of a resume. Checkpoints with and without these files load with and without a debugger.
+    ``accelerator.save_state`` saves the debug iteration, and on each process the fingerprint of the low-precision state
+    for the audit of a resume, in separate files; ``load_state`` restores them, also before :meth:`start` and after
+    :meth:`stop`. Checkpoints with and without these files load with and without a debugger.
 
-    Modules in eval mode and forwards without gradients are not observed. Features that change precision act there as in
+    Modules in eval mode and forwards without gradients are not observed; features that change precision act there as in
     training. After an exception the statistics since the last step are written, without a collective.
 
     Args:
@@ -194,11 +193,10 @@ class PrecisionDebugger:
         return self._session.step(step)
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the session and undo everything that it changed. Does nothing if the session is not running.
+        """End the session, after an ``error`` if there was one, and undo everything that it changed; a no-op if it is
+        not running.
 
-        Args:
-            error: the exception that ended the loop. In any case the statistics gathered since the last step are
-                written, from this process's own data, without a collective.
+        The statistics since the last step are written, from this process's own data, without a collective.
         """
         session = self._session
         was_running = session.running

@@ -35,7 +35,6 @@ class TrackerSink(LoggerSink):
         self._notices = Notices()
 
     def write(self, records: StepRecords) -> None:
-        """Log on the main process only."""
         if self._accelerator.is_main_process:
             super().write(records)
 
@@ -51,7 +50,6 @@ class TrackerSink(LoggerSink):
                 _log_histograms(tracker, histograms, step)
 
     def report(self, path: Path) -> None:
-        """Attach the page of the run, or log its path."""
         for tracker in self._accelerator.trackers if self._accelerator.is_main_process else ():
             if tracker.name == "wandb":
                 add_report_to_wandb(tracker.tracker, path)

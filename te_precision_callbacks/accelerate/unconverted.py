@@ -64,7 +64,7 @@ def unconverted_in_words(model: Model) -> tuple[dict[str, str], str]:
 
 
 def unconverted_layers(model: Model) -> dict[str, str]:
-    """List the layers that ``accelerator.prepare`` with Transformer Engine's FP8 did not convert: name -> reason.
+    """List the layers of a prepared model, or of a list of them, that Accelerate did not convert: name -> reason.
 
     These are ``torch.nn.Linear``, and other classes with a weight that multiplies the input: ``Conv1D`` of
     transformers' GPT-2, routers and experts of its mixtures, ``torch.nn.MultiheadAttention``. A weight counts if it has
@@ -74,11 +74,7 @@ def unconverted_layers(model: Model) -> dict[str, str]:
 
     In a container, Accelerate's ``convert_model`` stops at the first ``torch.nn.Linear`` with a dimension that is not a
     multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15, ``utils/transformer_engine.py``.
-    In a
-    run without FP8 that is the reason for all layers.
-
-    Args:
-        model: the prepared model, or a list of them.
+    In a run without FP8 that is the reason for all layers.
     """
     without_fp8 = _without_fp8()
     return {layer: without_fp8 or unconverted.why for layer, unconverted in _find(model).items()}
@@ -148,7 +144,6 @@ def _multiplied(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _converted_elements(model: Model) -> int:
-    """The elements of the weights of Transformer Engine's layers."""
     modules = {id(module): module for _, root in roots_of(model) for module in root.modules()}
     return sum(
         math.prod(parameter.shape)
@@ -160,7 +155,6 @@ def _converted_elements(model: Model) -> int:
 
 
 def converts(accelerator: Accelerator) -> bool:
-    """Return whether ``accelerator.prepare`` replaces layers by layers of Transformer Engine."""
     return bool(accelerator.fp8_backend == "TE" and accelerator.distributed_type != DistributedType.MEGATRON_LM)
 
 
@@ -173,12 +167,11 @@ def expects_low_precision(accelerator: Accelerator) -> str:
 
 
 def is_of_transformer_engine(module: torch.nn.Module) -> bool:
-    """Return whether a module's class derives from a class of Transformer Engine."""
     return any(base.__module__.startswith("transformer_engine.") for base in type(module).__mro__)
 
 
 def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    """Gives each model of one or several, with the prefix of the names in it.
+    """Each model of one or several, with the prefix of the names in it.
 
     Raises:
         OptionError: ``model`` is neither a model nor several.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
@@ -16,3 +16,26 @@ def optimizers_of_process() -> list[Optimizer]:
 def held_ids(optimizer: Any) -> Iterator[int]:
     """Yield the ids of an optimizer's tensors: parameters of a model, or their master weights."""
     return (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+
+
+def after_closure(
+    args: tuple[Any, ...], keywords: Mapping[str, Any], act: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments of ``optimizer.step`` whose closure is followed by ``act``; None without a closure.
+
+    Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
+    """
+
+    def followed(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            loss = closure()
+            act()
+            return loss
+
+        return run
+
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], followed(args[1]), *args[2:]), dict(keywords)
+    if callable(closure := keywords.get("closure")):
+        return args, {**keywords, "closure": followed(closure)}
+    return None

@@ -1,9 +1,4 @@
-"""Converts a model as Accelerate does for FP8, without an Accelerator, to plan it.
-
-converted = convert_by_accelerate(model)     # in place; a model on the meta device stays there
-converted.left_out                           # layer -> the reason why Accelerate left it out
-converted.notes                              # warnings of Accelerate, and possible mistakes
-"""
+"""Converts a model as Accelerate does for FP8, without an Accelerator, to plan it."""
 
 from __future__ import annotations
 
@@ -22,7 +17,6 @@ if TYPE_CHECKING:
 
 _AUTO, _DELAYED = "auto", "fp8_delayed_scaling"
 _RECIPES = (_DELAYED, "mxfp8", "none")
-"""Recipes that Accelerate supports."""
 
 
 class ConversionError(PrecisionDebugError, RuntimeError):
@@ -33,18 +27,11 @@ class Conversion(str, enum.Enum):
     """The converter of a model before it is planned."""
 
     ACCELERATE = "accelerate"
-    """Accelerate, with ``mixed_precision: fp8`` and Transformer Engine as its backend."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """The result of a conversion.
-
-    Attributes:
-        by: the converter.
-        left_out: layer -> the reason why it was left out.
-        notes: warnings and possible mistakes.
-    """
+    """The result of a conversion: the layers that were left out, with the reason, and warnings."""
 
     by: Conversion
     left_out: Mapping[str, str]
@@ -70,11 +57,7 @@ _FREEZE_AGAIN = (
 
 
 class _BeforeConversion:
-    """The frozen or tied parameters of a model before its layers are replaced.
-
-    Args:
-        model: the model, which is not kept alive.
-    """
+    """The frozen or tied parameters of a model before its layers are replaced."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._frozen: dict[str, Callable[[], torch.nn.Parameter | None]] = {}

@@ -1,10 +1,4 @@
-"""Plans a config on a model without running it: the precision of each matrix product, and problems.
-
-checked = check_model(model, load_config("config.yaml"), recipe="fp8_current_scaling", tokens=4096)
-print(checked.coverage)                            # FP8 in 91.4 % of the multiply-adds (fprop 94.2, ...); ...
-for finding in checked.findings:
-    print(finding.kind, finding.text)
-"""
+"""Plans a config on a model without running it: the precision of each matrix product, and problems."""
 
 from __future__ import annotations
 
@@ -34,10 +28,9 @@ from te_precision_callbacks.config.early_steps import read_early_steps, with_ear
 from te_precision_callbacks.config.effects import NAMESPACE, Effect, spans_of
 from te_precision_callbacks.config.idle import notes_of
 from te_precision_callbacks.config.keys import Scheduled
-from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.planning import draft
-from te_precision_callbacks.config.schemas import LogGemmError
+from te_precision_callbacks.config.schemas import LogGemmError, known_features
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ran, plan_products
@@ -61,14 +54,7 @@ from te_precision_callbacks.speed.memory import Memory, plan_memory
 
 
 class ActingFeature(NamedTuple):
-    """A feature that acts on a layer.
-
-    Attributes:
-        feature: its name, as in the config.
-        section: the section of the config.
-        on: its tensors or GEMMs; empty for all.
-        steps: its steps, such as ``every step``.
-    """
+    """A feature that acts on a layer, on some tensors or GEMMs (empty for all), in steps such as ``every step``."""
 
     feature: str
     section: str
@@ -85,17 +71,17 @@ class CheckedModel:
 
     Attributes:
         coverage: the planned matrix products of a step, with ``runs="planned"``.
-        recipe: the recipe, as in :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; empty for none.
+        recipe: its name; empty for none.
         tokens: the tokens of a step on this rank; without them, multiply-adds are for one token, or for the batch.
         layers: the number of layers of Transformer Engine that a config can select.
         features: layer -> the features that act on it.
         findings: problems.
         notes: possible mistakes that are not errors.
         not_counted: modules with a weight and without a planned product.
-        not_reached: with a batch, the modules with a weight and the layers that the forward does not call.
+        not_reached: with a batch, what the forward does not call.
         memory: the planned memory, if requested.
         attention: without a batch, the modules of attention, which are not planned.
-        spans: steps with another set of GEMMs in high precision than ``coverage`` -> their products.
+        spans: steps with another set of GEMMs in high precision -> their products.
     """
 
     coverage: Coverage
@@ -133,8 +119,7 @@ def check_model(
     Transformer Engine quantize nothing in it. On ``meta`` nothing is computed.
 
     Args:
-        model: the model, on any device, also on ``meta``.
-        config: the config.
+        model: on any device, also on ``meta``.
         recipe: ``auto``, Transformer Engine's default recipe for the GPU; ``none``; one of
             :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; or one of Transformer Engine's recipe objects.
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
@@ -150,7 +135,7 @@ def check_model(
 
     Raises:
         ConfigError: ``require`` is not a contract, or has a pattern that matches no layer.
-        RecipeError: as in :func:`~te_precision_callbacks.check.named_recipes.recipe_named`.
+        RecipeError: there is no such recipe, or the GPU does not support it.
         OptionError: ``tokens`` is not positive, or given with a batch; ``observe`` is not a valid path.
         BatchError: the forward or backward fails with ``batch``.
     """
@@ -362,7 +347,7 @@ class _Check:
         return plan
 
     def _without_layers(self, layers: Sequence[Layer]) -> str:
-        """A note if there is no layer to observe, with the option that converts a model of transformers; else empty."""
+        """A note if there is no layer to observe, with the option that converts a model of transformers."""
         if layers:
             return ""
         text = without_layers("without precision debugging")
@@ -375,7 +360,6 @@ class _Check:
         return text
 
     def _on_own_path(self, plan: Plan) -> list[int]:
-        """The ids of the modules that stay on their own fused path."""
         try:
             fused, not_fused = choose(self._observe, self._modules, plan)
         except ConfigError as error:

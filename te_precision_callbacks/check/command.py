@@ -217,7 +217,6 @@ def check_command(
 
 
 def _loaded(path: str, *, as_json: bool) -> tuple[Config, list[str]]:
-    """The config, and warnings from loading it. Errors are printed, and end the command."""
     from te_precision_callbacks.config import ConfigError, load_config
 
     if not Path(path).expanduser().is_file():
@@ -248,13 +247,7 @@ def _checked(
     require: str | None,
     **keywords: Any,
 ) -> tuple[CheckedModel, str, Converted | None]:
-    """The plan, the device that the model was made on, and the result of a conversion.
-
-    Args:
-        spec, recipe, convert, batch, observe, require: as for the command.
-        capability: the compute capability of the planned GPU; None for the environment's.
-        keywords: of ``check_model``.
-    """
+    """The plan, the device that the model was made on, and the result of a conversion."""
     from te_precision_callbacks import reference
 
     reference.install_where_needed(None if reference.is_installed() else _emulated(capability))

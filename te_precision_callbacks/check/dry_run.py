@@ -1,9 +1,5 @@
 """Calls a model's forward and backward once, only for the sizes of its matrix products.
 
-ran = dry_run(model, modules, batch, recipe)
-ran.products           # as the first step of a session counts them; without formats of Transformer Engine's layers
-ran.recipes["proj"]    # the recipe in force when a layer of Transformer Engine was called
-
 A model on the meta device runs there, where tensors have shapes and no values. Nothing of the model changes.
 """
 
@@ -18,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
+from te_precision_callbacks.check.findings import listed
 from te_precision_callbacks.check.stand_ins import stand_ins
 from te_precision_callbacks.coverage.matrix_products import causal_share
 from te_precision_callbacks.coverage.micro_batches import leaves
@@ -35,12 +32,6 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
 
     The loss is the ``loss`` of the result, or the sum of everything in it that needs a gradient.
 
-    Args:
-        model: one module.
-        modules: its modules of Transformer Engine.
-        batch: a tensor, a mapping of keywords, or a tuple of positional arguments.
-        recipe: one of Transformer Engine's recipes; None for high precision.
-
     Raises:
         BatchError: the model is not one module, the batch has another type, or the forward or backward raises.
         NotOnMetaError: the same on the meta device.
@@ -50,17 +41,21 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     require_batch(batch)
     if not isinstance(model, torch.nn.Module):
         raise BatchError("A batch needs one model to be called with it; plan several models one by one, or by tokens.")
+    if operations := [layer for operation in named_operations(model) for layer in operation.layers]:
+        raise BatchError(
+            f"A batch cannot size operations of te.ops ({listed(operations)}), which have to run for that. Give"
+            " --tokens (tokens= in Python) in place of a batch."
+        )
     place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     on_meta = place.type == "meta"
     failures: list[Exception] = []
     products = ModelProducts(lambda doing, what, error: failures.append(error), lambda: False, lambda: False)
-    operations = [layer for operation in named_operations(model) for layer in operation.layers]
     arguments, keywords = _arguments(_moved(batch, place))
     in_backward = False
     try:
         with _left_as_it_is(model), meta_device() if on_meta else contextlib.nullcontext():
-            products.watch_model(model, module_names(model), operations)
-            with stand_ins(model, modules, products) as ran, _Masks(products):
+            products.watch_model(model, module_names(model), ())
+            with stand_ins(modules, products) as ran, _Masks(products):
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
                     result = model(*arguments, **keywords)
                 in_backward = True
@@ -75,9 +70,9 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
     except Exception as error:
         of = "backward" if in_backward else "forward"
         kind = NotOnMetaError if on_meta and not isinstance(error, TypeError) else BatchError
-        said = _said(batch)
+        given = _described(batch)
         raise kind(
-            failed(f"The model's {of} failed with the batch ({said})", error)
+            failed(f"The model's {of} failed with the batch ({given})", error)
             + " Give what a step of training calls the model with; or give --tokens (tokens= in Python) in place of"
             " a batch."
         ) from error
@@ -89,11 +84,7 @@ def dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: An
 
 
 class _Masks(TorchFunctionMode):
-    """Notes the masks of torch's attention, which has no operator on the meta device.
-
-    Args:
-        products: receives the masks.
-    """
+    """Notes the masks of torch's attention, which has no operator on the meta device."""
 
     def __init__(self, products: ModelProducts) -> None:
         super().__init__()
@@ -112,7 +103,6 @@ class _Masks(TorchFunctionMode):
 
 
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-"""The first arguments of ``scaled_dot_product_attention``."""
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -139,19 +129,18 @@ def _outputs(result: Any) -> list[torch.Tensor]:
     return [tensor for tensor in leaves(result) if tensor.requires_grad]
 
 
-def _said(value: Any) -> str:
+def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={_said(part)}" for name, part in value.items())
+        return ", ".join(f"{name}={_described(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_said, value))
+        return ", ".join(map(_described, value))
     return type(value).__name__
 
 
 @contextlib.contextmanager
 def _left_as_it_is(model: Model) -> Iterator[None]:
-    """Restore gradients, buffers, and the state of random numbers."""
     roots = [root for _, root in named_roots(model) or ()]
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     buffers = [(buffer, buffer.clone()) for root in roots for buffer in root.buffers() if not buffer.is_meta]

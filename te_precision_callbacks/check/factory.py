@@ -1,9 +1,6 @@
-"""Builds a model from the name of a function, without a GPU, and without memory for its weights if possible.
+"""Builds a model or a batch from ``package.module:function``; a model without memory for its weights, if possible.
 
-    model, device = build_model("package.module:factory")     # device: "meta" or "cpu"
-
-The function takes no arguments and returns a ``torch.nn.Module``. It is called on the meta device first, where tensors
-have shapes and no values, and on the CPU if it raises there.
+The function takes no arguments. It is called on the meta device first, and on the CPU if it raises there.
 """
 
 from __future__ import annotations
@@ -33,8 +30,6 @@ class BatchError(PrecisionDebugError):
 
 
 class _Wanted(NamedTuple):
-    """The result that a function should return, and the error that is raised otherwise."""
-
     what: str
     returns: str
     error: type[PrecisionDebugError]
@@ -51,13 +46,8 @@ _BATCH = _Wanted(
 
 
 def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, str]:
-    """Return the model that a function makes, and the device that it was made on.
-
-    Modules are found as ``python -m`` finds them, also in the current folder. Output of the function goes to stderr.
-
-    Args:
-        spec: ``package.module:function``.
-        on_meta: whether to try the meta device first.
+    """Return the model that a function makes, and its device, ``meta`` or ``cpu``. Output of the function goes to
+    stderr.
 
     Raises:
         ModelFactoryError: the function does not exist, needs arguments or a GPU, raises, or does not return a module.
@@ -76,25 +66,17 @@ def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, st
 
 
 def build_batch(spec: str) -> Any:
-    """Return the batch that a function makes: a tensor, a mapping or a tuple, with tensors on the CPU.
-
-    Args:
-        spec: ``package.module:function``.
-
-    Raises:
-        BatchError: the function does not exist, needs arguments or a GPU, raises, or returns something else.
-    """
+    """Return the batch that a function makes; raises BatchError as :func:`build_model` does its own error."""
     with _as_from_here():
         made = _called(_found(spec, _BATCH), spec, _BATCH)
     require_batch(made, f"{shown(spec)} has returned ")
     return made
 
 
-def require_batch(batch: object, said: str = "") -> None:
-    """Raise :class:`BatchError` if a value is not a batch; ``said`` begins the message."""
+def require_batch(batch: object, start: str = "") -> None:
     if isinstance(batch, (torch.Tensor, Mapping, tuple)):
         return
-    text = f"{said}{shown(batch)}, which is no batch. A batch is {_BATCH.returns}."
+    text = f"{start}{shown(batch)}, which is no batch. A batch is {_BATCH.returns}."
     if isinstance(batch, list):
         text += " Write a tuple in place of the list: its values are the arguments."
     raise BatchError(text)
@@ -194,7 +176,6 @@ def failed(what: str, error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's own code in a traceback, with its file and number."""
     others = (os.path.dirname(os.path.dirname(__file__)), sys.prefix, sys.base_prefix, "<")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
     frames = [frame for frame in frames if "site-packages" not in frame.filename]

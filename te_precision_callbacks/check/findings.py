@@ -1,7 +1,4 @@
-"""Problems of a plan: recipes that features need, and shapes that GEMMs do not support.
-
-findings = [*of_recipe(recipe, modules, acting), *of_shapes(recipe, modules, operations, coverage, tokens=4096)]
-"""
+"""Problems of a plan: recipes that features need, and shapes that GEMMs do not support."""
 
 from __future__ import annotations
 
@@ -62,14 +59,7 @@ def of_recipe(
     acting: Mapping[str, Sequence[Section]],
     recipes: Mapping[str, Any] | None = None,
 ) -> Iterator[PlanFinding]:
-    """Features that need another recipe, and modules that refuse theirs.
-
-    Args:
-        recipe: one of Transformer Engine's recipes, or None.
-        modules: the modules of Transformer Engine.
-        acting: layer -> the sections that act on it.
-        recipes: layer -> its own recipe, where a forward has been called.
-    """
+    """Features that need another recipe, and modules that refuse theirs: ``recipes`` has those seen in a forward."""
     own = recipe_text(recipe)
     needing = (
         ((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer)
@@ -103,10 +93,6 @@ def of_shapes(
     """Sizes and dtypes that GEMMs in low precision do not support.
 
     Args:
-        recipe: one of Transformer Engine's recipes, or None.
-        modules: the modules of Transformer Engine.
-        operations: its operations of ``te.ops``.
-        coverage: the plan.
         tokens: the tokens of a step; None skips checks of tokens. They are also skipped for a layer that shares the
             tokens with others, since a router decides its share.
         tokens_of: layer -> the tokens of each of its calls, instead of ``tokens``.
@@ -142,7 +128,6 @@ def of_shapes(
 
 
 def not_sized(modules: Sequence[str]) -> PlanFinding:
-    """Modules with a matrix that need a batch to be planned."""
     text = (
         f"The matrix products of {listed(modules)} cannot be sized without a batch, so no share includes them. Give"
         " what the model is called with: --batch, or batch=."
@@ -153,13 +138,8 @@ def not_sized(modules: Sequence[str]) -> PlanFinding:
 def unsized_shares(
     contract: Contract, coverage: Coverage, not_counted: Sequence[str], attention: Sequence[str]
 ) -> tuple[list[PlanFinding], Contract]:
-    """The shares of a contract that the plan cannot show, as findings, and the contract without them.
-
-    Args:
-        contract: the contract.
-        coverage: the plan.
-        not_counted: modules that are not planned.
-        attention: modules of attention that are not planned; they have no fprop, dgrad and wgrad.
+    """The shares of a contract that the plan cannot show, as findings, and the contract without them. Modules of
+    attention, which are not planned, have no fprop, dgrad and wgrad.
     """
     findings: list[PlanFinding] = []
     checkable: list[Share] = []

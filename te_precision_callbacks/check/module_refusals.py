@@ -20,10 +20,10 @@ class ModuleRefusal:
     """A row of the table.
 
     Attributes:
-        text: the options that exclude each other, to continue with the names of layers.
+        text: the options that exclude each other.
         remedy: what to do, in a sentence.
-        place: the function of Transformer Engine 2.20.2 with the refusal, below ``transformer_engine``.
-        source: the source text at that place.
+        place, source: the function of Transformer Engine 2.20.2 with the refusal, below ``transformer_engine``, and its
+            text.
         applies: whether a module raises under a recipe; the recipe is not None.
     """
 
@@ -106,6 +106,5 @@ REFUSALS = (
 
 
 def refusals_of(module: Any, recipe: Any) -> Iterator[ModuleRefusal]:
-    """The rows that apply to a module under a recipe; nothing under None."""
     if recipe is not None:
         yield from (row for row in REFUSALS if row.applies(module, recipe))

@@ -1,7 +1,4 @@
-"""Transformer Engine's recipes by name.
-
-recipe = recipe_named("mxfp8")     # as Transformer Engine makes it without arguments
-"""
+"""Transformer Engine's recipes by name."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from te_precision_callbacks.reference import is_installed, target
 AUTO, NONE = "auto", "none"
 
 CHOICES = (AUTO, NONE, *RECIPES)
-"""Names for :func:`recipe_named`."""
 
 
 class RecipeError(PrecisionDebugError, ValueError):
@@ -26,7 +22,7 @@ def recipe_named(name: str) -> Any:
     """A recipe with Transformer Engine's defaults, which environment variables such as NVTE_BACKWARD_OVERRIDE change.
 
     Args:
-        name: one of :data:`CHOICES`: ``auto`` is Transformer Engine's default recipe for the GPU, ``none`` is None.
+        name: ``auto``, Transformer Engine's default for the GPU; ``none``, for None; or one of RECIPES.
 
     Raises:
         RecipeError: there is no such recipe, Transformer Engine refuses it on this GPU, or an environment variable has

@@ -1,7 +1,4 @@
-"""Prints a plan as a table, or as an object for JSON. Layers with the same plan share a row.
-
-show(checked, "package.module:function", "meta")
-"""
+"""Prints a plan as a table, or as an object for JSON. Layers with the same plan share a row."""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ class PlannedLayers:
     """Layers with the same plan.
 
     Attributes:
-        layers: their names.
         gemms: GEMM, ``lookup``, ``qk``, ``pv`` or ``other`` -> its product in the first of the layers. The last three
             are followed by ``backward`` for products of the backward.
-        features: the features that act on them.
         macs: the multiply-adds of all of them in a step.
     """
 
@@ -96,15 +91,6 @@ def _order(product: Product) -> int:
 def show(
     checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: Converted | None = None
 ) -> None:
-    """Print a plan as a table, with its findings.
-
-    Args:
-        checked: the plan.
-        model: the name of the model.
-        device: the device that the model was made on.
-        batch: the name of its batch.
-        converted: the result of ``--convert``.
-    """
     by = "" if converted is None else ", converted by Accelerate"
     terminal.show_text(
         f"{model}{by}: {checked.layers} layers of Transformer Engine, made on {device}. {_conditions(checked, batch)}"
@@ -179,7 +165,6 @@ def _text(product: Product) -> str:
 def as_json(
     checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: Converted | None = None
 ) -> dict[str, Any]:
-    """A plan as an object for JSON. The arguments are as in :func:`show`."""
     coverage = checked.coverage
     return {
         "model": model,

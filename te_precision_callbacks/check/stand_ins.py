@@ -1,15 +1,11 @@
 """Calls the modules of Transformer Engine only for the sizes of their matrix products.
 
-    with stand_ins(model, modules, products) as ran:
-        ...                    # the forward and backward of the model
-    ran.recipes                # layer -> the recipe of its call; None outside of te.autocast
-
 While their forwards are replaced, these classes report their GEMMs and attention, with their backward, and quantize
 nothing. On the meta device a result has the right shape. On any other device the module computes it in high precision,
 in which GEMMs accept any shape.
 
 Read from Transformer Engine 2.20.2: the forwards of ``pytorch/module/{linear,layernorm_linear,layernorm_mlp,
-grouped_linear}.py``, of ``pytorch/ops/{op,sequential}.py``, and of ``DotProductAttention``, which are replaced.
+grouped_linear}.py`` and of ``DotProductAttention``.
 """
 
 from __future__ import annotations
@@ -23,8 +19,6 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.coverage.gemm_precision import FROZEN
 from te_precision_callbacks.coverage.matrix_products import share_left
 from te_precision_callbacks.coverage.planned_products import Ran, gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
@@ -33,39 +27,22 @@ from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.forwards import in_backward, in_evaluation
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
-from te_precision_callbacks.layers.naming import Model, NamedModule, named_operations
+from te_precision_callbacks.layers.naming import NamedModule
 
 _OF_MASK = ("attn_mask_type", "window_size")
 _NAMED = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-_KEEP_SHAPE = frozenset(
-    {
-        *("Bias", "ConstantScale", "Dropout", "Identity", "L2Normalization", "LayerNorm", "Quantize", "RMSNorm"),
-        *("GELU", "QGELU", "ReLU", "SReLU", "SiLU"),
-    }
-)
-"""Operations of ``te.ops`` with results of the shape of their input."""
 
 
 @contextlib.contextmanager
-def stand_ins(model: Model, modules: Sequence[NamedModule], products: ModelProducts) -> Iterator[Ran]:
-    """Replace the forwards of Transformer Engine's classes by forwards that report their products.
-
-    Args:
-        model: the model to be called.
-        modules: its modules of Transformer Engine.
-        products: receives the products.
-    """
+def stand_ins(modules: Sequence[NamedModule], products: ModelProducts) -> Iterator[Ran]:
     import transformer_engine.pytorch as te
-    from transformer_engine.pytorch.ops.op import BasicOperation, FusedOperation
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    standing = _StandIns(model, modules, products)
+    standing = _StandIns(modules, products)
     replaced: dict[Any, Callable[..., Any]] = {
         **{getattr(te, name): standing.module for name in _NAMED},
         te.DotProductAttention: standing.attention,
-        BasicOperation: standing.operation,
-        FusedOperation: standing.operations,
-        te.ops.Sequential: standing.operations,
+        **dict.fromkeys((te.LayerNorm, te.RMSNorm), standing.norm),
     }
     before = {owner: owner.forward for owner in replaced}
     state, FP8GlobalStateManager.quantization_state = (
@@ -99,11 +76,10 @@ def _method(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[.
 class _StandIns:
     """See :func:`stand_ins` for the arguments."""
 
-    def __init__(self, model: Model, modules: Sequence[NamedModule], products: ModelProducts) -> None:
+    def __init__(self, modules: Sequence[NamedModule], products: ModelProducts) -> None:
         self.ran = Ran()
         self._products = products
         self._named = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
-        self._operations = {id(operation.module): operation.layers for operation in named_operations(model)}
 
     # ------------------------------------------------------------------ layers
 
@@ -123,30 +99,10 @@ class _StandIns:
         result = _with_backward(results[0], back, inp, *module.parameters(recurse=False))
         return (result, *results[1:]) if isinstance(own, tuple) else result
 
-    def operation(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
+    def norm(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
         inp = given["input"]
-        if given.get("extra_inputs"):
-            raise NotImplementedError(f"te.ops.{type(module).__name__} with several inputs cannot be planned")
-        layers = self._operations.get(id(module), ())
-        if layers:
-            _require_columns(inp, module.local_in_features, layers[0])
-        result = self._own(inp, call_own, lambda: _result_of_operation(module, inp))
-        weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
-        frozen = not any(weight.requires_grad for weight in weights)
-        left_out = {LayerGemm(layer, "wgrad"): FROZEN for layer in layers} if frozen else {}  # there is always a dgrad
-        of_layer = dict.fromkeys(layers, inp.numel() // max(1, inp.shape[-1]))
-        sizes = dict.fromkeys(layers, (module.in_features, module.out_features)) if layers else {}
-        back = self._report(of_layer, sizes, left_out)
-        return _with_backward(result, back, inp, *module.parameters(recurse=False))
-
-    def operations(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
-        """Replaces the forward of a ``te.ops.Sequential``, or of an operation that consists of several."""
-        if given.get("extra_inputs"):
-            raise NotImplementedError(f"te.ops.{type(module).__name__} with several inputs cannot be planned")
-        x = given["input"]
-        for part in module.basic_ops if hasattr(module, "basic_ops") else module:
-            x = part(x)
-        return x
+        result = self._own(inp, call_own, lambda: torch.empty_like(inp))
+        return _with_backward(result, lambda: None, inp, *module.parameters())
 
     def _report(
         self,
@@ -219,11 +175,7 @@ def _counts() -> bool:
 
 
 def _require_columns(inp: torch.Tensor, columns: int, layer: str) -> None:
-    """Reject an input that the first GEMM of a layer cannot multiply, which the meta device would accept.
-
-    Raises:
-        TypeError: the last dimension is not ``columns``.
-    """
+    """Reject an input that the first GEMM of a layer cannot multiply, which the meta device would accept."""
     if not inp.dim() or inp.shape[-1] != columns:
         raise TypeError(
             f"{layer!r} takes an input whose last dimension is {columns}, not one of shape {list(inp.shape)}"
@@ -250,19 +202,6 @@ def _activation_dtype(inp: torch.Tensor) -> torch.dtype:
     return inp.dtype
 
 
-def _result_of_operation(module: Any, inp: torch.Tensor) -> torch.Tensor:
-    name = type(module).__name__
-    if name == "BasicLinear":
-        return inp.new_empty(*inp.shape[:-1], module.local_out_features)
-    if name == "Reshape":
-        return inp.reshape(module._shape)
-    if name.endswith("GLU"):
-        return inp.new_empty(*inp.shape[:-1], inp.shape[-1] // 2)
-    if _KEEP_SHAPE.isdisjoint(class_names(module)):
-        raise NotImplementedError(f"the shape of the result of te.ops.{name} is not known")
-    return torch.empty_like(inp)
-
-
 def _with_backward(result: torch.Tensor, back: Callable[[], None], *sources: Any) -> torch.Tensor:
     """Return the result with a backward that calls ``back``, and zero gradients for its sources."""
     made: torch.Tensor = _WithBackward.apply(result, back, *sources)  # type: ignore[no-untyped-call]
@@ -270,8 +209,6 @@ def _with_backward(result: torch.Tensor, back: Callable[[], None], *sources: Any
 
 
 class _WithBackward(torch.autograd.Function):
-    """Returns a tensor, and calls a function in its backward. All gradients are zero."""
-
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, back: Callable[[], None], *sources: Any) -> torch.Tensor:
         ctx.back = back
@@ -293,18 +230,15 @@ class _WithBackward(torch.autograd.Function):
 
 
 def recipe_now() -> Any:
-    """The recipe in force; None outside of ``te.autocast(enabled=True)``."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
 
 
 _Formats = tuple[tuple[str, str], tuple[str, str]]
-"""The formats of the operands of ``qk``, and of ``pv``."""
 
 
 def _operands(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of attention, which may be packed in one tensor or two."""
     query, key, value = (given[f"{name}_layer"] for name in ("query", "key", "value"))
     if given["qkv_layer"] is not None:
         query, key, value = given["qkv_layer"].unbind(given["qkv_interleave_dim"])
@@ -314,11 +248,8 @@ def _operands(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _attention_formats(dtype: torch.dtype, *, in_high: bool) -> tuple[str, _Formats, _Formats]:
-    """The kernel of attention, and the formats of operands in the forward and in the backward, by the recipe.
-
-    Args:
-        dtype: the dtype of the queries.
-        in_high: whether the backward runs in high precision.
+    """The kernel of attention, and the formats of the operands of ``qk`` and ``pv`` in the forward and in the
+    backward.
     """
     recipe, high = recipe_now(), dtype_name(dtype)
     same: _Formats = (high, high), (high, high)

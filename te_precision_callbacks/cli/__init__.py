@@ -1,26 +1,4 @@
-"""The command line, ``te-precision``.
-
-Usage::
-
-    te-precision run train.py --epochs 3
-    te-precision run -m package.train --epochs 3
-    te-precision run --watch --log-dir run train.py --epochs 3
-    te-precision run torchrun --nproc-per-node 2 train.py
-    te-precision check config.yaml --model package.module:factory
-    te-precision show logs --follow
-    te-precision diagnose logs
-    te-precision compare bf16 fp8 --noise bf16_again
-    te-precision speed logs --device h200
-    te-precision report logs -o report.html
-    te-precision dumps list logs/tensor_dumps
-    te-precision replay logs/tensor_dumps
-    te-precision features FakeQuant
-    te-precision statistics
-    te-precision rules
-    te-precision doctor
-
-Commands import lazily, so that ``te-precision --help`` is quick.
-"""
+"""The command line, ``te-precision``. Commands import lazily, so that ``te-precision --help`` is quick."""
 
 from __future__ import annotations
 
@@ -157,7 +135,8 @@ app.command("doctor")(doctor_command)
 
 def main() -> None:
     """Run the command that ``sys.argv`` names; an exception of this package becomes a message and exit code 2, and so
-    does output that cannot be written. Characters that the locale lacks become question marks."""
+    does output that cannot be written.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -1,7 +1,4 @@
-"""Sizes in bytes, as written in configs.
-
-size_in_bytes("2GiB")  # 2147483648
-"""
+"""Sizes in bytes, as written in configs: ``2GiB``."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ SIZE_PATTERN = r"^\s*(?!0+(?:\.0*)?(?!\.?\d))\d+(?:\.\d+)?\s*(?:[bB]|[kKmMgGtT](
 """A pattern of sizes, without their range. pydantic also accepts bits and suffixes."""
 
 LARGEST_SIZE = (1 << 63) - 1
-"""The largest size that a file system supports."""
 
 _BYTES = TypeAdapter(ByteSize)
 

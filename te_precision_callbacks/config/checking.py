@@ -1,9 +1,4 @@
-"""Validation of features' options by their schemas, with readable errors.
-
-read = read_features({"FakeQuant": {...}}, place)     # raises ConfigError
-read["FakeQuant"]                                     # as written, a bare name as a list
-holding(read["FakeQuant"].schema.targets, "weight", "fprop")   # the options for a tensor of a GEMM
-"""
+"""Validation of features' options by their schemas, with readable errors."""
 
 from __future__ import annotations
 
@@ -49,10 +44,8 @@ class ReadOptions(dict[str, Any]):
 def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOptions]:
     """Validate the enabled features of a section that have a schema.
 
-    Args:
-        features: feature -> options. Custom features and features that are not enabled are ignored. Without a valid
-            ``enabled``, which is reported elsewhere, the other keys are validated all the same.
-        place: formats the place of a key.
+    Custom features and features that are not enabled are ignored. Without a valid ``enabled``, which is reported
+    elsewhere, the other keys are validated all the same.
 
     Raises:
         ConfigError: all problems.
@@ -105,15 +98,6 @@ def _without_gemms(
 
 
 def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Where) -> FeatureSchema:
-    """Validate the options of a feature.
-
-    Args:
-        name: the feature's name, as written.
-        place: formats the place of a key.
-
-    Raises:
-        ConfigError: all problems.
-    """
     try:
         return schema.model_validate(dict(options))
     except ValidationError as error:
@@ -122,13 +106,7 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
 
 
 class _Problem:
-    """Formats one of pydantic's errors.
-
-    Args:
-        feature: the feature's name, as written.
-        place: formats the place of a key.
-        details: pydantic's description of the error.
-    """
+    """Formats one of pydantic's errors."""
 
     def __init__(self, schema: type[FeatureSchema], feature: str, place: Where, details: Any) -> None:
         cause = details.get("ctx", {}).get("error")
@@ -193,7 +171,6 @@ class _Problem:
         return self.levels[tuple(around)].model_fields[last]
 
     def _subject(self, keys: KeyPath) -> str:
-        """Format keys: ``'freq' in item 2 of 'tensors_struct' of 'LogTensorStats'``."""
         subject = shown(self.feature)
         for key in keys:
             if isinstance(key, int):

@@ -1,16 +1,7 @@
-"""Conditions on statistics of a tensor, and on shares of multiply-adds.
+"""Conditions on statistics of a tensor, such as ``underflows% > 5``, and on shares of multiply-adds.
 
-    condition = parse_condition("underflows% > 5")
-    condition.statistic.label                   # "underflows%"
-    condition.holds(7.5)                        # True
-    str(condition)                              # "underflows% > 5"
-    parse_condition("nonfinite")                # Event.NONFINITE
-
-A condition names a statistic as the log does, without layer and tensor: ``underflows%``, ``mxfp8_mse_columnwise``. A
-condition on a share names a precision, and optionally a part of the products:
-
-    share = parse_share("fp8 wgrad >= 90%")
-    share.holds(0.93)                           # True
+A condition names a statistic as the log does, without layer and tensor. A condition on a share, such as
+``fp8 wgrad >= 90%``, names a precision, and optionally a part of the products.
 """
 
 from __future__ import annotations
@@ -47,10 +38,8 @@ class EventCondition(Enum):
     """A condition without a statistic."""
 
     NONFINITE = NONFINITE
-    """The tensor has an inf or nan."""
 
     ACTIVATION_OVERFLOW = ACTIVATION_OVERFLOW
-    """Activation overflow detection has found something."""
 
     def __str__(self) -> str:
         return self.value
@@ -58,20 +47,13 @@ class EventCondition(Enum):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison with a number.
-
-    Attributes:
-        text: the condition as written.
-        comparison: ``>``, ``>=``, ``<`` or ``<=``.
-        number: the threshold.
-    """
+    """A comparison of a value with a number; ``text`` is the condition as written."""
 
     text: str
     comparison: str
     number: float
 
     def holds(self, value: float) -> bool:
-        """Return whether a value meets the condition; nan does not."""
         return _COMPARE[self.comparison](value, self.number)
 
     def __str__(self) -> str:
@@ -85,7 +67,6 @@ class Threshold(Comparison):
     statistic: Request
 
     def reads(self, request: Request) -> bool:
-        """Return whether the condition applies to the statistic of a request."""
         if self.statistic.statistic.name == BLOCKWISE and self.statistic.blocks is None:
             return request.statistic is self.statistic.statistic
         return self.statistic.is_same(request)
@@ -100,7 +81,7 @@ class Share(Comparison):
 
     Attributes:
         precision: one of :data:`te_precision_callbacks.base.vocabulary.PRECISIONS`.
-        part: ``fprop``, ``dgrad``, ``wgrad``, ``qk``, ``pv``, ``forward`` or ``backward``; empty for all products.
+        part: one of :data:`PARTS`; empty for all products.
     """
 
     precision: str
@@ -130,11 +111,7 @@ _SHARE_FORM = "A condition on a share is 'fp8 >= 95%', or with a part of the pro
 
 
 def parse_share(entry: object) -> Share:
-    """Parse a condition of a contract on a share of the multiply-adds.
-
-    Raises:
-        ValueError: not a condition; the text continues a sentence that starts with the key.
-    """
+    """Parse a condition of a contract; the text of a ValueError continues a sentence that starts with the key."""
     match = _SHARE.fullmatch(entry.strip()) if isinstance(entry, str) else None
     if match is None:
         raise ValueError(f"has {entry!r}. {_SHARE_FORM}")
@@ -153,11 +130,7 @@ def parse_share(entry: object) -> Share:
 
 
 def parse_condition(entry: object) -> Condition:
-    """Parse a condition of a config.
-
-    Raises:
-        ValueError: not a condition; the text continues a sentence that starts with the key.
-    """
+    """Parse a condition of a config; the text of a ValueError continues a sentence that starts with the key."""
     if entry in (NONFINITE, ACTIVATION_OVERFLOW):
         return EventCondition(entry)
     match = _COMPARISON.fullmatch(entry.strip()) if isinstance(entry, str) else None
@@ -174,7 +147,6 @@ def parse_condition(entry: object) -> Condition:
 
 
 def _statistic(entry: str, name: str) -> Request:
-    """Return the statistic of a name; raises ValueError as :func:`parse_condition` does."""
     if name == BLOCKWISE:
         return Request(name, STATISTICS[name])
     try:

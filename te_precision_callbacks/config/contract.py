@@ -17,11 +17,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, StrictInt, ValidationError
 
 from te_precision_callbacks.base.vocabulary import PRECISIONS, SUBJECTS
 from te_precision_callbacks.config.conditions import Share, parse_share
-from te_precision_callbacks.config.problems import ConfigError, Problems, raise_problems, shown, suggestion
+from te_precision_callbacks.config.problems import ConfigError, Problems, shown, suggestion
 from te_precision_callbacks.config.yaml_text import read_yaml
 
 CONTRACT = "precision_contract"
@@ -40,7 +42,7 @@ class Contract:
         layers: pattern of layer names -> the precision of all their GEMMs.
         state: subject -> dtype, as torch names it: ``float32``.
         by_step: the number of steps after which the contract must hold, and stay valid.
-        on_broken: the reaction; by default the integration's keyword ``on_broken``.
+        on_broken: by default the integration's keyword ``on_broken``.
     """
 
     shares: tuple[Share, ...] = ()
@@ -54,14 +56,11 @@ ContractSource = str | os.PathLike[str] | Mapping[str, Any] | Contract | None
 
 
 def read_contract(source: ContractSource) -> Contract | None:
-    """Read and check a contract.
+    """Read and check a contract; raises a ConfigError with all problems.
 
     Args:
         source: a condition on a share; the path of a YAML file (``.yaml``, ``.yml``) with the key
             ``precision_contract``; a mapping with or without that key; a contract; or None.
-
-    Raises:
-        ConfigError: all problems of the source.
     """
     if source is None or isinstance(source, Contract):
         return source
@@ -87,101 +86,74 @@ def read_contract(source: ContractSource) -> Contract | None:
     )
 
 
-def _read(data: Any, place: Callable[..., str]) -> Contract:
+def _entries(data: Any) -> Mapping[Any, Any]:
+    """Conditions on shares by their key: the index in a list, or the products, with a number of percent."""
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{place()}: a contract is a mapping of {_listed(_KEYS)}, not {shown(data)}.")
-    problems = Problems()
-    for key in data:
-        if key not in _KEYS:
-            problems.add(f"{place(key)}: a contract has no key {shown(key)}.{suggestion(str(key), _KEYS)}")
-    contract: dict[str, Any] = {}
-    for key, read in _KEYS.items():
-        if key in data:
-            with problems.noted():
-                contract[_FIELDS.get(key, key)] = read(data[key], lambda *inner, key=key: place(key, *inner))
-    if not data.keys() & {"share", "layers", "state"}:
-        problems.add(f"{place()}: the contract demands nothing. Give it {_listed(('share', 'layers', 'state'))}.")
-    problems.raise_any()
-    return Contract(**contract)
+        return dict(enumerate(data if isinstance(data, (list, tuple)) else [data]))
+    numbers = {name: number for name, number in data.items() if type(number) in (int, float)}
+    return {**data, **{name: f"{name} >= {number}%" for name, number in numbers.items()}}
 
 
-def _shares(data: Any, place: Callable[..., str]) -> tuple[Share, ...]:
-    entries: list[tuple[Any, tuple[Any, ...]]]
-    if isinstance(data, Mapping):
-        entries = [(f"{name} >= {number}%" if _is_number(number) else number, (name,)) for name, number in data.items()]
-    else:
-        listed = [data] if isinstance(data, str) or not isinstance(data, Iterable) else list(data)
-        entries = [(entry, () if isinstance(data, str) else (number,)) for number, entry in enumerate(listed)]
-    problems, shares = Problems(), []
-    for entry, keys in entries:
-        try:
-            shares.append(parse_share(entry))
-        except ValueError as error:
-            problems.add(f"{place(*keys)} {error}")
-    problems.raise_any()
-    return tuple(shares)
+def _known(words: Iterable[str], problem: str) -> PlainValidator:
+    """Accept some words; the problem has a placeholder for the value."""
+    known = list(words)
+
+    def check(value: Any) -> str:
+        if isinstance(value, str) and value in known:
+            return value
+        raise ValueError(f"{problem.format(shown(value))}.{suggestion(str(value), known)}")
+
+    return PlainValidator(check)
 
 
-def _layers(data: Any, place: Callable[..., str]) -> dict[str, str]:
-    def problem(pattern: Any, precision: Any) -> str:
-        try:
-            re.compile(str(pattern))
-        except re.error as error:
-            return f"{shown(pattern)} is no regular expression: {error}."
-        if isinstance(precision, str) and precision in PRECISIONS:
-            return ""
-        return f"{shown(precision)} is no precision.{suggestion(str(precision), PRECISIONS)}"
-
-    return _texts(data, place, "patterns of layers to precisions", problem)
+def _pattern(pattern: Any) -> str:
+    try:
+        re.compile(str(pattern))
+    except re.error as error:
+        raise ValueError(f"{shown(pattern)} is no regular expression: {error}.") from error
+    return str(pattern)
 
 
-def _state(data: Any, place: Callable[..., str]) -> dict[str, str]:
-    def problem(key: Any, dtype: Any) -> str:
-        if _SHORT.get(key, key) not in SUBJECTS:
-            return f"nothing is called {shown(key)}.{suggestion(str(key), SUBJECTS)}"
-        return "" if dtype in _DTYPES else f"{shown(dtype)} is no type.{suggestion(str(dtype), _DTYPES)}"
-
-    return {_SHORT.get(key, key): dtype for key, dtype in _texts(data, place, "what is kept to types", problem).items()}
-
-
-def _texts(data: Any, place: Callable[..., str], what: str, problem: Callable[[Any, Any], str]) -> dict[str, str]:
-    """Check a mapping entry by entry."""
-    if not isinstance(data, Mapping) or not data:
-        raise ConfigError(f"{place()}: must be a mapping of {what}, not {shown(data)}.")
-    texts = ((key, problem(key, value)) for key, value in data.items())
-    raise_problems(f"{place(key)}: {text}" for key, text in texts if text)
-    return {str(key): str(value) for key, value in data.items()}
-
-
-def _by_step(data: Any, place: Callable[..., str]) -> int:
-    if type(data) is not int or data < 1:
-        raise ConfigError(f"{place()}: 'by_step' must be an integer >= 1, not {shown(data)}.")
-    return data
-
-
-def _on_broken(data: Any, place: Callable[..., str]) -> OnBroken:
-    if data not in get_args(OnBroken):
-        raise ConfigError(f"{place()}: 'on_broken' must be {_listed(get_args(OnBroken))}, not {shown(data)}.")
-    return data  # type: ignore[no-any-return]
-
-
-_KEYS: Mapping[str, Callable[[Any, Callable[..., str]], Any]] = {
-    "share": _shares,
-    "layers": _layers,
-    "state": _state,
-    "by_step": _by_step,
-    "on_broken": _on_broken,
-}
 _SHORT = {"optimizer": "optimizer_state"}
-_FIELDS = {"share": "shares"}
-
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "int8", "int16")
+_Subject = Annotated[str, _known((*_SHORT, *SUBJECTS), "nothing is called {}")]
+_Precision = Annotated[str, _known(PRECISIONS, "{} is no precision")]
+_Dtype = Annotated[str, _known(_DTYPES, "{} is no type")]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+class _Written(BaseModel):
+    """A contract as it is written. The description of a key continues "must be"."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    share: Annotated[dict[Any, Annotated[Share, PlainValidator(parse_share)]], BeforeValidator(_entries)] = {}
+    layers: dict[Annotated[str, PlainValidator(_pattern)], _Precision] = Field(
+        {}, min_length=1, description="a mapping of patterns of layers to precisions"
+    )
+    state: dict[_Subject, _Dtype] = Field({}, min_length=1, description="a mapping of what is kept to types")
+    by_step: StrictInt = Field(_BY_STEP, ge=1, description="an integer >= 1")
+    on_broken: OnBroken | None = Field(None, description="'raise' or 'warn'")
 
 
-def _listed(words: Iterable[str]) -> str:
-    *first, last = map(repr, words)
-    return f"{', '.join(first)} or {last}" if first else last
+def _read(data: Any, place: Callable[..., str]) -> Contract:
+    known = list(_Written.model_fields)
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{place()}: a contract is a mapping of {', '.join(map(repr, known))}, not {shown(data)}.")
+    try:
+        written = _Written.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError(*(_problem(details, place) for details in error.errors(include_url=False))) from None
+    if not (written.share or written.layers or written.state):
+        raise ConfigError(f"{place()}: the contract demands nothing. Give it 'share', 'layers' or 'state'.")
+    state = {_SHORT.get(subject, subject): dtype for subject, dtype in written.state.items()}
+    return Contract(tuple(written.share.values()), written.layers, state, written.by_step, written.on_broken)
+
+
+def _problem(details: Any, place: Callable[..., str]) -> str:
+    keys, known = [key for key in details["loc"] if key != "[key]"], _Written.model_fields
+    where, key = place(*keys), keys[0]
+    if key not in known:
+        return f"{where}: a contract has no key {shown(key)}.{suggestion(str(key), known)}"
+    if details["type"] == "value_error":
+        return f"{where}{' ' if key == 'share' else ': '}{details['ctx']['error']}"
+    return f"{where}: {key!r} must be {known[key].description}, not {shown(details['input'])}."

@@ -17,12 +17,7 @@ FlatConfig = Mapping[str, str]
 
 
 def flat_config(sections: Sequence[Section], features: Sequence[NamespacedFeatures]) -> FlatConfig:
-    """Flatten enabled sections to texts that are equal in every process.
-
-    Args:
-        sections: the sections.
-        features: the features of each section, under their registered names.
-    """
+    """Flatten enabled sections, with registered names of features, to texts that are equal in every process."""
     flat: dict[str, str] = {}
     for section, resolved in zip(sections, features, strict=True):
         selector = section.selector
@@ -37,7 +32,6 @@ def flat_config(sections: Sequence[Section], features: Sequence[NamespacedFeatur
 
 
 def config_hash(config: FlatConfig) -> str:
-    """Hash a config to hexadecimal digits, equal in every process."""
     return hashlib.sha256(repr(sorted(config.items())).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -58,11 +52,8 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def require_alike(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
-    """Require equal configs and first iterations on all ranks. Otherwise all ranks raise.
-
-    Raises:
-        ConfigError: the configs differ.
-        SessionError: the iterations differ.
+    """Require equal configs and first iterations on all ranks. Otherwise all ranks raise a ConfigError or a
+    SessionError.
     """
     of_rank = ranks.differing((int(config_hash(config)[:13], 16), iteration), "configs")  # 52 bits of the hash
     hashes = {number for number, _ in of_rank.values()}

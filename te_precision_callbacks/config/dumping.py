@@ -1,10 +1,4 @@
-"""Conditions of DumpTensors: the statistics they read, and conditions that can never hold.
-
-known = collected(schemas_of_a_layer, "activation")    # label -> Collected
-read_by(parse_condition("mxfp8_mse > 5"), known)       # the statistic that the condition reads
-
-check_conditions(plan, config.enabled_sections, detects_overflow=False)     # raises ConfigError
-"""
+"""Conditions of DumpTensors: the statistics they read, and conditions that can never hold."""
 
 from __future__ import annotations
 
@@ -36,11 +30,6 @@ _MOST_NAMED = 3
 
 def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflow: bool) -> None:
     """Reject conditions of DumpTensors that can never hold.
-
-    Args:
-        plan: the plan of all layers.
-        sections: the enabled sections.
-        detects_overflow: whether the run has activation overflow detection.
 
     Raises:
         ConfigError: a statistic is not collected for the layer and tensor, or never in a step of DumpTensors; or
@@ -76,7 +65,6 @@ def _never_holds(
     *,
     detects_overflow: bool,
 ) -> str:
-    """Return why a condition can never hold; empty if it can."""
     if isinstance(condition, EventCondition):
         return no_detection() if condition is EventCondition.ACTIVATION_OVERFLOW and not detects_overflow else ""
     statistic = read_by(condition, known)
@@ -95,7 +83,6 @@ def _never_holds(
 
 
 def _place(sections: Sequence[Section], keys: KeyPath) -> str:
-    """Return the place of a key of DumpTensors in the first of a layer's sections with it."""
     spelled = ((section, feature) for section in sections for feature in section.features.get(NAMESPACE, {}))
     section, feature = next(pair for pair in spelled if schema_of(pair[1]) is DumpTensors)
     return section.place(NAMESPACE, feature, *keys)
@@ -109,13 +96,7 @@ def no_detection() -> str:
 
 
 def missing_statistic(condition: Threshold, known: Mapping[str, Collected], layers: Sequence[str], tensor: str) -> str:
-    """Return the message for a condition on a statistic that no feature collects.
-
-    Args:
-        condition: the condition.
-        known: the collected statistics of the tensor.
-        layers, tensor: the layers and the tensor of the condition.
-    """
+    """Return the message for a condition on a statistic that no feature collects; ``known`` are those of the tensor."""
     wanted = condition.statistic
     those = "that layer" if len(layers) == 1 else "those layers"
     if wanted.statistic.of in OF_GEMMS:
@@ -174,7 +155,6 @@ class Collected:
 
 
 def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Collected]:
-    """Return the statistics that a layer's features collect of a tensor, by requested name."""
     asked: dict[str, tuple[Request, list[Schedule]]] = {}
     for options in (options for feature in features for options in holding(feature.targets, tensor, None)):
         if isinstance(options, LoggedTensor):
@@ -205,8 +185,6 @@ def read_by(condition: Threshold, known: Mapping[str, Collected], recipe: str | 
     the same number.
 
     Args:
-        condition: the condition.
-        known: the result of :func:`collected`.
         recipe: the recipe of the quantized tensor; None for other tensors, and before the run.
     """
     wanted = condition.statistic

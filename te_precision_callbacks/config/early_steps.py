@@ -1,10 +1,5 @@
 """The option ``early_steps=``: more collection steps at the start of a run.
 
-read_early_steps(None, config)       # (1, 2, 5, 10, 20, 50) with the default config, () with one's own
-read_early_steps(True, config)       # (1, 2, 5, 10, 20, 50)
-read_early_steps([3, 30], config)    # (3, 30)
-with_early_steps(config, (1, 2, 5))  # the config with these steps in the schedule of each statistic
-
 This cannot be a key of configs, which stay valid for Transformer Engine, whose ``freq`` is one number. Steps count from
 the start of the training, so a resumed run collects in the same steps as an uninterrupted one.
 """
@@ -16,9 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
+from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import Section
+from te_precision_callbacks.config.schemas import DumpTensors, LogGemmError
 
 EarlySteps = bool | Sequence[int] | None
 
@@ -28,10 +26,8 @@ default config continues with every 100th step, at a cost below 2 % of a trainin
 
 
 def read_early_steps(early_steps: object, config: Config) -> tuple[int, ...]:
-    """Return the early steps in increasing order.
-
-    Args:
-        early_steps: the option. None: :data:`EARLY_STEPS` with the default config, no steps with another.
+    """Return the early steps in increasing order. None: :data:`EARLY_STEPS` with the default config, no steps with
+    another.
 
     Raises:
         OptionError: the option is invalid.
@@ -55,11 +51,6 @@ def with_early_steps(config: Config, steps: Sequence[int]) -> Config:
 
 
 def _with_early_steps(section: Section, steps: Sequence[int]) -> Section:
-    # Not above: the schemas import pydantic and numpy.
-    from te_precision_callbacks.config.checking import ReadOptions
-    from te_precision_callbacks.config.levels import ObservingFeatureSchema
-    from te_precision_callbacks.config.schemas import DumpTensors, LogGemmError
-
     def early(options: Any) -> Any:
         schema = options.schema if isinstance(options, ReadOptions) else None
         if not isinstance(schema, (ObservingFeatureSchema, LogGemmError)) or isinstance(schema, DumpTensors):

@@ -31,8 +31,7 @@ class Effect:
         quantizes: whether replacements are quantized.
         high_precision: GEMMs that run in high precision.
         needs_recipe: the required recipe of the layer, if any.
-        schedules: GEMM and tensor -> the steps in which the feature acts, with an empty name for all. Empty: every
-            step.
+        schedules: GEMM and tensor -> the steps in which the feature acts, an empty name for all. Empty: every step.
     """
 
     modifies: tuple[Pair, ...] = ()
@@ -46,7 +45,6 @@ class Effect:
         return tuple(dict.fromkeys((*self.high_precision, *(gemm for gemm, _ in self.modifies))))
 
     def steps(self, gemm: str, tensor: str = "") -> tuple[Schedule, ...]:
-        """Return the schedules of the feature for a GEMM, or for a tensor of it."""
         acting = [
             schedule
             for (of_gemm, of_tensor), schedule in self.schedules.items()
@@ -95,7 +93,6 @@ def _in_any(schedules: Iterable[Schedule], iteration: int) -> bool:
 
 
 def _meet(some: Iterable[Schedule], others: Sequence[Schedule]) -> bool:
-    """Return whether any pair of schedules shares a step."""
     return any(first.meets(other) for first in some for other in others)
 
 
@@ -113,10 +110,6 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
 
     Upstream calls only one of two features that modify a tensor. If a feature quantizes both operands of a GEMM,
     upstream ignores a feature that forbids it; if a feature quantizes one operand, the GEMM fails.
-
-    Args:
-        sections: the sections that act on the layers.
-        layers: a description of the layers.
     """
     acting = [(section, feature, effect) for section in sections for feature, effect in section.effects.items()]
     for number, (section, feature, effect) in enumerate(acting):

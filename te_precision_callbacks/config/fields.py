@@ -1,8 +1,5 @@
 """Types of config values for the schemas, with descriptions.
 
-    freq: StrictInt = Field(1, ge=1)         # words(field): "an integer >= 1"
-    tensors: ListOf[Operand]                 # words(field): "a list of activation, weight, gradient"
-
 Texts of validation errors continue a sentence that starts with the key: "has the pair [5, 2], which ends before it
 starts."
 """
@@ -77,8 +74,6 @@ def _refused(
     *,
     other_feature: str = "",
 ) -> ValueError:
-    """Return the error for an entry of ``stats``, with the feature that has it, or similar or known names."""
-
     reason = shortened(str(error).removeprefix(f"{entry!r}: "))
     if other_feature:
         return ValueError(f"has {shown(entry)}: {reason}. It is a statistic of {other_feature}: write it there.")
@@ -201,7 +196,6 @@ Intervals = Annotated[
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Return whether a field is a list; its only entry may be a bare name."""
     return get_origin(_plain(field.annotation)[0]) is list
 
 
@@ -212,7 +206,6 @@ def names(field: FieldInfo) -> tuple[str, ...]:
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a field's items, if it is a list of mappings."""
     kind = _one(field.annotation)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
@@ -260,6 +253,5 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
 
 
 def _one(annotation: Any) -> Any:
-    """Return the type of a field, or of its entries if it is a list."""
     kind = _plain(annotation)[0]
     return get_args(kind)[0] if get_origin(kind) is list else kind

@@ -7,29 +7,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import Scheduled
-from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.levels import Level, Target
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import NamespacedFeatures, Section, resolve_features
 from te_precision_callbacks.config.problems import shown
-from te_precision_callbacks.config.schemas import LogGemmErrorItem
+from te_precision_callbacks.config.schemas import LogGemmErrorItem, known_features
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
 
 _MOST_NAMED = 3
 
 
 def notes_of(config: Config) -> list[str]:
-    """Return the warnings for a config without a session; raises ConfigError for unknown features."""
     known = known_features()
     return idle_in_words(config, [resolve_features(section, known) for section in config.enabled_sections])
 
 
 def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> list[str]:
-    """Return the warnings for a config.
-
-    Args:
-        features: the registered features of each enabled section.
-    """
     sections = config.enabled_sections
     if not sections:
         return [f"The config ({config.name}) has no enabled section, so nothing is done."]
@@ -72,11 +65,8 @@ def never_due_in_words(config: Config, last: int) -> str:
 
 
 def why_gemm_error_not_due(config: Config, begin: int, last: int, *, ended: bool) -> str:
-    """Return why LogGemmError was not due in a run; empty if it was due or is not configured.
-
-    Args:
-        begin, last: the first and the last step of the run so far.
-        ended: whether the run has ended.
+    """Return why LogGemmError was not due from the first to the last step so far; empty if it was, or is not
+    configured.
     """
     items = [target.options for *_, target in _all_targets(config)]
     schedules = [item.schedule for item in items if isinstance(item, LogGemmErrorItem)]
@@ -92,14 +82,12 @@ def why_gemm_error_not_due(config: Config, begin: int, last: int, *, ended: bool
 
 
 def steps_that_observe(config: Config, steps: Iterable[int]) -> list[int]:
-    """Return the steps with observation of tensors or GEMMs."""
     items = (target.options for *_, target in _all_targets(config))
     schedules = {item.schedule for item in items if isinstance(item, Scheduled)}
     return [step for step in steps if any(schedule.at(step)[0] for schedule in schedules)]
 
 
 def _all_targets(config: Config) -> Iterator[tuple[Section, str, Target[Level]]]:
-    """Yield the targets of all features in enabled sections, with section and feature."""
     for section in config.enabled_sections:
         for feature, options in section.features.get(NAMESPACE, {}).items():
             for target in _targets(options):

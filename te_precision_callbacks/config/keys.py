@@ -54,7 +54,6 @@ class Spans(_Steps):
     @model_validator(mode="before")
     @classmethod
     def _without_freq(cls, written: Any) -> Any:
-        """Reject ``freq``, which is for statistics only."""
         if isinstance(written, Mapping) and "freq" in written:
             raise Misfit(
                 ("freq",),
@@ -218,7 +217,6 @@ class Quantization(Margin):
     )
 
     def check_target(self, nested: Nested) -> None:
-        """Check that there is a format, and no margin where blocks determine the scales."""
         if self.quant_format is None:
             raise Misfit(nested.here, f"has no 'quant_format', {words(type(self).model_fields['quant_format'])}.")
         if self.quant_format.startswith("MXFP8") and self.margin:
@@ -243,5 +241,5 @@ class LoggedTensor(Scheduled, OneTensor[NameT], Generic[NameT]):
         return tuple(request.of(self.tensor) for request in self.stats)
 
     def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
-        """Return the requested statistics for a step with, or without, quantization of the tensor."""
+        """Return the statistics for a step with, or without, quantization of the tensor."""
         return self.requests

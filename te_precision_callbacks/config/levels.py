@@ -31,11 +31,8 @@ HeldT_co = TypeVar("HeldT_co", bound="Level", covariant=True)
 
 
 class Misfit(ValueError):
-    """Keys that contradict each other, or an incomplete choice.
-
-    Args:
-        keys: the path of the key, from the model that raises.
-        text: the problem; continues a sentence that starts with the key.
+    """Keys that contradict each other, or an incomplete choice. The text continues a sentence that starts with the
+    key.
     """
 
     def __init__(self, keys: KeyPath, text: str) -> None:
@@ -48,19 +45,14 @@ _TENSORS = frozenset({"tensors", "tensors_struct"})
 
 @dataclass(frozen=True)
 class Nested:
-    """The options for a tensor or a GEMM, with the enclosing levels; inner keys override outer ones.
+    """The options for a tensor or a GEMM, with the enclosing levels, outermost first; inner keys override outer ones.
 
         whole = Nested.of({"margin": 1, "gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 2}]})
         ((gemm, of_gemm),) = whole.chosen("gemm")      # "fprop"
-        ((tensor, nested),) = of_gemm.chosen("tensor")  # "weight"
-        nested.merged()["margin"]                       # 2
-        nested.path("margin")                           # ("gemms_struct", 0, "margin")
+        of_gemm.merged()["margin"]                      # 2
+        of_gemm.path("margin")                          # ("gemms_struct", 0, "margin")
 
-    Options can have the list ``tensors_struct``, or ``gemms_struct``, whose items can have ``tensors_struct`` again.
     Read from nvidia-dlfw-inspect 0.2.2, ``base.py``, and Transformer Engine 2.20.2, ``debug/features/api.py``.
-
-    Attributes:
-        levels: path and options of each level, outermost first.
     """
 
     levels: tuple[tuple[KeyPath, Mapping[str, Any]], ...]
@@ -74,7 +66,6 @@ class Nested:
         return self.levels[-1][0]
 
     def path(self, key: str) -> KeyPath:
-        """Return the path of a key's effective value, or of the innermost level."""
         given = (path for path, level in reversed(self.levels) if key in level)
         return next(((*path, key) for path in given), self.here)
 
@@ -89,9 +80,8 @@ class Nested:
         return effective
 
     def chosen(self, what: Literal["tensor", "gemm"]) -> Iterator[tuple[str | None, Nested]]:
-        """Yield each name in ``<what>s`` or the items of ``<what>s_struct``, of the innermost level with either.
-
-        Without either, the options apply to all names: yield one None.
+        """Yield each name in ``<what>s`` or the items of ``<what>s_struct``, of the innermost level with either; else
+        one None.
         """
         for path, level in reversed(self.levels):
             names, items = level.get(f"{what}s"), level.get(f"{what}s_struct")
@@ -112,7 +102,6 @@ class Level(BaseModel):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        """Reject a list of names next to a list of items."""
         for key in ("tensors", "gemms"):
             if getattr(self, key, None) and getattr(self, f"{key}_struct"):
                 raise Misfit((f"{key}_struct",), f"is given together with {key!r}; keep one of the two.")
@@ -120,17 +109,17 @@ class Level(BaseModel):
 
     @property
     def nested(self) -> Nested:
-        """The given keys, in this level and in its items."""
         return Nested.of(_given(self))
 
     def check_target(self, nested: Nested) -> None:
         """Check the options for a tensor of a GEMM; raises Misfit."""
 
     @classmethod
-    def of(cls, nested: Nested, **named: str) -> Self:
-        """Build the item for a tensor or GEMM from validated keys of all levels."""
-        holds = {key: value for key, value in nested.merged().items() if key in cls.model_fields}
-        return cls.model_construct(**{**holds, **named})
+    def of(cls, nested: Nested, feature: Level, **named: str) -> Self:
+        """Build the item for a tensor or GEMM from validated keys of all levels, and defaults of the feature."""
+        own = {key: getattr(feature, key) for key in cls.model_fields if key in type(feature).model_fields}
+        given = {key: value for key, value in nested.merged().items() if key in cls.model_fields}
+        return cls.model_construct(**{**own, **given, **named})
 
     @classmethod
     def listed(cls, written: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,13 +142,7 @@ def _given(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Target(Generic[HeldT_co]):
-    """The options for a tensor and a GEMM.
-
-    Attributes:
-        tensor, gemm: None for all.
-        options: an item of the feature's list, completed by enclosing keys, or the feature's options without a list.
-        nested: the place of these options.
-    """
+    """The options for a tensor and a GEMM, None for all: an item of the feature's list, completed by enclosing keys."""
 
     tensor: str | None
     gemm: str | None
@@ -168,11 +151,7 @@ class Target(Generic[HeldT_co]):
 
 
 def holding(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: str | None) -> list[HeldT_co]:
-    """Return the options for a call, one per target of its tensor.
-
-    Args:
-        tensor, gemm: the call's tensor and GEMM, if any.
-    """
+    """Return the options for a call with a tensor and a GEMM, if any; one per target of the tensor."""
     options = [
         target.options
         for target in targets
@@ -199,7 +178,6 @@ class FeatureSchema(Level):
         return self
 
     def check(self) -> None:
-        """Check combinations of keys; raises Misfit."""
         for target in self.every_target:
             target.options.check_target(target.nested)
 
@@ -209,7 +187,6 @@ class FeatureSchema(Level):
 
     @property
     def targets(self) -> tuple[Target[Level], ...]:
-        """The feature's targets, in the order of the config; one target for everything without a choice."""
         return (Target(None, None, self, self.nested),)
 
     def effect(self) -> Effect:
@@ -225,7 +202,6 @@ class FeatureSchema(Level):
 
 
 def _refuse_twice(choices: Sequence[tuple[str, Nested]], what: str) -> None:
-    """Reject a second item for a tensor or GEMM."""
     seen: set[str] = set()
     for name, nested in choices:
         if what in nested.levels[-1][1]:
@@ -237,7 +213,6 @@ def _refuse_twice(choices: Sequence[tuple[str, Nested]], what: str) -> None:
 
 
 def _chosen(nested: Nested, what: Literal["tensor", "gemm"]) -> list[tuple[str, Nested]]:
-    """Return the tensors or GEMMs that a level chooses, with their keys; raises Misfit without any."""
     choices = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
     if not choices:
         example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
@@ -257,7 +232,7 @@ class TensorChoice(Level, Generic[NameT, TensorItemT]):
 
     def target(self, gemm: str | None, tensor: str, nested: Nested) -> Target[TensorItemT]:
         item: Any = item_of(type(self).model_fields["tensors_struct"])
-        return Target(tensor, gemm, item.of(nested, tensor=tensor), nested)
+        return Target(tensor, gemm, item.of(nested, self, tensor=tensor), nested)
 
 
 class GemmChoice(Level, Generic[GemmItemT]):
@@ -275,6 +250,11 @@ class GemmChoice(Level, Generic[GemmItemT]):
         choices = _chosen(self.nested, "gemm")
         _refuse_twice(choices, "gemm")
         return dict(choices)
+
+    def gemm_targets(self) -> tuple[Target[GemmItemT], ...]:
+        item: Any = item_of(type(self).model_fields["gemms_struct"])
+        chosen = self.chosen_gemms.items()
+        return tuple(Target(None, gemm, item.of(nested, self, gemm=gemm), nested) for gemm, nested in chosen)
 
 
 class OneTensor(Level, Generic[NameT]):
@@ -303,7 +283,6 @@ class ModifyingFeatureSchema(
         )
 
     def modifies(self) -> tuple[Pair, ...]:
-        """Return the listed tensors that belong to their GEMM."""
         listed = ((str(target.gemm), str(target.tensor)) for target in self.targets)
         return tuple((gemm, tensor) for gemm, tensor in listed if tensor in TAKES_PART[gemm])
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from te_precision_callbacks.base.vocabulary import LayerNames
+from te_precision_callbacks.config.checking import read_features
 from te_precision_callbacks.config.effects import NAMESPACE, conflicts
-from te_precision_callbacks.config.known import known_features
 from te_precision_callbacks.config.planning import (
     Plan,
     RegisteredFeatures,
@@ -20,6 +20,7 @@ from te_precision_callbacks.config.planning import (
     resolve_features,
 )
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, raise_problems, shown
+from te_precision_callbacks.config.schemas import known_features
 from te_precision_callbacks.config.selection import SELECTOR_KEYS, LayerSelector
 from te_precision_callbacks.config.yaml_text import Places, read_yaml
 
@@ -76,7 +77,6 @@ _FORMATS_OF_OTHER_TOOLS = (
         "Keep that file for Accelerate, and write the sections of features into a file of their own.",
     ),
 )
-"""Keys of other tools' configs, the tool, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,10 @@ def load_config(
         source: the path of a YAML file, a mapping, a loaded config (returned unchanged), or None for
             :data:`DEFAULT_CONFIG`.
         features: custom features, as classes.
-        feature_dirs: folders of custom features, which sessions import; unknown names are then checked at the start of
-            a session.
+        feature_dirs: folders of custom features; unknown names are then checked at the start of a session.
 
     Raises:
-        ConfigError: the file cannot be read or parsed, or the config is invalid. One error reports all problems of the
-            sections.
+        ConfigError: the config cannot be read or is invalid. One error reports all problems of the sections.
     """
     if isinstance(source, Config):
         return source
@@ -179,7 +177,6 @@ def load_config(
 
 
 def _check_format(data: Any, places: Places) -> None:
-    """Reject data that is not a mapping, and configs of other tools."""
     if not isinstance(data, Mapping):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise ConfigError(
@@ -240,9 +237,6 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
     with problems.noted():
         resolve_features(section, known, others=others)
     if NAMESPACE in features:
-        # Not above: the schemas import pydantic and numpy.
-        from te_precision_callbacks.config.checking import read_features
-
         with problems.noted():
             read = read_features(features[NAMESPACE], functools.partial(section.place, NAMESPACE))
             effects = {feature: options.schema.effect() for feature, options in read.items()}

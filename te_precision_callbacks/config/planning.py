@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect, conflicts
-from te_precision_callbacks.config.known import is_of_upstreams_tests
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, raise_problems, shown, suggestion
+from te_precision_callbacks.config.schemas import is_of_upstreams_tests
 from te_precision_callbacks.config.selection import (
     EXACT,
     LayerIndex,
@@ -49,10 +49,8 @@ class Section:
     """A section of a config: layers, and the features that act on them.
 
     Attributes:
-        name: its key.
         enabled: whether it acts; the rest of a disabled section is not validated.
         features: the features by namespace (``transformer_engine``), or by name for those of nvidia-dlfw-inspect.
-        places: formats places of keys for messages.
         effects: the effect of each enabled feature of Transformer Engine.
     """
 
@@ -70,12 +68,7 @@ class Section:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The features that act on a layer.
-
-    Attributes:
-        sections: names of the sections that select it.
-        features: namespace -> feature -> its options.
-    """
+    """The features that act on a layer, by namespace, and the names of the sections that select it."""
 
     layer: Layer
     sections: tuple[str, ...]
@@ -84,12 +77,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The features that act on each layer.
-
-    Attributes:
-        layers: the selected layers, in the order of the model.
-        unmatched: names of the sections that select no layer.
-    """
+    """The features that act on each layer, in the order of the model, and the sections that select no layer."""
 
     layers: tuple[LayerPlan, ...]
     unmatched: tuple[str, ...]
@@ -121,7 +109,7 @@ class Draft:
     """A plan with its problems.
 
     Attributes:
-        plan: the plan; layers with conflicts have no features.
+        plan: layers with conflicts have no features.
         wrong: conflicts, and invalid selectors.
         missing: sections that select no layer, and names that no layer has.
         idle: selector entries without effect while others select layers.
@@ -171,11 +159,7 @@ def draft(
     *,
     layer_names: LayerNames | None = None,
 ) -> Draft:
-    """Plan which features act on each layer, and collect problems. Takes the arguments of :func:`plan`.
-
-    Raises:
-        ConfigError: unknown feature.
-    """
+    """Take the arguments of :func:`plan`, and collect problems; raises ConfigError for unknown features."""
     problems = Problems()
     resolved: list[NamespacedFeatures] = []
     for section in sections:
@@ -231,8 +215,7 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
     Case does not matter: Transformer Engine's documentation writes ``DisableFp8Gemm`` for ``DisableFP8GEMM``.
 
     Args:
-        registered: the existing features.
-        others: whether more features may exist; unknown ones are then ignored.
+        others: whether more features than the registered ones may exist; unknown ones are then ignored.
 
     Raises:
         ConfigError: unknown feature or namespace, or a feature without ``enabled``.

@@ -1,10 +1,4 @@
-"""Errors about configs, and suggestions.
-
-problems = Problems()
-with problems.noted():              # an error raised inside is one of several
-    check_something()
-problems.raise_any()
-"""
+"""Errors about configs, and suggestions."""
 
 from __future__ import annotations
 
@@ -52,7 +46,6 @@ class ConfigError(PrecisionDebugError, ValueError):
 
 
 def shortened(text: str, most: int = 500) -> str:
-    """Shorten a long text to its beginning and end."""
     return text if len(text) <= most else f"{text[: most - most // 4]} ... {text[-(most // 4) :]}"
 
 
@@ -80,12 +73,10 @@ class Problems:
             logger.warning("... and %d more of this kind.", len(self.texts) - MOST_SHOWN)
 
     def raise_any(self) -> None:
-        """Raise a ConfigError if there are problems."""
         raise_problems(self.texts)
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise a ConfigError with all problems, if there are any."""
     if problems := tuple(problems):
         raise ConfigError(*problems)
 
@@ -107,7 +98,6 @@ _SHOWN = _Shown()
 
 
 def shown(value: object) -> str:
-    """Format a value of a config for a message."""
     return _SHOWN.repr(value)
 
 
@@ -139,7 +129,6 @@ def sharing(word: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 def _parts(word: str) -> set[str]:
-    """Return the parts of a word of several parts."""
     parts = {part for part in _PART.split(word) if len(part) > 1 and not part.isdecimal()}
     return parts if len(parts) > 1 else set()
 

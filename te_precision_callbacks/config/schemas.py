@@ -11,12 +11,14 @@ defaults and descriptions, and from the models' docstrings and examples. Upstrea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import cast
 
 from te_precision_callbacks.base.vocabulary import RESULT, GemmName, OperandName, TensorName
-from te_precision_callbacks.config.effects import Effect
+from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect
 from te_precision_callbacks.config.keys import (
     Conditional,
     Dumped,
@@ -37,7 +39,6 @@ from te_precision_callbacks.config.levels import (
     GemmChoice,
     Level,
     ModifyingFeatureSchema,
-    Nested,
     ObservingFeatureSchema,
     OneGemm,
     OneTensor,
@@ -150,10 +151,7 @@ backward_in_high_precision:
 
     @cached_property
     def targets(self) -> tuple[Target[DisableQuantizationGemmItem], ...]:
-        return tuple(
-            Target(None, gemm, DisableQuantizationGemmItem.of(nested, gemm=gemm), nested)
-            for gemm, nested in self.chosen_gemms.items()
-        )
+        return self.gemm_targets()
 
     def effect(self) -> Effect:
         return Effect(high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
@@ -312,13 +310,7 @@ gemm_error:
 
     @cached_property
     def targets(self) -> tuple[Target[LogGemmErrorItem], ...]:
-        return tuple(Target(None, gemm, self._item(gemm, nested), nested) for gemm, nested in self.chosen_gemms.items())
-
-    def _item(self, gemm: str, nested: Nested) -> LogGemmErrorItem:
-        fields = LogGemmErrorItem.model_fields
-        own = {key: getattr(self, key) for key in fields if key in type(self).model_fields}
-        holds = {key: value for key, value in nested.merged().items() if key in fields}
-        return LogGemmErrorItem.model_construct(**{**own, **holds, "gemm": gemm})
+        return self.gemm_targets()
 
 
 class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
@@ -367,10 +359,7 @@ dump_what_is_not_finite:
     def of_gemms(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
         if not self.gemms and not self.gemms_struct:
             return ()
-        return tuple(
-            Target(RESULT[cast(GemmName, gemm)], gemm, DumpTensorsGemmItem.of(nested, gemm=gemm), nested)
-            for gemm, nested in self.chosen_gemms.items()
-        )
+        return tuple(replace(target, tensor=RESULT[cast(GemmName, target.gemm)]) for target in self.gemm_targets())
 
     @property
     def every_target(self) -> tuple[Target[Level], ...]:
@@ -398,3 +387,19 @@ FEATURES: Mapping[str, type[FeatureSchema]] = {
 def schema_of(feature: str) -> type[FeatureSchema] | None:
     models = (model for name, model in FEATURES.items() if name.casefold() == feature.casefold())
     return next(models, None)
+
+
+def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
+    """Map namespaces to the features that a session will find; custom ones are in ``transformer_engine``."""
+    known: dict[str, dict[str, None]] = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {}}
+    registry = sys.modules.get("nvdlfw_inspect.registry")  # with the features that the script has registered
+    for namespace, data in registry.Registry.data.items() if registry is not None else ():
+        names = (*data.features, *(waiting.__name__ for waiting in data.deferred_features))
+        known.setdefault(namespace, {}).update(dict.fromkeys(names))
+    # nvidia-dlfw-inspect's own LogTensorStats: no layer of Transformer Engine calls it.
+    known[BASE] = {feature: None for feature in known[BASE] if feature not in known[NAMESPACE]}
+    return {namespace: tuple(features) for namespace, features in known.items()}
+
+
+def is_of_upstreams_tests(name: str) -> bool:
+    return name.startswith("Test")

@@ -42,7 +42,6 @@ SELECTORS: Mapping[str, str] = {
     TYPES: "layers with one of these words in their name, or of one of these classes (`LayerNormLinear`,"
     " `layernorm_linear`); `all`: every layer.",
 }
-"""The keys of a ``layers`` block, in order of precedence, and the layers that each selects."""
 
 SELECTOR_KEYS = tuple(SELECTORS)
 
@@ -93,7 +92,7 @@ class LayerIndex:
         return by_name
 
     def near(self, word: str, key: str) -> list[str]:
-        """Return names similar to a word that selects nothing: whole names, parts of names, or parts and classes."""
+        """Return names, parts of names or classes that are similar to a word that selects nothing."""
         names = [layer.name for layer in self.layers]
         whole = nearest(word, names) if key == EXACT or "." in word else []
         if key == EXACT:
@@ -107,37 +106,31 @@ class LayerIndex:
         return any(word in types for types in self._types)
 
     def is_part(self, word: str) -> bool:
-        """Return whether a word is one or more dotted parts of a layer's name."""
         return any(f".{word}." in f".{layer.name}." for layer in self.layers)
 
     def named(self, name: str) -> Sequence[int]:
         return self._by_name.get(name, ())
 
     def numbered(self, first: int, last: int) -> Sequence[int]:
-        """Return the layers with a number in a range, ends included."""
         return [at for at, number in enumerate(self._numbers) if number is not None and first <= number <= last]
 
     def of_type(self, word: str) -> Sequence[int]:
-        """Return the layers of a class, or with a word in their name; ``all`` selects every layer."""
         positions = range(len(self.layers))
         if word == "all":
             return positions
         return [at for at in positions if word in self._types[at] or any(word in name for name in self._names[at])]
 
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
-        """Return the layers with a match in their name.
-
-        Patterns with a negative look-around ignore aliases, which could lack the excluded text.
+        """Return the layers with a match in their name. Patterns with a negative look-around ignore aliases, which
+        could lack the excluded text.
         """
         end = 1 if _NEGATIVE.search(pattern.pattern) else None
         return [at for at, names in enumerate(self._names) if any(map(pattern.search, names[:end]))]
 
 
 def by_upstreams_names(layers: Sequence[Layer]) -> list[LayerIndex]:
-    """Index the layers by nvidia-dlfw-inspect's names, and by its names in the unwrapped model if they differ.
-
-    Scripts name a model before or after wrapping it, such as in DDP; the second names serve selectors that match none
-    of the first.
+    """Index the layers by nvidia-dlfw-inspect's names; second, by its names in the unwrapped model if they differ,
+    since scripts name a model before or after wrapping it.
     """
     return [
         LayerIndex(layers, upstream=which) for which in ((0, -1) if any(len(x.upstream) > 1 for x in layers) else (0,))
@@ -146,15 +139,7 @@ def by_upstreams_names(layers: Sequence[Layer]) -> list[LayerIndex]:
 
 @dataclass(frozen=True)
 class LayerSelector:
-    """A ``layers`` block.
-
-    Attributes:
-        exact_names: whole names.
-        pattern: a regular expression, searched in names.
-        numbers: ranges of layer numbers, ends included.
-        types: parts of names, or class names; ``all`` selects every layer.
-        place: formats places of the block and its keys.
-    """
+    """A ``layers`` block; ``numbers`` are ranges with both ends included."""
 
     exact_names: tuple[str, ...] | None
     pattern: re.Pattern[str] | None
@@ -168,11 +153,7 @@ class LayerSelector:
 
     @classmethod
     def parse(cls, block: object, place: Where) -> LayerSelector:
-        """Validate a ``layers`` block, and warn about keys that another key disables.
-
-        Raises:
-            ConfigError: all problems of the block.
-        """
+        """Validate a ``layers`` block, and warn about keys that another key disables."""
         if not isinstance(block, Mapping):
             raise ConfigError(
                 f"{place()}: 'layers' must be a mapping with one of {_listed(SELECTOR_KEYS)}, not {shown(block)}."
@@ -209,8 +190,9 @@ class LayerSelector:
         return next((index for index in indexes if self.select(index)), indexes[0])
 
     def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
-        """Return whether nvidia-dlfw-inspect's names select other layers. Layers that it cannot number, and raises
-        for, are not compared."""
+        """Return whether nvidia-dlfw-inspect's names select other layers. Layers that it cannot number are not
+        compared.
+        """
         ours, theirs = set(self.select(index)), set(self.select(upstream))
         if self.exact_names is None and self.pattern is None and self.numbers is not None:
             ours &= set(upstream.numbered(0, LARGEST_NUMBER))
@@ -259,7 +241,6 @@ def _upstream_number_of(name: str) -> int | None:
 
 
 def _as_type(word: str, key: str, index: LayerIndex) -> str:
-    """Return a hint if a word would select layers as a type; else an empty text."""
     if key == TYPES or not (index.is_class(word) or (key == EXACT and index.is_part(word))):
         return ""
     what = "a class" if index.is_class(word) else "a part of the name"
@@ -279,7 +260,6 @@ def _no_number(first: int, last: int, index: LayerIndex) -> str:
 
 
 def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:
-    """Warn of keys that another key disables, and of a pattern that selects everything."""
     rules, *others = (key for key in SELECTOR_KEYS if key in block)
     for key in others if rules in (EXACT, PATTERN) else ():
         logger.warning(

@@ -44,12 +44,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Formats places of the keys of a config.
-
-    Attributes:
-        name: the name of the config.
-        marks: path of a key or list entry -> its place; empty for a mapping.
-    """
+    """Formats places of the keys of a config; ``marks`` is empty for a mapping."""
 
     name: str
     marks: Mapping[KeyPath, Mark] = field(default_factory=dict)
@@ -63,11 +58,7 @@ class Places:
 
 
 def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any, Places]:
-    """Read a YAML file, with the places of its keys.
-
-    Args:
-        problems: receives duplicate keys.
-        what: the kind of file, for messages.
+    """Read a YAML file, with the places of its keys. ``problems`` receives duplicate keys.
 
     Raises:
         ConfigError: the file is missing, unreadable or too large, or is not YAML.
@@ -93,7 +84,6 @@ def read_yaml(path: Path, problems: Problems, what: str = "config") -> tuple[Any
 
 
 def _why_no_yaml(error: yaml.YAMLError, text: str) -> str:
-    """Return place and cause of a YAML error in one line."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return shortened(" ".join(str(error).split()))
     mark = error.problem_mark
@@ -144,8 +134,6 @@ def _similar_files(path: Path) -> str:
 
 
 class _Index:
-    """Collects the places of keys and list entries; ``problems`` receives duplicate keys."""
-
     def __init__(self, file: str, lines: Sequence[str], problems: Problems) -> None:
         self.marks: dict[KeyPath, Mark] = {}
         self._file = file

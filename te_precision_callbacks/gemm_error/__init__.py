@@ -6,8 +6,8 @@ This package uses neither Transformer Engine nor a session nor global random sta
     right = factor_of(a_data, columnwise=False)
     x, y = probes(m, 16, seed, device), probes(n, 16, seed + 1, device)
     expected = product(left, right, x, y)                  # from codes and scales
-    run = thin(out, x, y)                                  # from the result of the device
-    found = judged(run, expected, call)                    # the kernel's error, and the bad rows and columns
+    run = thin(factor_of(out, columnwise=False), x, y)     # from the result of the device
+    kernel = judged(run, expected, call)                   # the kernel's error, and the bad rows and columns
     check = check_codes(stored, high, rules, 0, 0)         # the quantizer's
 
 C x costs as much as a few columns of C. For a Gaussian x and any matrix E, the mean of |E x|^2 is |E|_F^2.

@@ -1,14 +1,10 @@
 """Models of how a device sums the products of a GEMM, and bounds on its error.
 
-    accumulator = accumulator_of(a, b, split_accumulator=False, capability=(9, 0))     # HOPPER_FAST for codes of FP8
-    accumulated(left, right, accumulator)                # float64, [n, m]: the sum of this device
-
 A tensor core adds the products of a group of k at once. It aligns them, and the sum so far, to their largest exponent,
-truncates the bits below the last one, and adds. Sources: Hopper keeps about 14 bits of FP8 products
-(DeepSeek-V3, arXiv 2412.19437, section 3.3: errors up to 2 % at K = 4096), which are 13 fraction bits after the leading
-one (SageAttention2, arXiv 2411.10958: "FP22" with 8 bits of exponent and 13 of mantissa, on Ada and Hopper). With
-``split_accumulator=True`` the partial sums are added in float32 outside of the tensor core; the interval is not
-documented, and 128 is DeepSeek's.
+truncates the bits below the last one, and adds. Hopper keeps about 14 bits of FP8 products (DeepSeek-V3, arXiv
+2412.19437, section 3.3: errors up to 2 % at K = 4096), which are 13 fraction bits after the leading one
+(SageAttention2, arXiv 2411.10958: "FP22" on Ada and Hopper). With ``split_accumulator=True`` the partial sums are added
+in float32 outside of the tensor core; the interval is not documented, and 128 is DeepSeek's.
 """
 
 from __future__ import annotations
@@ -23,13 +19,8 @@ from te_precision_callbacks.base.numerics.layouts import Stored
 
 @dataclass(frozen=True)
 class Accumulator:
-    """An accumulator.
-
-    Attributes:
-        name: a description.
-        fraction_bits: the fraction bits of the aligned values.
-        group: the number of products that are aligned at once.
-        interval: the number of products after which the sum is added to a separate float32, if any.
+    """How products are added: ``group`` products are aligned at once to ``fraction_bits``, and after ``interval``
+    products, if any, the sum is added to a separate float32.
     """
 
     name: str
@@ -42,16 +33,12 @@ class Accumulator:
 
         With u the last bit, a group truncates at most u |S| of the sum S, and as much of each product, with the sign of
         the truncated value. Over a sum: ``steps`` times u / 2 of the sum itself, all of one sign; and of the products
-        ``u / 2 sqrt(k rho)``, where rho, the squared sum over the sum of squares, is 1 for products of random signs
-        and k for equal products. As in V-ABFT (arXiv 2602.08043) the bound follows from the sizes of the operands.
+        ``u / 2 sqrt(k rho)``, where rho, the squared sum over the sum of squares, is 1 for products of random signs and
+        k for equal products. As in V-ABFT (arXiv 2602.08043) the bound follows from the sizes of the operands.
 
         Args:
             k: the number of products.
-            terms: the sums of the squared products.
-            squares: the squared sums.
-
-        Returns:
-            A tensor in the shape of the sums; both may be added up over elements before.
+            terms, squares: the sums of the squared products, and the squared sums; both may be added up before.
         """
         length = k if self.interval is None else min(k, self.interval)
         intervals = -(-k // length) if length else 1
@@ -73,25 +60,18 @@ HOPPER_SPLIT = Accumulator("14 bits, added in float32", 13, 32, 128)
 
 
 def accumulator_of(*operands: Any, split_accumulator: bool, capability: tuple[int, int] | None) -> Accumulator:
-    """Return the accumulator of a GEMM.
+    """Return the accumulator of a GEMM with these operands in memory; it is in FP8 if one has codes of eight bits.
 
-    Args:
-        *operands: the operands in memory; the GEMM is in FP8 if one has codes of eight bits.
-        split_accumulator: ``use_split_accumulator`` of the call.
-        capability: the compute capability; None for the reference backend, which sums in float32.
+    ``capability`` is None for the reference backend, which sums in float32.
     """
-    is_fp8 = any(isinstance(each, Stored) and each.element_format.bits == 8 for each in operands)
+    is_fp8 = any(isinstance(operand, Stored) and operand.element_format.bits == 8 for operand in operands)
     if not is_fp8 or capability not in ((8, 9), (9, 0)):
         return FLOAT32
     return HOPPER_SPLIT if split_accumulator else HOPPER_FAST
 
 
 def accumulated(left: torch.Tensor, right: torch.Tensor, accumulator: Accumulator) -> torch.Tensor:
-    """Compute ``left @ right^T`` of [n, k] and [m, k] with a model of an accumulator, for small matrices.
-
-    Returns:
-        float64, [n, m].
-    """
+    """Compute ``left @ right^T`` of small [n, k] and [m, k] with a model of an accumulator: float64, [n, m]."""
     left, right = left.double(), right.double()
     k = left.shape[1]
     interval = accumulator.interval or max(1, k)

@@ -1,9 +1,5 @@
 """Checks the codes and scales of a quantized tensor against the tensor before quantization, on a few blocks.
 
-    rules = rules_of(quantizer)
-    check = check_codes(part, high, rules, 0, 0)         # part: Stored; high: the tensor before quantization
-    check.wrong / check.codes                            # 0: each code is the nearest one, or a neighbour
-
 A code is right if no other value of the format is nearer to the element over its factor; with stochastic rounding, if
 no value of the format lies between. A scale is right if it follows from the block's amax by the format's rule
 (:mod:`te_precision_callbacks.base.numerics.scaling`).
@@ -84,14 +80,11 @@ class CodeCheck(NamedTuple):
     """The result of a check: float64 tensors without a dimension, on the device of the codes. Checks are added up.
 
     Attributes:
-        codes: the number of checked codes.
-        wrong: the number of wrong codes.
+        codes, wrong: the numbers of checked and of wrong codes.
         rounded: the number of stochastically rounded codes.
         rounding_bias: their sum of (|decoded| - |exact|) / the distance of the two neighbors; its mean is 0.
-        rounded_to_0: the number of zeros in them.
-        expected_0: the expected number of zeros.
-        scales: the number of checked scales.
-        wrong_scales: the number of wrong scales.
+        rounded_to_0, expected_0: the number of zeros in them, and its expected value.
+        scales, wrong_scales: the numbers of checked and of wrong scales.
     """
 
     codes: torch.Tensor
@@ -105,12 +98,10 @@ class CodeCheck(NamedTuple):
 
 
 def check_codes(part: Stored, high: torch.Tensor, rules: RoundingRules, row: int, column: int) -> CodeCheck:
-    """Check the codes and scales of a window of a quantized tensor.
+    """Check the codes and scales of a window of one direction of a quantized tensor.
 
     Args:
-        part: one direction of the tensor.
         high: the tensor before quantization, in any float dtype; leading dimensions are merged.
-        rules: the rules of the quantizer.
         row, column: the position of the window, counted in windows, modulo their number.
     """
     rows, columns = (
@@ -130,9 +121,9 @@ def check_codes(part: Stored, high: torch.Tensor, rules: RoundingRules, row: int
     decoded = part.elements(rows)[:, columns].double()
     spread = blocks.spread(factors, block, (exact.shape[0], exact.shape[1])).double()
     y = torch.where(spread.isfinite(), exact.double() / spread, torch.nan)
-    found = _codes(decoded, y, part.element_format, stochastic=rules.stochastic)
+    codes = _codes(decoded, y, part.element_format, stochastic=rules.stochastic)
     scales = _scales(part, matrix, exact, rules, rows, columns) if rules.scales_follow else _none(y)
-    return CodeCheck(*found, *scales)
+    return CodeCheck(*codes, *scales)
 
 
 def _window(extent: int, size: int, number: int) -> slice:
@@ -190,23 +181,23 @@ def _scales(
     block = (max(part.block),) * 2 if rules.square else part.block
     amaxes = blocks.tiled(exact.float().abs(), block).amax((1, 3))
     if rules.square and block != part.block:
-        each = blocks.number(exact.shape, part.block)
-        amaxes = amaxes.repeat_interleave(block[0] // part.block[0], 0)[: each[0]]
-        amaxes = amaxes.repeat_interleave(block[1] // part.block[1], 1)[:, : each[1]]
-    found, use = _of_window(part.block_scales(), rows, columns, part.block), amaxes.isfinite()
+        numbers = blocks.number(exact.shape, part.block)
+        amaxes = amaxes.repeat_interleave(block[0] // part.block[0], 0)[: numbers[0]]
+        amaxes = amaxes.repeat_interleave(block[1] // part.block[1], 1)[:, : numbers[1]]
+    scales, use = _of_window(part.block_scales(), rows, columns, part.block), amaxes.isfinite()
     if part.mode in (BLOCK_1D, BLOCK_2D):
         largest = min(torch.finfo(matrix.dtype).max, FLOAT32_MAX)
-        return _counted(_near(found, torch.reciprocal(_fp8_scale(amaxes, part, rules, largest))), use)
+        return _counted(_near(scales, torch.reciprocal(_fp8_scale(amaxes, part, rules, largest))), use)
     if part.mode == MXFP8:
         # At a power of two both are right: the quotient is rounded.
         low, high = (mxfp8_scale_inv(amaxes * (1.0 + sign * 1e-6), part.element_format) for sign in (-1, 1))
-        return _counted((found == low) | (found == high), use)
+        return _counted((scales == low) | (scales == high), use)
     if part.amax is None or part.largest_scale is None:
-        return _none(found)
+        return _none(scales)
     of_tensor = part.amax.reshape(-1, 1)
     wanted = nvfp4_block_scales(amaxes, nvfp4_encode_scale(of_tensor, part.largest_scale)).double()
     wanted = wanted.clamp(max=E4M3.max)
-    right = (found.double() - wanted).abs() <= distance(wanted, E4M3) * (0.5 + SLACK)
+    right = (scales.double() - wanted).abs() <= distance(wanted, E4M3) * (0.5 + SLACK)
     return _counted(right, use & of_tensor.isfinite())
 
 
@@ -220,8 +211,8 @@ def _fp8_scale(amaxes: torch.Tensor, part: Stored, rules: RoundingRules, largest
     )
 
 
-def _near(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return (found - wanted).abs() <= 1e-5 * wanted
+def _near(scales: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return (scales - wanted).abs() <= 1e-5 * wanted
 
 
 def _counted(right: torch.Tensor, use: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

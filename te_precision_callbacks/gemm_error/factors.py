@@ -1,10 +1,5 @@
 """The operands of a GEMM as matrices, decoded in pieces for products with a few vectors.
 
-    factor = factor_of(quantized_tensor, columnwise=True)
-    factor.shape                                   # [rows, k]: k is the dimension that the GEMM sums
-    swept = factor.sweep(from_k=vectors)           # vectors: [k, number]
-    swept.to_rows                                  # [rows, number]: the matrix times the vectors
-
 A sweep decodes each element once, and allocates one piece of the matrix.
 """
 
@@ -67,7 +62,6 @@ class Factor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and k."""
         rows, columns = self._memory_shape
         return (columns, rows) if self.turned else (rows, columns)
 
@@ -83,7 +77,6 @@ class Factor:
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether the matrix is decoded from codes."""
         return isinstance(self.memory, Stored)
 
     @property
@@ -94,7 +87,6 @@ class Factor:
         return rows, columns
 
     def pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield pieces of the rows in memory with their position: [rows of the piece, columns in memory]."""
         rows, columns = self._memory_shape
         most = min(self.piece_bytes, _CPU_PIECE_BYTES) if self.device.type == "cpu" else self.piece_bytes
         step = max(1, most // (dtype.itemsize * max(1, columns) * _ROWS_TOGETHER)) * _ROWS_TOGETHER
@@ -107,11 +99,10 @@ class Factor:
                 yield place, self.memory[place].to(dtype)  # type: ignore[index]
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Return the whole matrix, [rows, k]."""
-        found = torch.cat([piece for _, piece in self.pieces(dtype)]) if self._memory_shape[0] else None
-        if found is None:
+        whole = torch.cat([piece for _, piece in self.pieces(dtype)]) if self._memory_shape[0] else None
+        if whole is None:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
-        return found.t() if self.turned else found
+        return whole.t() if self.turned else whole
 
     def sweep(
         self,
@@ -165,7 +156,6 @@ def factor_of(tensor: Any, *, columnwise: bool, piece_bytes: int = PIECE_BYTES) 
         tensor: a plain tensor, or a quantized tensor of Transformer Engine; leading dimensions are merged.
         columnwise: whether the GEMM reads the columnwise data: it then sums over the rows of the tensor, else over its
             last dimension.
-        piece_bytes: see :class:`Factor`.
 
     Raises:
         FactorError: the tensor has no data of this direction, or is of an unknown kind.

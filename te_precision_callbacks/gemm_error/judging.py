@@ -1,16 +1,8 @@
-"""Checks the result of a GEMM without computing the product a second time.
-
-With C = alpha * left @ right^T, and a few random vectors x and y:
-
-    x, y = probes(m, 16, seed_of(layer, "x"), device), probes(n, 16, seed_of(layer, "y"), device)
-    expected = product(left, right, x, y, alpha)    # (left (right^T x), right (left^T y)), from codes and scales
-    run = thin(out, x, y)                           # (C x, C^T y), from the result of the device
-    found = judged(run, expected, Call(...))
-    sums, maxima = kernel_columns(found, rank)      # merged over micro-batches and ranks by adding, and by the maximum
+"""Judges the result of a GEMM by products with random vectors, without waiting for the device.
 
 C x - expected x sums, for each row, the errors of the row's elements times x. It is compared with the standard
 deviation of the rounding error of this sum, so an error of 1 % of the norm in one row of 8,192 is significant; C^T y
-does the same for columns.
+does the same for columns. Columns of results are merged over micro-batches and ranks by adding, and by the maximum.
 """
 
 from __future__ import annotations
@@ -69,11 +61,7 @@ def seed_of(*parts: object) -> int:
 def probes(rows: int, number: int, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return standard Gaussian vectors, [rows, number], from a separate generator.
 
-    Args:
-        rows, number: the shape.
-        seed: see :func:`seed_of`.
-        device: the device; vectors are reproducible on one kind of device.
-        dtype: None for :func:`thin_dtype`.
+    They are reproducible on one kind of device. ``dtype`` None is :func:`thin_dtype`.
     """
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
@@ -129,13 +117,8 @@ class ProbedOperands(NamedTuple):
 
 
 def product(left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, alpha: float = 1.0) -> Thin:
-    """Multiply ``alpha * left @ right^T`` with probes in three sweeps.
-
-    Args:
-        left, right: [n, k] and [m, k].
-        x, y: [m, probes] and [n, probes].
-        alpha: multiplies the product.
-    """
+    """Multiply ``alpha * left @ right^T`` of [n, k] and [m, k] with probes in three sweeps: x is [m, probes], y [n,
+    probes]."""
     none = x.new_empty(left.shape[1], 0)
     return product_and_operands(left, right, x, y, ProbedOperands(none, none), alpha)[0]
 
@@ -152,12 +135,12 @@ def product_and_operands(
     columns, column_terms = _there(again.to_rows, again.squares_to_rows)
     rows, left_g = torch.split(rows, [x.shape[1], g.left.shape[1]], 1)
     columns, right_g = torch.split(columns, [y.shape[1], g.right.shape[1]], 1)
-    found = Thin(rows * alpha, columns * alpha, row_terms * alpha**2, column_terms * alpha**2)
-    return found, ProbedOperands(left_g, right_g)
+    thinned = Thin(rows * alpha, columns * alpha, row_terms * alpha**2, column_terms * alpha**2)
+    return thinned, ProbedOperands(left_g, right_g)
 
 
-def _there(*found: torch.Tensor | None) -> list[torch.Tensor]:
-    return [each for each in found if each is not None]
+def _there(*parts: torch.Tensor | None) -> list[torch.Tensor]:
+    return [part for part in parts if part is not None]
 
 
 @dataclass(frozen=True)
@@ -166,12 +149,9 @@ class GemmCall:
 
     Attributes:
         k: the number of products in a sum.
-        dtype: the dtype of the result.
         x, y: the probes, [m, probes] and [n, probes].
-        accumulator: the accumulator of the device.
         bias: the bias, [m], if any.
-        before: the previous sum times the probes, if the product was added to one.
-        beta: multiplies ``before``.
+        before: the previous sum times the probes, if the product was added to one, multiplied by ``beta``.
     """
 
     k: int
@@ -208,7 +188,6 @@ class Judged(NamedTuple):
 
 
 def judged(run: Thin, expected: Thin, call: GemmCall) -> Judged:
-    """Compare the result of the device with codes and scales, without waiting for the device."""
     added_right, added_left, before_rows, before_columns = _added(call, expected)
     rows = _side(run.right - added_right, expected.right, run.row_squares, expected.row_squares, before_rows, call, 0)
     columns = _side(
@@ -242,8 +221,7 @@ class _Side(NamedTuple):
         error, expected, dot: the sums over probes of squared errors, of squared expected values, and of products of
             actual and expected values.
         tolerance: the square of the largest healthy error.
-        judged: whether the expected values are finite.
-        broken: whether only the expected values are finite.
+        judged, broken: whether the expected values are finite, and whether only they are.
         ratio: the error over its tolerance.
     """
 
@@ -299,8 +277,7 @@ def rounding_variance(dtype: torch.dtype) -> float:
 
 
 def _ratio(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -> torch.Tensor:
-    """Return the root of squared errors over squared tolerances; :data:`LARGEST_RATIO` without a tolerance, or if
-    broken."""
+    """The root of squared errors over squared tolerances; :data:`LARGEST_RATIO` without a tolerance, or if broken."""
     ratio = torch.where(tolerance > 0, error / tolerance, torch.where(error > 0, torch.inf, 0.0)).sqrt()
     return torch.where(broken, torch.inf, ratio).clamp(max=LARGEST_RATIO)
 
@@ -308,7 +285,6 @@ def _ratio(error: torch.Tensor, tolerance: torch.Tensor, broken: torch.Tensor) -
 def _added(
     call: GemmCall, expected: Thin
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return bias and previous sum times the probes, and the squares of the previous sum."""
     right, left = torch.zeros_like(expected.right[:1]), torch.zeros_like(expected.left[:1])
     if call.bias is not None:
         bias = call.bias.detach().reshape(-1).to(call.x.dtype)
@@ -333,16 +309,18 @@ def squares_of_difference(decoded: torch.Tensor, original: torch.Tensor) -> tupl
     return (decoded - original).square().sum(), original.square().sum()
 
 
-def kernel_columns(found: Judged, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def kernel_columns(kernel: Judged, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the columns of a kernel's error; positions are -inf if nothing is beyond its tolerance."""
-    sums = torch.stack([found.error_square, found.expected_square, found.gain_dot, found.counts, 1.0 - found.counts])
+    sums = torch.stack(
+        [kernel.error_square, kernel.expected_square, kernel.gain_dot, kernel.counts, 1.0 - kernel.counts]
+    )
     places: list[torch.Tensor] = []
-    for ratios in (found.rows, found.columns):
+    for ratios in (kernel.rows, kernel.columns):
         index = torch.arange(len(ratios), device=ratios.device, dtype=torch.float64)
         places += [torch.where(ratios > 1, sign * index, -math.inf).amax() for sign in (1, -1)]
-    of_rank = torch.where(found.ratio > 1, torch.full_like(found.ratio, rank), -math.inf)
+    of_rank = torch.where(kernel.ratio > 1, torch.full_like(kernel.ratio, rank), -math.inf)
     # A float32 as a float64 has 29 zero bits, with room for the rank.
-    ranked = (found.ratio.float().double().view(torch.int64) | rank).view(torch.float64)
-    counts = [(ratios > 1).double().sum() for ratios in (found.rows, found.columns)]
-    negated = torch.where(found.ratio > 1, torch.full_like(found.ratio, -rank), -math.inf)
-    return sums, torch.stack([found.ratio, ranked, *counts, *places, of_rank, negated])
+    ranked = (kernel.ratio.float().double().view(torch.int64) | rank).view(torch.float64)
+    counts = [(ratios > 1).double().sum() for ratios in (kernel.rows, kernel.columns)]
+    negated = torch.where(kernel.ratio > 1, torch.full_like(kernel.ratio, -rank), -math.inf)
+    return sums, torch.stack([kernel.ratio, ranked, *counts, *places, of_rank, negated])

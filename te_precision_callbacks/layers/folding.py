@@ -4,9 +4,6 @@ folded(["layers.0.fc", "layers.1.fc", "layers.4.fc", "head"])     # ["layers.{0-
 folded(f"h.{i}.experts.gemm_{e}" for i in range(32) for e in range(8))   # ["h.{0-31}.experts.gemm_{0-7}"]
 
 A text represents exactly its names, unless it has more than a few ranges of numbers.
-
-short = ShortNames(["model.encoder.layers.0.attention.qkv", "model.encoder.layers.1.attention.qkv"])
-short.of("model.encoder.layers.0.attention.qkv", 24)              # "…layers.0.attention.qkv"
 """
 
 from __future__ import annotations
@@ -32,10 +29,7 @@ _Numbers = tuple[int, ...]
 def folded(names: Iterable[str], *, most: int | None = None, most_ranges: int | None = _MOST_RANGES) -> list[str]:
     """Fold names into few texts, in the order of their first names.
 
-    Args:
-        names: the names; duplicates count once.
-        most: the maximum number of texts; one more text has the number of texts left.
-        most_ranges: the maximum number of ranges in one place; None for all.
+    Of more than ``most`` texts, one more has the number of texts left. ``most_ranges`` limits the ranges in one place.
     """
     alike: dict[str, dict[_Numbers, None]] = {}
     for name in names:
@@ -62,7 +56,6 @@ def form_of(name: str) -> str:
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
-    """The numbers in a name, to sort names that differ only in numbers."""
     return _parsed(name)[1]
 
 
@@ -73,7 +66,6 @@ def _parsed(name: str) -> tuple[str, _Numbers]:
 
 
 def _boxes(numbers: Sequence[_Numbers], width: int) -> list[list[list[int]]]:
-    """Express all numbers as few products of sets; each product has one set for each number of a name."""
     if not width:
         return [[]]
     sets = [sorted({entry[place] for entry in numbers}) for place in range(width)]
@@ -109,12 +101,9 @@ def _ranges(numbers: Sequence[int], most: int | None) -> str:
 
 
 class ShortNames:
-    """Short texts for names of layers or metrics.
+    """Short texts for names of layers or metrics that must stay different.
 
     Parts that all names have at the same place are left out first; a part before a number, and the last one, come last.
-
-    Args:
-        names: all names that must stay different.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -126,7 +115,6 @@ class ShortNames:
                 before += segment
 
     def of(self, name: str, most: int) -> str:
-        """The name in at most ``most`` characters; a name that fits is unchanged."""
         parts, before, shared = _SEGMENT.findall(name), "", list[int]()
         for place, part in enumerate(parts):
             if len(self._following.get(before, ())) == 1:

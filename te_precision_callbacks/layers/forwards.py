@@ -49,12 +49,10 @@ class ForwardClassifier:
     """Decides the kind of a forward.
 
     Attributes:
-        paused: set by an integration while it evaluates.
-        was_paused: whether ``paused`` was set since ``was_paused`` was last reset.
+        paused, was_paused: set by an integration while it evaluates; and whether it was, since last reset.
         eval_mode_counts: whether a module in eval mode is evaluated. False if the integration reports evaluations: a
             model may be trained in eval mode, or left in it by a validation that failed.
-        abandoned: whether the loop that started the session has ended without stopping it, so that forwards no longer
-            belong to it.
+        abandoned: whether the loop that started the session has ended without stopping it.
     """
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:
@@ -186,7 +184,6 @@ def _is_of_function(code: CodeType) -> bool:
 
 
 def running_forward(module: torch.nn.Module) -> FrameType | None:
-    """The frame of the forward that a module is running; None if it runs none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_code.co_varnames

@@ -1,8 +1,4 @@
-"""States of delayed scaling in modules and operations of Transformer Engine.
-
-for state in delayed_states(module):
-    state.scale, state.amax_history
-"""
+"""States of delayed scaling in modules and operations of Transformer Engine."""
 
 from __future__ import annotations
 

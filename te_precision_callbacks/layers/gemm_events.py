@@ -1,9 +1,5 @@
 """Events of GEMMs and attention of Transformer Engine.
 
-    def listener(event: GemmEvent) -> None:
-        for operand in event.operands:
-            print(event.order, event.layer, event.gemm, operand.tensor, type(operand.data).__name__)
-
 Transformer Engine frees operands right after a GEMM and reuses their memory: a listener reads in its call, or copies.
 """
 
@@ -48,7 +44,6 @@ class GemmOperand(NamedTuple):
 
     @property
     def on_debug_path(self) -> bool:
-        """Return whether the operand is the wrapper of Transformer Engine's debug path."""
         return hasattr(self.given, "rowwise_gemm_tensor")
 
     @property
@@ -66,14 +61,12 @@ class GemmEvent:
 
     Attributes:
         layer: the name of the layer, or :data:`OUTSIDE`.
-        gemm: fprop, dgrad or wgrad.
         expert: the number of the expert in its module; None outside of grouped GEMMs.
         a, b: the operands, as the extension names them: it multiplies B by A.
         out: the result, high-precision or quantized, including the addend. None if a grouped GEMM wrote the results of
             all experts into one buffer that cannot be split.
         order: the number of the GEMM in the iteration, in order of execution.
-        kind: the kind of its forward.
-        recipe: the recipe of that forward, as spelled in names of statistics; empty in high precision.
+        recipe: the recipe of its forward, as spelled in names of statistics; empty in high precision.
         arguments: the other arguments of the call (``transformer_engine/pytorch/cpp_extensions/gemm.py``).
         gelu_input: the result before GELU, if the GEMM applies it.
         before: the return value of the :data:`BeforeSum` listener for the addend; None without one.
@@ -108,12 +101,8 @@ class GemmEvent:
 
 
 class AttentionSizes(NamedTuple):
-    """The sizes of attention's two products.
-
-    Attributes:
-        batch: the number of products of each: sequences times heads.
-        rows, columns: the lengths of the queries and of the keys.
-        size, size_v: the sizes of a head of queries and keys, and of values.
+    """The sizes of attention's two products: ``batch`` products of each, sequences times heads, of ``rows`` queries by
+    ``columns`` keys, with heads of ``size`` for queries and keys, and ``size_v`` for values.
     """
 
     batch: int
@@ -137,17 +126,9 @@ class AttentionSizes(NamedTuple):
 class AttentionEvent:
     """The products of fused attention, in a forward or its backward: queries by keys, and probabilities by values.
 
-    Attributes:
-        layer: the name of the attention.
-        backward: whether it is the backward.
-        query, key, value: the operands as passed, plain or quantized.
-        gradient: the gradient of the result in a backward; else None.
-        probabilities: the quantizer of the probabilities, or None.
-        scores: the quantizer of the gradient of the scores in a backward, or None.
-        sizes: the sizes of the products.
-        kind: see :class:`GemmEvent`.
-        arguments: the arguments of ``fused_attn_fwd`` or ``fused_attn_bwd``
-            (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
+    ``gradient`` is the gradient of the result in a backward. ``probabilities`` and ``scores`` are the quantizers of the
+    probabilities and of the scores' gradient, or None. ``arguments`` are those of ``fused_attn_fwd`` or
+    ``fused_attn_bwd`` (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
     """
 
     layer: str

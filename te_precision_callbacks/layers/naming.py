@@ -1,8 +1,5 @@
 """Derives layer names from the module tree.
 
-    for module in named_te_modules(model):
-        print(module.name, [layer.name for layer in module.layers])
-
 A *module* is a Transformer Engine module with observable GEMMs: Linear, LayerNormLinear, LayerNormMLP, GroupedLinear. A
 *layer* is the unit that configs select and logs name: the module itself, or for modules with several GEMMs their parts,
 ``<module>.fc1`` and ``<module>.fc2`` or ``<module>.gemm_0``, ``<module>.gemm_1`` and so on.
@@ -73,17 +70,14 @@ class Layer:
             attribute, the path with PEFT's parts, the other paths of a shared module, and the spellings of TE's
             documentation.
         types: the layer's class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
-        given: the full name from the script, passed to the constructor or assigned by ``infer_and_assign_layer_names``;
-            empty without one.
-        upstream: the name that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` assigns for this model, and the
-            name for the model inside its wrappers, if different.
-        by_number: the path with numbers that distinguish layers of different ranks at one path, as in Megatron.
-            Children of a ModuleList have their attribute ``layer_number``, from 0, instead of their index, since each
-            pipeline stage has its list from index 0 on. Experts have the first and the last of their layer's
-            ``local_expert_indices`` (``experts_2_3``), since each rank of expert parallelism has its own. If no number
-            distinguishes a layer, a scope before the path does.
+        given: the full name from the script, passed to the constructor or assigned by ``infer_and_assign_layer_names``.
+        upstream: the names that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` assigns for this model, and for
+            the model inside its wrappers.
+        by_number: the path with numbers that distinguish layers of different ranks at one path, as in Megatron: the
+            attribute ``layer_number``, from 0, instead of the index in a pipeline stage's ModuleList; the first and
+            last of ``local_expert_indices`` for experts (``experts_2_3``); otherwise a scope before the path.
         scope: the prefix of the name that distinguishes the layer from others at its path; see
-            :mod:`te_precision_callbacks.layers.scopes`. Empty if none is needed.
+            :mod:`te_precision_callbacks.layers.scopes`.
     """
 
     name: str
@@ -97,12 +91,9 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class NamedModule:
-    """A Transformer Engine module with observable GEMMs, or attention, and its layers.
+    """A Transformer Engine module with observable GEMMs, or attention, its path without wrapper parts, and its layers.
 
-    Attributes:
-        module: the module; its attribute ``name`` is not changed here.
-        name: the path in the module tree, without wrapper parts.
-        layers: one layer, or several for LayerNormMLP and GroupedLinear.
+    The module's attribute ``name`` is not changed here.
     """
 
     module: torch.nn.Module
@@ -111,7 +102,6 @@ class NamedModule:
 
 
 def spellings(classes: Iterable[str]) -> tuple[str, ...]:
-    """The spellings of classes in a config: unchanged, and in snake case."""
     return tuple(spelling for kind in classes for spelling in (kind, snake_case(kind)))
 
 
@@ -192,14 +182,8 @@ def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") ->
 
 
 def named_attention(model: Model, names: Mapping[int, str]) -> dict[int, str]:
-    """Find Transformer Engine's attention modules in a model, and derived classes, such as Megatron's.
-
-    Args:
-        model: the model.
-        names: id of a module -> its name; modules without a name are left out.
-
-    Returns:
-        id of a module of attention -> its name.
+    """Id of a module -> its name, for Transformer Engine's attention modules in a model and derived classes, such as
+    Megatron's. Modules without a name in ``names`` are left out.
     """
     modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
     return {
@@ -214,8 +198,6 @@ def named_attention(model: Model, names: Mapping[int, str]) -> dict[int, str]:
 
 
 class NamedOperation(NamedTuple):
-    """An operation of ``te.ops`` with GEMMs, and the names of its layers."""
-
     module: torch.nn.Module
     layers: tuple[str, ...]
 
@@ -265,10 +247,9 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
     """The names that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` assigns to each module, by its id.
 
     Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: the root is ``model``, even if there are several; the children of a
-    ModuleList have their attribute ``layer_number`` instead of their index; the last path of a shared module counts.
-    Scripts call the function before or after they wrap the model in DDP and similar wrappers, so a module may have a
-    second name, in the model without wrappers. If the script has called the function itself, only the name from that
-    call is used.
+    ModuleList have their attribute ``layer_number`` instead of their index; the last path of a shared module counts. A
+    module has a second name in the model without wrappers such as DDP, since scripts call the function before or after
+    they wrap the model. If the script has called it, only the name from that call is used.
     """
     roots = [root for _, root in named_roots(model) or ()]
     # The script has called the function for a model, or inside of its wrappers.
@@ -297,7 +278,6 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of DDP and similar wrappers; the module itself if it is not a wrapper."""
     return [*_wrapped(module)][-1][1]
 
 
@@ -306,9 +286,8 @@ def _wrapped(
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield a module and the modules it wraps, outermost first, each with its attribute in the module before it.
 
-    Args:
-        module: the module, which may be registered below itself.
-        is_part: whether a module wraps its child of this name; None for DDP and similar wrappers.
+    A module may be registered below itself. ``is_part`` is whether a module wraps its child of this name; None for DDP
+    and similar wrappers.
     """
     is_part = is_part or _is_process_wrapper_part
     name, seen = "", set[torch.nn.Module]()
@@ -324,11 +303,7 @@ def _with_part(names: tuple[str, ...], part: str) -> tuple[str, ...]:
 
 
 def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
-    """Name -> names by number, where ranks have different layers of one name, by pipeline stage or by expert.
-
-    Args:
-        layers: the layers of all ranks, named by path.
-    """
+    """Name by path -> names by number, where ranks have different layers of one name, by stage or by expert."""
     by_name: dict[str, dict[str, None]] = {}
     for layer in layers:
         by_name.setdefault(layer.name, {})[layer.by_number] = None
@@ -346,11 +321,9 @@ def by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
 
 
 class ModuleTree:
-    """The tree of a model's modules, to detect changes cheaply.
+    """The tree of a model's modules, wrappers included, to detect changes cheaply.
 
-    Args:
-        model: the model; all modules below count, including wrappers.
-        parameters: whether replacing a parameter, or compiling a module, counts as a change too.
+    With ``parameters``, replacing a parameter, or compiling a module, counts as a change too.
     """
 
     def __init__(self, model: Model, *, parameters: bool = False) -> None:
@@ -412,26 +385,18 @@ def module_paths(
     *,
     opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each module below ``root`` once, parents first, with its path without wrapper parts.
+    """Each module below ``root`` once, parents first, with its path without wrapper parts; of wrappers, the wrapped
+    module.
 
-    Args:
-        root: the model; if it is wrapped, the wrapped model comes first.
-        prefix: the beginning of the paths. A root of Transformer Engine adds its class.
-        opaque: whether the modules below a module are left out.
+    Modules below an ``opaque`` module are left out.
     """
     for place in _places(root, prefix, opaque=opaque):
         yield place.path, place.module
 
 
 class _Node(NamedTuple):
-    """A module in the tree.
-
-    Attributes:
-        path: the path without wrapper parts.
-        full_path: the path with PEFT's parts.
-        by_number: as :attr:`Layer.by_number`, without a scope.
-        module: the module at this path.
-        has_number, has_experts: whether numbers in ``by_number`` show the module's stage, and its experts.
+    """A module in the tree: its path without wrapper parts, with PEFT's parts, and as :attr:`Layer.by_number` without a
+    scope; and whether numbers in that show the module's stage, and its experts.
     """
 
     path: str
@@ -453,7 +418,7 @@ def _places(
     """See :func:`module_paths`; with the other paths of each module.
 
     Args:
-        root, prefix, opaque: as in :func:`module_paths`.
+        root, prefix, opaque: as there; a root of Transformer Engine adds its class to ``prefix``.
         others: receives, for each further path of a module, its first path and that further path.
         through_adapters: whether layers with PEFT's adapters or trained copies have the path of the replacement.
     """
@@ -509,7 +474,6 @@ def _expert_numbers(module: torch.nn.Module, child_name: str) -> str:
 
 
 def _own_class(module: torch.nn.Module) -> str:
-    """The name of a module's class, without the class that fully_shard derives from it."""
     return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch.distributed.")).__name__
 
 
@@ -529,7 +493,6 @@ def _children(module: torch.nn.Module, through_adapters: bool) -> Iterator[tuple
 
 
 def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
-    """Return whether a child is a layer that PEFT has replaced by its parent."""
     if child_name == _BASE_LAYER[1]:
         return _is_peft(parent, _BASE_LAYER[0])
     return child_name == f"{_MODULES_TO_SAVE[1]}.{_DEFAULT_ADAPTER}" and _is_peft(parent, _MODULES_TO_SAVE[0])

@@ -1,5 +1,3 @@
-"""Round robin over many objects."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,11 +13,7 @@ MANY = 4_000
 
 
 class RoundRobin(Generic[Thing]):
-    """Returns a few of many objects at a time, round robin.
-
-    Args:
-        things: the objects, which are kept.
-    """
+    """Returns a few of many objects at a time, round robin."""
 
     def __init__(self, things: Sequence[Thing]) -> None:
         self._things = things
@@ -27,7 +21,6 @@ class RoundRobin(Generic[Thing]):
         self._at_once = AT_ONCE if len(things) <= MANY else AT_ONCE // 4
 
     def take(self, more: int = 0) -> Sequence[Thing]:
-        """The next objects, plus ``more``; fewer at the end of a round."""
         begin, end = self._next, self._next + self._at_once + more
         self._next = end if end < len(self._things) else 0
         return self._things[begin:end]

@@ -93,7 +93,6 @@ def _mesh(parameter: torch.nn.Parameter) -> Any:
 
 
 def _place(mesh: Any, names: tuple[str, ...], prefix: str) -> str:
-    """This rank's place in the dimension with one of the names; empty if none has several ranks."""
     for name in names:
         if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1:
             return f"{prefix}{mesh.get_local_rank(name)}"

@@ -1,5 +1,3 @@
-"""A tensor in the moment in which a layer computes with it, as features pass it to the engine and to dumps."""
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -14,8 +12,6 @@ class Watched(NamedTuple):
     """A tensor in the moment in which a layer computes with it.
 
     Attributes:
-        layer, tensor: the layer's name and the tensor's: activation, weight, gradient, output, wgrad, dgrad.
-        iteration: the debug iteration.
         values: the tensor in high precision; None for a weight that exists only in quantized form.
         rowwise, columnwise: the operands of the two GEMMs that read the tensor, quantized or plain.
         quantizer: Transformer Engine's quantizer of the tensor, or None.

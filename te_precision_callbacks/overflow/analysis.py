@@ -23,18 +23,15 @@ from te_precision_callbacks.overflow.interval import Interval, Seen, TensorEvent
 logger = logging.getLogger(__name__)
 
 _LISTED = 5
-"""The maximum number of parameters in a message."""
 
 
 @dataclass(frozen=True)
 class Find:
-    """An overflow.
+    """An overflow; see :class:`ActivationOverflowError` for the first attributes.
 
     Attributes:
-        path, class_name, role, batch, evaluation, rank: see ActivationOverflowError.
         sequence: the number of the event since the last common look.
         headline: the bad tensor.
-        advice: the remedy.
         report: the whole report.
         step: the training step as text, if known.
     """
@@ -53,12 +50,7 @@ class Find:
 
 
 class Reader:
-    """Checks the events of an interval.
-
-    Attributes:
-        loss_scaled: see :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`.
-        step: returns the current training step as text, if known.
-    """
+    """Checks the events of an interval."""
 
     def __init__(self, options: DetectorOptions) -> None:
         self.loss_scaled = False
@@ -80,8 +72,6 @@ class Reader:
         """Return the first overflow; log traced frames, and keep frames for later reports.
 
         Args:
-            interval: the events and their values.
-            evaluation: whether the events belong to an evaluation.
             traces: whether ``trace_batches`` refers to their batches.
             may_be_skipped: whether a scaler that has scaled the loss can still skip the step.
             before: the number of earlier events since the last common look of all ranks.
@@ -143,7 +133,6 @@ class Reader:
         return {name: text.amax(low, high) for name, (low, high) in extremes.items()}
 
     def forget(self) -> None:
-        """Drop the frames so far."""
         self._history.clear()
 
     def _trace(self, events: Sequence[TensorEvent], values: Values, batch: str) -> None:
@@ -173,8 +162,6 @@ def first_bad(
     as an input or under a label is not bad.
 
     Args:
-        events: the events, in order.
-        values: the values of the events.
         allow_neg_inf: patterns of the paths of modules that may produce -inf.
         excused: the slots that may have -inf anywhere; extended here.
         not_in: batches that are not checked.
@@ -210,7 +197,6 @@ def first_bad(
 
 
 def _extremes_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[float, float]]:
-    """Return the smallest and the largest element of each tensor. The host waits for the device."""
     slots = Slots(abs_min=False)
     measured = {name: slots.measure(tensor) for name, tensor in named}
     values = slots.read()
@@ -218,13 +204,8 @@ def _extremes_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[f
 
 
 def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> list[str]:
-    """Return the parameters with inf or nan, such as ``fc1.weight (nans)``; the module at ``path`` comes first.
-
-    The host waits for the device.
-
-    Args:
-        roots: the models, each with the prefix of its paths.
-        path: the path of a module.
+    """Return the parameters with inf or nan, such as ``fc1.weight (nans)``, of the module at ``path`` first. The host
+    waits.
     """
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for place, module in sorted(watched_modules(roots), key=lambda watched: watched[0] != path):
@@ -238,7 +219,6 @@ def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -
 
 
 def advice_on_weights(broken: Sequence[str]) -> str:
-    """Return the advice if parameters, such as ``fc1.weight (nans)``, are not finite."""
     more = f" and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
     return (
         f"The weights are already broken, so another precision does not help: {', '.join(broken[:_LISTED])}{more}."

@@ -31,15 +31,6 @@ class ForwardCalls:
     """Receives the hooks of a model, and records events.
 
     When an outermost forward begins, and when an evaluation has ended, it calls ``looking``, which may stop the run.
-
-    Args:
-        roots: the models, each with the prefix of its paths.
-        options: the validated keywords of the detector.
-        journal: receives the events.
-        looking: checks the events.
-
-    Attributes:
-        hooks: the hooks on the model.
     """
 
     def __init__(
@@ -54,7 +45,6 @@ class ForwardCalls:
         self.hooks = ModelHooks(roots, self, notices=journal.notices)
 
     def enter(self, watched: WatchedModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Record the start of a module's forward."""
         journal = self._journal
         if journal.closed:
             return
@@ -70,7 +60,6 @@ class ForwardCalls:
             journal.fail(error)
 
     def leave(self, watched: WatchedModule, output: Any, *, failed: bool) -> None:
-        """Record the end of a module's forward."""
         journal = self._journal
         current = journal.thread.current
         if current is None:
@@ -86,7 +75,6 @@ class ForwardCalls:
 
     @outside_of_dynamo
     def parameter_gradient(self, watched: WatchedModule, name: str, parameter: torch.Tensor) -> None:
-        """Record the accumulated gradient of a parameter."""
         journal = self._journal
         if journal.broken or parameter.grad is None or journal.closed or _is_recorded():
             return
@@ -97,13 +85,11 @@ class ForwardCalls:
             journal.fail(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the detector, which another one replaces."""
         self._looking.close(error)
 
     # ------------------------------------------------------------------ a forward
 
     def _begin(self, watched: WatchedModule) -> Pass:
-        """Begin an outermost call."""
         journal, batches = self._journal, self._journal.batches
         over = journal.closed
         # Before all else: a rank that fails below still takes part in the next common look.
@@ -157,7 +143,6 @@ class ForwardCalls:
                 record.takers.append((watched, role))
 
     def _give(self, current: Pass, watched: WatchedModule, output: Any, *, failed: bool) -> None:
-        """Note a call that has ended."""
         taken = current.close(watched)
         interval = current.interval
         if failed or taken is None or interval is None or self._journal.broken:
@@ -185,7 +170,6 @@ class ForwardCalls:
 
     @outside_of_dynamo
     def _gradient(self, record: Record, gradient: torch.Tensor | None) -> None:
-        """Record a gradient."""
         journal = self._journal
         if gradient is None or journal.broken or journal.closed:
             return

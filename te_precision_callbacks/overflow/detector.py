@@ -149,19 +149,13 @@ class DebugActivationOverflow:
         self._looking.reader.loss_scaled = value
 
     def join_session(self, *, messages: Messages | None = None, step: Callable[[], str] = str) -> None:
-        """Connect the detector with a session.
-
-        Args:
-            messages: the session's messages to other ranks, opened and closed by the session.
-            step: returns the current training step as text, for reports.
-        """
+        """Share the session's messages to other ranks, and its current training step as text, for reports."""
         self._looking.messages = messages
         self._looking.reader.step = step
 
     def begin_batch(self) -> None:
-        """Mark the start of a batch, in a loop that calls submodules instead of the model itself.
-
-        After the first call, only these calls count batches.
+        """Mark the start of a batch, in a loop that calls submodules instead of the model itself. Only these calls then
+        count.
 
         Raises:
             AbortAfterBatch: the previous batch was ``abort_after_batch``.
@@ -176,9 +170,7 @@ class DebugActivationOverflow:
         Each step of an optimizer of the model triggers a look, even if a GradScaler then skips the step.
 
         Raises:
-            ActivationOverflowError: there was an inf or nan.
-            DetectionFailedError: detection itself has failed.
-            AbortAfterBatch: the batch ``abort_after_batch`` is over.
+            ActivationOverflowError, DetectionFailedError, AbortAfterBatch: as described for the class.
         """
         self._looking.look()
 
@@ -189,8 +181,7 @@ class DebugActivationOverflow:
             error: the exception that ended the run. Findings are then logged instead of raised.
 
         Raises:
-            ActivationOverflowError: without ``error``: there was an inf or nan.
-            DetectionFailedError: without ``error``: detection itself has failed.
+            ActivationOverflowError, DetectionFailedError: without ``error``.
         """
         self._looking.close(error)
 

@@ -32,11 +32,6 @@ class DetectorOptions(pydantic.BaseModel):
 
     @classmethod
     def checked(cls, **keywords: object) -> DetectorOptions:
-        """Validate keywords.
-
-        Raises:
-            OverflowOptionError: the value of a keyword is invalid.
-        """
         try:
             return cls.model_validate(keywords)
         except pydantic.ValidationError as error:

@@ -43,9 +43,7 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
 
 
 class DetectionFailedError(PrecisionDebugError, RuntimeError):
-    """Detection has failed, and an overflow may have been missed since.
-
-    On the failing rank, the failure is the cause of this exception.
+    """Detection has failed, and an overflow may have been missed since. On the failing rank it has a cause.
 
     Attributes:
         rank: the rank of the failure.
@@ -85,9 +83,7 @@ class AbortAfterBatch(PrecisionDebugError, ValueError):
 
 
 STOPS = (ActivationOverflowError, DetectionFailedError, AbortAfterBatch)
-"""The exceptions that a detector raises on purpose in a training."""
 
 
 def text_of(error: BaseException) -> str:
-    """Return the class and the text of an exception."""
     return f"{type(error).__name__}: {error}"

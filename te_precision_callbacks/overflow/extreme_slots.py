@@ -1,10 +1,5 @@
 """Slots in device memory for the extremes of tensors, which the host reads all at once.
 
-    slots = Slots(abs_min=False)
-    first, second = slots.measure(hidden), slots.measure(labels)   # nothing waits for the device
-    values = slots.read()                                           # one copy from each device
-    values.extremes(first)                                          # (-3.1, 4.2)
-
 A slot has the dtype of its tensor, so one call reads the tensor and writes the slot: torch's ``aminmax``, or a C++
 kernel on a CPU. Both keep inf and nan: a nan makes both extremes nan, even next to an inf.
 """
@@ -32,25 +27,14 @@ _LARGEST_CHUNK = 8192
 
 
 class Unmeasured(NamedTuple):
-    """Placeholder for a tensor without extremes.
-
-    Attributes:
-        why: the reason as one word for the report.
-    """
+    """Placeholder for a tensor without extremes; ``why`` is one word for the report."""
 
     why: str
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The extremes of one tensor.
-
-    Attributes:
-        store: the store of the slot.
-        index: the slot's row in the store.
-        low, high, least: one-element tensors: the smallest and the largest element, and the smallest magnitude, which
-            is only written with ``abs_min``.
-    """
+    """The extremes of one tensor, in a row of a store. ``least`` is only written with ``abs_min``."""
 
     store: _Store
     index: int
@@ -113,7 +97,6 @@ class Values:
         self._rows = rows
 
     def not_finite(self) -> set[Measured]:
-        """Return the slots with an inf or nan as an extreme."""
         bad = {store: ~np.isfinite(rows[:, :2]) for store, rows in self._rows.items()}
         return {store.slots[index] for store, rows in bad.items() for index in np.flatnonzero(rows.any(1))}
 
@@ -123,24 +106,16 @@ class Values:
         return float(row[0]), float(row[1])
 
     def least(self, slot: Slot) -> float:
-        """Return the smallest magnitude, measured with ``abs_min``."""
         return float(self._rows[slot.store][slot.index][2])
 
 
 class Slots:
-    """The slots between two looks.
-
-    Args:
-        abs_min: measure the smallest magnitude too, in a second pass.
-    """
-
     def __init__(self, *, abs_min: bool) -> None:
         self._abs_min = abs_min
         self._stores: dict[_Place, _Store] = {}
 
     @property
     def used(self) -> int:
-        """The number of slots used since the last reset."""
         return sum(store.used for store in self._stores.values())
 
     def measure(self, tensor: torch.Tensor) -> Measured:
@@ -187,7 +162,6 @@ class Slots:
         return Values(rows)
 
     def reset(self) -> None:
-        """Free all slots for reuse."""
         for store in self._stores.values():
             store.reset()
 
@@ -201,7 +175,6 @@ class Slots:
 
 
 def to_host(rows: torch.Tensor) -> npt.NDArray[np.float64]:
-    """Copy a matrix to the host, as float64."""
     # A copy on the CPU too, where numpy would otherwise see later changes.
     copied = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
     return copied.numpy().astype(np.float64, copy=False)
@@ -221,11 +194,9 @@ _DIRECT = frozenset(
         torch.int64,
     }
 )
-"""The dtypes that aminmax supports."""
 
 
 def _plain_values(tensor: torch.Tensor) -> torch.Tensor | Unmeasured:
-    """Return a contiguous tensor for aminmax with the extremes of ``tensor``."""
     tensor = tensor.detach()
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if plain and tensor.dtype in _DIRECT and tensor.is_contiguous() and tensor.numel():

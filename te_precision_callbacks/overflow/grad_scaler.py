@@ -23,8 +23,6 @@ from te_precision_callbacks.overflow.journal import Journal
 
 
 class Listener(Protocol):
-    """A detector, or another listener to scalers."""
-
     @property
     def journal(self) -> Journal | None:
         """The journal of a detector, else None."""
@@ -47,7 +45,6 @@ def listen(listener: Listener) -> Callable[[], object]:
 
 
 def journals() -> list[Journal]:
-    """Return the journals of all active detectors of the process."""
     return [listener.journal for listener in _alive() if listener.journal is not None]
 
 
@@ -136,6 +133,5 @@ class ScaledOptimizers:
             self._new.append(weakref.ref(optimizer))
 
     def take(self) -> list[Any]:
-        """Return the optimizers that a scaler has stepped for the first time since the last call."""
         new, self._new = self._new, []
         return [optimizer for place in new if (optimizer := place()) is not None]

@@ -28,9 +28,6 @@ def watched_modules(
     """Yield each watched module once, with its path without wrapper parts, parents first.
 
     Wrappers are replaced by their modules. Modules inside a compiled module are not watched.
-
-    Args:
-        roots: the models, each with the prefix of its paths.
     """
     known: set[int] = set()
     for prefix, root in roots:
@@ -41,7 +38,6 @@ def watched_modules(
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module runs compiled or scripted code, without hooks inside."""
     if isinstance(module, torch.jit.ScriptModule) or compiled_call(module) is not None:
         return True
     return any(base.__name__ == "OptimizedModule" for base in type(module).__mro__)
@@ -55,14 +51,7 @@ def class_name(module: torch.nn.Module) -> str:
 
 
 class WatchedModule:
-    """A watched module.
-
-    Attributes:
-        path: the path in the model, without wrapper parts.
-        class_name: the name of its class.
-        module: the module.
-        is_root: whether its calls count batches.
-    """
+    """A watched module; the calls of a root count batches."""
 
     __slots__ = ("__weakref__", "class_name", "handles", "is_root", "module", "path")
 
@@ -110,13 +99,7 @@ def not_watched(*args: Any) -> None:
 
 
 class ModelHooks:
-    """All hooks of a detector on a model. Another detector on a module of the models is closed.
-
-    Args:
-        roots: the models, each with the prefix of its paths. The calls of the first model count batches.
-        receiver: receives the calls of the hooks: a :class:`~te_precision_callbacks.overflow.calls.ForwardCalls`.
-        notices: the messages that were logged.
-    """
+    """All hooks of a detector on a model. Another detector on a module of the models is closed."""
 
     def __init__(
         self,
@@ -144,7 +127,6 @@ class ModelHooks:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Add hooks to new modules of the model, and remove them from removed modules."""
         if self._tree is not None and not self._tree.changed():
             return
         self._optimizers.clear()
@@ -163,7 +145,6 @@ class ModelHooks:
         self._warn_of_compiled()
 
     def matches(self, pattern: str) -> bool:
-        """Return whether the path of a watched module matches a pattern."""
         return any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._watched.values())
 
     def steps(self, optimizer: Any) -> bool:
@@ -212,7 +193,6 @@ class ModelHooks:
                 self._parameters[key] = parameter, handle
 
     def _warn_of_compiled(self) -> None:
-        """Warn once of modules that cannot be watched."""
         opaque = [watched for watched in self._watched.values() if is_compiled(watched.module)]
         if not opaque or not self._notices.first("compiled"):
             return

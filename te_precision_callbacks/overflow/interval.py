@@ -17,14 +17,7 @@ from te_precision_callbacks.overflow.hooks import WatchedModule
 
 
 class Frame(NamedTuple):
-    """A line of a report.
-
-    Attributes:
-        sign: ``>`` for an input of a module's forward or backward, ``<`` for an output, else ``=``.
-        place: the module; None for a label.
-        role: the tensor of the module.
-        measured: the extremes of the tensor.
-    """
+    """A line of a report: ``>`` for an input of a module's forward or backward, ``<`` for an output, else ``=``."""
 
     sign: str
     place: WatchedModule | None
@@ -34,13 +27,8 @@ class Frame(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TensorEvent:
-    """An entry of an interval.
-
-    Attributes:
-        kind: the forward of a module, recorded when it ends; a gradient, with the modules that have its tensor as an
-            input or output; or a tensor given to ``detect_overflow`` inside a forward.
-        batch: the batch number.
-        frames: its lines in a report.
+    """The forward of a module, recorded when it ends; a gradient, with the modules that have its tensor as an input or
+    output; or a tensor given to ``detect_overflow`` inside a forward.
     """
 
     kind: Literal["forward", "gradient", "label"]
@@ -50,14 +38,7 @@ class TensorEvent:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A version of a tensor, by weak reference.
-
-    Attributes:
-        measured: its extremes.
-        batch: the batch of the forward, if its gradient is watched.
-        takers: the modules with the tensor as an input, in the order of the forward.
-        makers: the modules with the tensor as an output.
-    """
+    """A version of a tensor, by weak reference, with the modules that take or make it, in the order of the forward."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -79,12 +60,7 @@ Arrived = Callable[[Record, torch.Tensor | None], None]
 class Interval:
     """The events since the last look.
 
-    Args:
-        abs_min: measure the smallest magnitudes too.
-
     Attributes:
-        slots: the extremes of the interval's tensors.
-        events: the recorded events.
         excused: the slots that may have -inf.
     """
 
@@ -110,14 +86,13 @@ class Interval:
         return record
 
     def measure(self, tensor: torch.Tensor) -> Record:
-        """Return the record of a tensor, with its extremes."""
         record = self.record(tensor)
         if record.measured is None:
             record.measured = self.slots.measure(tensor)
         return record
 
     def watch_gradient(self, tensor: torch.Tensor, record: Record, batch: int, arrived: Arrived) -> None:
-        """Let ``arrived`` be called with a tensor's record and gradient, unless it will be already."""
+        """Let ``arrived`` be called with a tensor's record and gradient, once."""
         if record.batch is not None:
             return
         record.batch = batch
@@ -128,15 +103,14 @@ class Interval:
                     self._leaf_hooks.append(handle)
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
-        """Note that a scaler, which can skip the step, has multiplied a loss by ``scale``: one element on any device,
-        or None if unknown. The largest scale counts."""
+        """Note the scale of a loss, unknown if None, by a scaler that can skip the step. The largest scale counts."""
         # Copied, since the scaler changes the scale in place.
         now = torch.tensor(math.inf) if scale is None else scale.detach().clone()
         known = self._loss_scale
         self._loss_scale = now if known is None else torch.maximum(known.to(now.device), now)
 
     def loss_scale(self) -> float | None:
-        """Return the largest scale of a loss; None if no loss was scaled. The host waits for the device."""
+        """Return the largest scale of a loss, if one was scaled. The host waits for the device."""
         return None if self._loss_scale is None else self._loss_scale.item()
 
     def clear(self) -> None:
@@ -151,8 +125,6 @@ class Interval:
 
 
 class Seen(NamedTuple):
-    """A frame with its batch and its values."""
-
     batch: int
     frame: Frame
     values: Values

@@ -23,11 +23,9 @@ class Pass:
     """An outermost call of a watched module, with all nested calls.
 
     Attributes:
-        interval: the interval of its events; None if it has none.
         frames: whether the call has frames; a recomputed forward has none.
         gradients: whether its tensors' gradients are watched.
         evaluates: whether it is a forward without gradients, which is checked when it ends.
-        batch: the batch number of its frames.
         open: the calls that have not ended, each with its inputs.
     """
 
@@ -49,16 +47,12 @@ class Pass:
 
 
 class Batches:
-    """Counts the batches of a training, and of the evaluations between them.
+    """Counts the batches of a training, and of the evaluations between them, which are forwards without gradients.
 
-    Outermost forwards count batches, or the loop does. Forwards without gradients are an evaluation. Before the first
-    training batch they count as batches, since a run may have no training.
-
-    Args:
-        last: the number of the batch after which the run ends, if any.
+    Outermost forwards count batches, or the loop does. Before the first training batch evaluations count as batches,
+    since a run may have no training.
 
     Attributes:
-        trains: whether there was a training batch.
         looked: whether all events were checked: the next forward of any module then begins a batch.
     """
 
@@ -71,36 +65,26 @@ class Batches:
 
     @property
     def number(self) -> int:
-        """The number of the current or last training batch; before the first one, of the forward without gradients."""
         return max(self._number, 0)
 
     @property
     def evaluation(self) -> int:
-        """The number of the current or last forward without gradients."""
         return max(self._evaluation, 0) if self.trains else self.number
 
     @property
     def is_over(self) -> bool:
-        """Return whether the last batch of the run has begun."""
         return self._last is not None and self._number >= self._last
 
     def give(self) -> None:
-        """Let the loop count batches from now on."""
         self._given = True
         self.train()
 
     def train(self) -> None:
-        """Restart the count at the first training batch."""
         if not self.trains:
             self.trains, self._number = True, -1
 
     def begins(self, *, is_root: bool, evaluation: bool) -> bool:
-        """Return whether an outermost forward begins the next batch; count evaluations.
-
-        Args:
-            is_root: whether the model itself is called, not a module inside.
-            evaluation: whether the forward has no gradients.
-        """
+        """Return whether an outermost forward, of the model itself or of a module inside, begins the next batch."""
         if evaluation and self.trains:
             self._evaluation += is_root
             return False
@@ -122,15 +106,10 @@ class Journal:
     """The events between two looks.
 
     Attributes:
-        training: the events of training.
         evaluation: the events of the current forward without gradients.
-        batches: counts batches.
-        thread: its ``current`` is the current outermost call of this thread.
         due: whether training has run since the last look.
-        closed: whether detection has ended.
         broken: whether recording is off after a failure: until the look that raises the failure, or for good.
         failure: the failure that the next look raises.
-        notices: the messages that were logged.
     """
 
     def __init__(self, options: DetectorOptions) -> None:
@@ -145,7 +124,6 @@ class Journal:
         self._raises = options.on_failure == "raise"
 
     def label(self, tensor: torch.Tensor, label: str) -> None:
-        """Add a frame with a label to the current forward, if any."""
         current = self.thread.current
         if current is None or current.interval is None or not current.frames or self.broken or self.closed:
             return
@@ -156,7 +134,6 @@ class Journal:
             self.fail(error)
 
     def note_loss_scale(self, scale: torch.Tensor | None) -> None:
-        """Note that a GradScaler has scaled a loss."""
         if self.broken or self.closed or is_capturing():
             return
         try:
@@ -184,7 +161,6 @@ class Journal:
             )
 
     def clear(self) -> None:
-        """Drop all events."""
         self.thread.current = None
         self.due = False
         if self.failure is not None:

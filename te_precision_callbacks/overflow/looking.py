@@ -34,16 +34,7 @@ If ranks stop together, an overflow found there waits for the next common look.
 class Looking:
     """Stops a run: the only part that waits for the device and for other ranks, and that raises.
 
-    Args:
-        roots: the models, each with the prefix of its paths.
-        options: the validated keywords of the detector.
-        journal: the recorded events.
-
     Attributes:
-        reader: checks events.
-        handles: removes the hooks at the end.
-        reports: the number of reported overflows.
-        has_looked: whether there was a look so far.
         messages: the messages to the ranks that stop together; opened in the first common look, unless a session has
             set them.
     """
@@ -118,7 +109,8 @@ class Looking:
         finds = [entry for entry in entries if isinstance(entry, Find)]
         if finds:
             return min(finds, key=lambda find: find.sequence)
-        return next((DetectionFailedError(each[0], rank=each[1]) for each in entries if isinstance(each, tuple)), None)
+        failures = (entry for entry in entries if isinstance(entry, tuple))
+        return next((DetectionFailedError(failure, rank=rank) for failure, rank in failures), None)
 
     def _warn_apart(self, error: RanksLostError) -> None:
         logger.warning(
@@ -136,13 +128,11 @@ class Looking:
             self.next_batch()
 
     def next_batch(self) -> None:
-        """Begin a batch, unless the previous batch was the last of the run."""
         if self._journal.batches.is_over:
             self._abort()
         self._journal.batches.next()
 
     def look_at_evaluation(self) -> None:
-        """Check a forward without gradients that has ended."""
         batches = self._journal.batches
         if self._journal.closed:
             return
@@ -155,7 +145,6 @@ class Looking:
             self._abort()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Check the last events on this rank, and remove all hooks; see :meth:`DebugActivationOverflow.close`."""
         journal = self._journal
         if journal.closed:
             return
@@ -177,7 +166,6 @@ class Looking:
         return self._options.distributed and is_distributed(self._options.process_group)
 
     def _look_at_training(self, *, may_be_skipped: bool = True) -> Find | DetectionFailedError | None:
-        """Return the first overflow since the last look, or else a failure."""
         find = self._look_at(self._journal.training, may_be_skipped=may_be_skipped)
         find, self._pending, self._dropped = self._pending or find, None, 0
         self._journal.batches.looked = True
@@ -215,7 +203,6 @@ class Looking:
             interval.clear()
 
     def _stop_if(self, find: Find | DetectionFailedError | None) -> None:
-        """Raise a find or a failure, if any."""
         if find is None:
             return
         if isinstance(find, DetectionFailedError):
@@ -241,7 +228,6 @@ class Looking:
         )
 
     def _advice_on_weights(self, find: Find) -> str | None:
-        """Return the advice if parameters of this rank are inf or nan."""
         try:
             broken = broken_parameters(self._roots, find.path)
         except Exception as error:  # the overflow must still be reported

@@ -13,21 +13,13 @@ _LARGE = 2.0**8
 
 
 def headline(culprit: Seen) -> str:
-    """Format the bad tensor with its kind of value: the first line of the report and of the exception."""
     frame = culprit.frame
     kind = what(*culprit.values.extremes(frame.measured)) if isinstance(frame.measured, Slot) else ""
     return f"{_where(culprit)} has {kind}"
 
 
 def advice(culprit: Seen, event: TensorEvent, *, loss_scale: float | None, weights: Mapping[str, float]) -> str:
-    """Return the advice about an overflow.
-
-    Args:
-        culprit: the bad frame.
-        event: the event of the frame.
-        loss_scale: the factor of a GradScaler, if the loss was scaled.
-        weights: the largest magnitude of each parameter of the module.
-    """
+    """Return the advice about an overflow; ``weights`` are the largest magnitudes of the module's parameters."""
     frame = culprit.frame
     if event.kind == "gradient":
         scaler = (
@@ -62,14 +54,6 @@ def advice(culprit: Seen, event: TensorEvent, *, loss_scale: float | None, weigh
 
 
 def report(frames: Sequence[Seen], *, abs_min: bool, step: str, weights: Mapping[str, float]) -> str:
-    """Return the report.
-
-    Args:
-        frames: the frames; the last one is the culprit.
-        abs_min: add a column with the smallest magnitudes.
-        step: the training step of the batch as text, if known.
-        weights: the largest magnitude of each parameter of the module.
-    """
     culprit = frames[-1]
     lines = [headline(culprit)]
     lines += [f"batch {culprit.batch} is in {step}"] if step else []
@@ -101,7 +85,6 @@ def _where(seen: Seen) -> str:
 
 
 def amax(low: float, high: float) -> float:
-    """Return the largest magnitude, or nan."""
     return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.overflow.grad_scaler import listen
 from te_precision_callbacks.overflow.hooks import ModelHooks
@@ -24,13 +24,7 @@ _FOREIGN_STEPS = 10
 
 
 class Steps:
-    """Listens to the steps of all optimizers of the process, and to scalers.
-
-    Args:
-        hooks: find out whether an optimizer steps the model.
-        journal: the recorded events.
-        looking: checks the events.
-    """
+    """Listens to the steps of all optimizers of the process, and to scalers."""
 
     def __init__(self, hooks: ModelHooks, journal: Journal, looking: Looking) -> None:
         self._hooks = hooks
@@ -48,13 +42,7 @@ class Steps:
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Look before an optimizer of the model steps; return new arguments for ``step`` if it gets a closure.
-
-        Args:
-            optimizer: any optimizer.
-            args: the optimizer and the positional arguments of ``step``.
-            keywords: the keyword arguments of ``step``.
-        """
+        """Look before an optimizer of the model steps; return new arguments for ``step`` if it gets a closure."""
         if self.journal.closed:
             return None
         if not self._is_ours(optimizer):
@@ -63,15 +51,9 @@ class Steps:
         # The looks before a scaler's step come first; an optimizer that gets a scaler skips the step itself.
         scales = any(isinstance(value, GradScaler) for value in (*args[1:], *keywords.values()))
         self._looking.look(may_be_skipped=scales)
-        # Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._looking_after(args[1]), *args[2:]), keywords
-        if callable(keywords.get("closure")):
-            return args, {**keywords, "closure": self._looking_after(keywords["closure"])}
-        return None
+        return after_closure(args, keywords, lambda: self._looking.look(may_be_skipped=False))
 
     def before_scaled_step(self, optimizer: Any) -> None:
-        """Look before a GradScaler decides whether an optimizer of the model steps."""
         if not self.journal.closed and self._is_ours(optimizer):
             self._looking.look()
 
@@ -81,14 +63,6 @@ class Steps:
         except Exception as error:
             self.journal.fail(error)
             return True  # other ranks may wait for this one in their look
-
-    def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run_and_look() -> Any:
-            loss = closure()
-            self._looking.look(may_be_skipped=False)
-            return loss
-
-        return run_and_look
 
     def _count_foreign_step(self) -> None:
         """Warn once that there are no looks, if no optimizer of the model has ever stepped."""

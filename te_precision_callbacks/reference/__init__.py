@@ -7,13 +7,8 @@ Usage::
     reference.install()  # before the first import of transformer_engine
     import transformer_engine.pytorch as te
 
-    layer = te.Linear(64, 64)  # on the CPU, if there is no GPU
-    with te.autocast(enabled=True):
-        layer(torch.randn(32, 64)).sum().backward()
-
-The backend is slow and exact, and meant for trying out a config, a feature or a whole training script before the GPUs
-are booked. Scripts that call ``.cuda()`` need ``reference.install(pretend_cuda=True)``, or ``te-precision run SCRIPT``.
-docs/reference-backend.md has the details.
+The backend is slow and exact. Scripts that call ``.cuda()`` need ``reference.install(pretend_cuda=True)``, or
+``te-precision run SCRIPT``. docs/reference-backend.md has the details.
 """
 
 from te_precision_callbacks.reference.errors import (

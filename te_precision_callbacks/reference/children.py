@@ -1,20 +1,12 @@
 """Installs the reference backend in child processes of a process that has it.
 
-Usage, in a process that was started by one with the backend, by
-:mod:`te_precision_callbacks.reference.startup.sitecustomize`::
+A spawned worker, or the same script started with another rank, runs no line of this package before it imports torch and
+Transformer Engine. But every Python process runs the module ``sitecustomize``, so its folder goes into PYTHONPATH, and
+the arguments into an environment variable, for as long as the parent runs.
 
-    install_when_needed()
-
-A child may be a spawned worker that unpickles a function, or the same script started again with another rank; neither
-runs a line of this package before it imports torch and Transformer Engine. But every Python process runs the module
-``sitecustomize``, so its folder goes into PYTHONPATH, and the arguments into an environment variable. Both stay in the
-environment of the parent for as long as the parent runs, since it may start a child at any time.
-
-A child may also run on another machine, if a job scheduler has copied the environment. A child with a GPU and a
-compiled Transformer Engine uses that, and logs so, unless the parent asked for the backend in all children.
-
-The start of a child costs only a look at the environment: the backend is installed when torch or Transformer Engine is
-first imported, and never in a child that imports neither.
+If a job scheduler has copied the environment to another machine, a child with a GPU and a compiled Transformer Engine
+uses that, and logs so, unless the parent asked for the backend in all children. The backend is installed when torch or
+Transformer Engine is first imported, and never in a child that imports neither.
 """
 
 from __future__ import annotations
@@ -43,12 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def arguments_here(settings: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
-    """The arguments of ``install`` in a child; None if the child uses the compiled Transformer Engine.
-
-    Args:
-        settings: the parent's settings.
-        has_gpu: whether torch sees a GPU here.
-    """
+    """The arguments of ``install`` in a child; None if the child uses the compiled Transformer Engine."""
     if has_gpu and not settings.always and compiled_extension.why_unavailable() is None:
         logger.warning(
             "The parent process has the reference backend. This process uses the compiled Transformer Engine, since"
@@ -99,7 +86,6 @@ class _Trigger(MetaPathFinder, PendingInstallation):
         return None
 
     def install(self) -> None:
-        """Install the backend and watch the script, as the environment asks."""
         settings = inherited()
         if settings is not None:
             import torch

@@ -1,17 +1,8 @@
 """Code of rewritten modules, kept from one process to the next: parsing, rewriting and compiling takes seconds.
 
-Usage::
-
-    entry = Entry(source, path, "on the CPU")
-    code = entry.read()
-    if code is None:
-        code = compile(...)
-        entry.write(code)
-
-An entry is a file in ``te-precision-callbacks/rewritten`` of the user's cache folder (``$XDG_CACHE_HOME``, else
-``~/.cache``). Its name has a hash of all that the code depends on: another source, rewriter or Python has another
-entry; an environment has some 4 MB. If Python writes no bytecode (``python -B``), none is written here either; if the
-folder cannot be used, there is silently no entry.
+Each module has a file in ``te-precision-callbacks/rewritten`` of the user's cache folder (``$XDG_CACHE_HOME``, else
+``~/.cache``), whose name has a hash of all that the code depends on: source, rewriter, Python. If Python writes no
+bytecode (``python -B``), or the folder cannot be used, nothing is kept.
 """
 
 from __future__ import annotations
@@ -31,13 +22,8 @@ from te_precision_callbacks.reference import rewrite
 
 
 class CachedCode:
-    """The place of one module's code.
-
-    Args:
-        source: the module's source.
-        path: the path of its file, which is part of the code.
-        how: the options of the rewrite.
-    """
+    """The place of one module's code: of its source, its path, which is part of the code, and the options of the
+    rewrite."""
 
     def __init__(self, source: bytes, path: str, how: str) -> None:
         made_of = hashlib.sha256(_rewriter())
@@ -46,14 +32,12 @@ class CachedCode:
         self._file = _folder() / f"{Path(path).stem}-{made_of.hexdigest()[:32]}"
 
     def read(self) -> CodeType | None:
-        """The code, if an earlier process has kept it."""
         with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
             code = marshal.loads(self._file.read_bytes())
             return code if isinstance(code, CodeType) else None
         return None
 
     def write(self, code: CodeType) -> None:
-        """Keep the code, whole or not at all."""
         if sys.dont_write_bytecode:
             return
         with contextlib.suppress(OSError, RuntimeError):

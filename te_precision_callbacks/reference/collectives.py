@@ -1,25 +1,15 @@
 """Collectives that NCCL runs and that gloo lacks or gets wrong. Read from torch 2.13.
 
-Usage::
-
-    with one_by_one(group, async_ops=True) as handle:  # in place of torch.distributed._coalescing_manager
-        torch.distributed.all_gather_into_tensor(codes, local_codes, group=group)
-        torch.distributed.all_gather_into_tensor(scales, local_scales, group=group)
-    handle.wait()
-
-**Coalescing.** torch's manager records collectives and hands them to the backend together. gloo copies the tensors of a
-coalesced all-gather into one buffer of the first tensor's type: if the types differ, like those of FP8 codes and their
-float32 scales, memory is read as the wrong type. Given a device, gloo refuses the manager, and torch then keeps
-recording: every later collective of the group returns at once and does nothing. Here the recorded collectives run one
-after the other, which has the defined result.
+**Coalescing.** gloo copies the tensors of a coalesced all-gather into one buffer of the first tensor's type: FP8 codes
+and their float32 scales are read as the wrong type. Given a device, gloo refuses the manager, and torch then keeps
+recording: every later collective of the group does nothing. Here the recorded collectives run one after the other.
 
 **Memory.** NCCL writes to the memory of a tensor, and ignores autograd and, if it only moves data, the type. gloo
-writes through torch's operators, which refuse leaves and split views that autograd follows, has no float8 types, and
-refuses to gather tensors of one shape into as many numbers of another. Given a tensor with gaps, such as every second
-element of another, gloo takes the numbers in the gaps instead; NCCL refuses the tensor, and so does the backend.
+refuses leaves and split views that autograd follows, float8 types, and tensors of another shape with as many numbers.
+Of a tensor with gaps gloo takes the numbers in the gaps; NCCL refuses it, and so does the backend.
 
-**Groups.** Ranks may create disjoint NCCL groups at the same time, each rank for its own group only. torch gives such
-groups one name, under which gloo's ranks look for one another, and find the ranks of another group.
+**Groups.** Ranks may create disjoint NCCL groups at the same time. torch gives such groups one name, under which
+gloo's ranks find the ranks of another group.
 """
 
 from __future__ import annotations
@@ -58,9 +48,6 @@ _FLOAT8 = tuple(
 @contextmanager
 def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[Any]:
     """Replaces ``torch.distributed._coalescing_manager``: the recorded collectives run one by one at the block's end.
-
-    Yields:
-        torch's handle of coalesced collectives, without any to wait for.
 
     Raises:
         ValueError: the group is in a manager already, as in torch.
@@ -102,12 +89,12 @@ def make_gloo_stand_for_nccl() -> None:
             if (function := getattr(distributed_c10d, name, None)) is not None:
                 _replace(distributed_c10d, torch.distributed, name=name, by=_on_memory(function, moves))
     _replace(distributed_c10d, torch.distributed, name="_coalescing_manager", by=one_by_one)
-    for one, coalesced in (
+    for single, coalesced in (
         ("all_gather_single", "all_gather_single_coalesced"),
         ("all_gather_tensor", "all_gather_into_tensor_coalesced"),
     ):
-        if hasattr(_functional_collectives, one) and hasattr(_functional_collectives, coalesced):
-            gather = getattr(_functional_collectives, one)
+        if hasattr(_functional_collectives, single) and hasattr(_functional_collectives, coalesced):
+            gather = getattr(_functional_collectives, single)
             _replace(_functional_collectives, name=coalesced, by=_gathering_one_by_one(gather))
     meeting = _meeting_in_a_store_of_its_own(distributed_c10d._new_process_group_helper)
     _replace(distributed_c10d, name="_new_process_group_helper", by=meeting)
@@ -119,8 +106,6 @@ def _replace(*modules: Any, name: str, by: Any) -> None:
 
 
 def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
-    """``function``, a collective, given the memory of its tensors."""
-
     @functools.wraps(function)
     def on_memory(*arguments: Any, **options: Any) -> Any:
         memory = functools.partial(_memory, as_bytes=moves)
@@ -158,7 +143,6 @@ def _refuse_gaps(name: str, values: list[Any]) -> None:
 
 
 def _flat(values: list[Any]) -> list[Any]:
-    """Flatten the tensors, unless any of them is not contiguous."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in tensors):
         return values

@@ -1,14 +1,11 @@
 """The replacement for ``torch.cuda`` where the CPU replaces the GPU.
 
-Transformer Engine's modules see this module in place of ``torch.cuda``; with ``pretend_cuda=True`` the whole process
-does, because :mod:`te_precision_callbacks.reference.pretend` puts the names in ``__all__`` into the real one. Names
-that are not defined here are looked up in the real ``torch.cuda``.
+Transformer Engine's modules see this module in place of ``torch.cuda``; with ``pretend_cuda=True`` the names in
+``__all__`` go into the real one. Other names are looked up in the real ``torch.cuda``.
 
-There are as many devices as a launcher has started processes on this machine. All of them are the CPU, with the
-capability that :mod:`te_precision_callbacks.reference.target` gives. A CPU finishes each operation before the next one,
-so streams, events and synchronization have nothing to do. The random numbers come from the generator that torch's C++
-draws from, which is the CPU's unless ``pretend_cuda=True`` gives the CPU another. CUDA graphs are not emulated: a
-request for a graph raises.
+There are as many devices as a launcher has started processes on this machine; all are the CPU. Streams, events and
+synchronization have nothing to do. The random numbers come from the generator that torch's C++ draws from, which is the
+CPU's unless ``pretend_cuda=True`` gives the CPU another. A request for a CUDA graph raises.
 """
 
 from __future__ import annotations
@@ -86,10 +83,8 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Replaces ``torch._scaled_mm`` with one scale per matrix, which on the CPU scales the matrices before summing.
-
-    A GPU scales the sums, which are mostly exact for FP8, so the result does not depend on their order.
-    """
+    """Replaces ``torch._scaled_mm`` with one scale per matrix: as on a GPU, the scales multiply the sums, not the
+    matrices."""
     if scale_a.numel() != 1 or scale_b.numel() != 1:
         rest = {"bias": bias, "out_dtype": out_dtype, **options}
         result: torch.Tensor = torch._scaled_mm(input, mat2, scale_a, scale_b, **rest)
@@ -154,7 +149,6 @@ def set_device(device: Any) -> None:
 
 
 def _number(device: Any) -> int:
-    """The number of ``device``: a number, a name or a ``torch.device``; without an index, the current device's."""
     if isinstance(device, int):
         return device
     number: int | None = None if device is None else torch.device(device).index
@@ -196,8 +190,6 @@ def get_arch_list() -> list[str]:
 
 
 class device:
-    """Context manager that chooses a device."""
-
     def __init__(self, device: Any) -> None:
         self.idx = _number(device)
         self.prev_idx = -1
@@ -271,7 +263,6 @@ class GenericEvent:
     wait = synchronize = _nothing
 
     def elapsed_time(self, end_event: GenericEvent) -> float:
-        """Milliseconds from this event to ``end_event``."""
         return (end_event._recorded_at - self._recorded_at) * 1e3
 
 
@@ -291,8 +282,6 @@ default_stream = current_stream
 
 
 class StreamContext:
-    """Context manager that chooses a stream: there is only one."""
-
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
@@ -361,13 +350,11 @@ def _memory(pages: str) -> int:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Free and total bytes."""
     free = "SC_AVPHYS_PAGES"  # not known on every system
     return _memory(free if free in os.sysconf_names else "SC_PHYS_PAGES"), _memory("SC_PHYS_PAGES")
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:
-    """Return 0 for every statistic."""
     return defaultdict(int)
 
 
@@ -413,8 +400,6 @@ graph, make_graphed_callables, graph_pool_handle = (
 
 
 class nvtx:
-    """Profiler ranges, without effect."""
-
     range_push = range_pop = range_start = staticmethod(_zero)
     mark = range_end = staticmethod(_nothing)
 

@@ -1,7 +1,7 @@
 """The replacement for ``torch.cuda`` in Transformer Engine's modules if there is a real GPU.
 
-The compute capability, and the CUDA version that Transformer Engine compares it with, are the ones that the backend
-emulates, whatever the GPU: the layouts of the backend follow from them. All else is the real ``torch.cuda``.
+The compute capability and the CUDA version are the emulated ones, whatever the GPU, since the layouts of the backend
+follow from them. All else is the real ``torch.cuda``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ __all__ = ["cuda_version", "get_device_capability", "get_device_properties", "no
 
 
 class _Properties:
-    """A real device's properties with another capability."""
-
     def __init__(self, real: Any) -> None:
         self._real = real
         self.major, self.minor = capability()

@@ -1,8 +1,3 @@
-"""The exceptions of the reference backend.
-
-``except ReferenceBackendError`` catches all of them.
-"""
-
 from __future__ import annotations
 
 from te_precision_callbacks.base.errors import PrecisionDebugError

@@ -1,10 +1,5 @@
 """Functions that a GPU runs as one kernel: computed in float32, and rounded once at the end.
 
-Usage::
-
-    fused = rounding_once(function)
-    fused(x, bias)  # bfloat16 in, bfloat16 out; float32 between
-
 ``torch.compile`` fuses a function that Transformer Engine marks ``jit_fuser`` into one kernel, which computes bfloat16
 and float16 inputs in float32 (``triton.codegen_upcast_to_fp32`` of torch's ``_inductor/config.py``). Without
 compilation such a function rounds after every operation.
@@ -31,9 +26,8 @@ _ELEMENTS_AT_ONCE = 1 << 17
 
 
 def rounding_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``function`` of positional tensors, with half-precision inputs converted to float32 and results rounded once.
-
-    The results have the types of ``function``'s own results. ``function`` must be pure; gradients also round once.
+    """A pure ``function`` of positional tensors, with half-precision inputs converted to float32, and results and
+    gradients rounded once, to the types of ``function``'s own results.
     """
     results: dict[tuple[Any, ...], Any] = {}
 
@@ -65,9 +59,8 @@ def _result_types(function: Callable[..., Any], arguments: tuple[Any, ...]) -> A
 
 
 def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of :data:`ELEMENTWISE`, called with some rows at a time: the same operations, and the same bits.
-
-    Rows of a large tensor would otherwise go through memory for each operation. With gradients, it is called at once.
+    """One of :data:`ELEMENTWISE`, called with some rows at a time: the same bits, without going through memory for each
+    operation. With gradients, it is called at once.
     """
 
     @functools.wraps(function)
@@ -80,9 +73,9 @@ def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
         sums = False
         for begin in range(0, len(first), rows):
             part = slice(begin, begin + rows)
-            found = function(*(tensor[part] if tensor.shape == first.shape else tensor for tensor in arguments))
-            sums = isinstance(found, tuple)
-            whole[part] = found[1] if sums else found
+            result = function(*(tensor[part] if tensor.shape == first.shape else tensor for tensor in arguments))
+            sums = isinstance(result, tuple)
+            whole[part] = result[1] if sums else result
         return (whole.sum(dim=0), whole) if sums else whole
 
     return parted

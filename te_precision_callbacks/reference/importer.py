@@ -1,14 +1,6 @@
-"""Imports Transformer Engine's Python on the reference backend.
+"""Imports Transformer Engine's Python on the reference backend, through a finder in ``sys.meta_path``.
 
-Usage::
-
-    sys.meta_path.insert(0, Finder(cuda_on_cpu=True))
-
-No file of Transformer Engine changes on disk, and no bytecode of a rewritten module is written next to the module:
-:mod:`te_precision_callbacks.reference.code_cache` keeps it elsewhere. Five modules get more than a rewritten
-syntax tree: ``transformer_engine.common``, which would look for the compiled libraries, the two triton kernels that
-Transformer Engine's modules launch by themselves, attention over several ranks, which the backend does not have, and
-``nvdlfw_inspect.utils``, which executes debug features by file path, bypassing import hooks.
+No file of Transformer Engine changes on disk; :mod:`te_precision_callbacks.reference.code_cache` keeps rewritten code.
 """
 
 from __future__ import annotations
@@ -72,8 +64,8 @@ class Finder(MetaPathFinder):
 class _ExtensionLoader(Loader):
     """Gives the backend's extension as Transformer Engine's compiled one.
 
-    The extension is imported when Transformer Engine imports it, and not when the backend is installed: that may happen
-    while a module of this package, which the extension imports too, is importing torch.
+    It is imported when Transformer Engine imports it, not when the backend is installed: that may happen while a module
+    of this package, which the extension imports too, is importing torch.
     """
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -86,8 +78,6 @@ class _ExtensionLoader(Loader):
 
 
 class RewritingLoader(SourceFileLoader):
-    """Loads a module from its source file, with its syntax tree rewritten, ignoring any bytecode on disk."""
-
     def __init__(self, fullname: str, path: str, cuda_on_cpu: bool) -> None:
         super().__init__(fullname, path)
         self.cuda_on_cpu = cuda_on_cpu
@@ -119,8 +109,6 @@ def _code_of(source: bytes, path: str, fullname: str, cuda_on_cpu: bool) -> Code
 
 
 class _CommonLoader(RewritingLoader):
-    """Loads ``transformer_engine.common`` so that it never looks for a compiled library."""
-
     def exec_module(self, module: ModuleType) -> None:
         with _environment("NVTE_PROJECT_BUILDING", "1"), _environment("NVTE_RELEASE_BUILD", "0"):
             super().exec_module(module)
@@ -141,7 +129,8 @@ def _launch_grouped_dbias(
     dscales: torch.Tensor | None,
 ) -> None:
     """Replaces Transformer Engine's function of this name: adds the sum over the rows of each group to ``dbias``, the
-    rows times ``scales`` where there are any, and to ``dscales`` each row times the ``bias`` of its group."""
+    rows times ``scales`` where there are any, and to ``dscales`` each row times the ``bias`` of its group.
+    """
     for group, (first, end) in enumerate(itertools.pairwise(offsets.tolist())):
         rows = dy[first:end].float()
         if scales is None or bias is None or dscales is None:
@@ -161,32 +150,22 @@ def _load_framework_extension(framework: str) -> None:
         raise ImportError(f"The reference backend is for PyTorch; it has no extension for {framework!r}.")
 
 
-class _FeatureExecutorLoader(SourceFileLoader):
+class _FeatureExecutorLoader(RewritingLoader):
     """Loads ``nvdlfw_inspect.utils`` so that the feature files which it executes are rewritten too."""
-
-    def __init__(self, fullname: str, path: str, cuda_on_cpu: bool) -> None:
-        super().__init__(fullname, path)
-        self._cuda_on_cpu = cuda_on_cpu
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        rewrite_executed_features(module, cuda_on_cpu=self._cuda_on_cpu)
+        rewrite_executed_features(module, cuda_on_cpu=self.cuda_on_cpu)
 
 
-_SPECIAL_LOADERS: dict[str, Callable[[str, str, bool], SourceFileLoader]] = {
+_SPECIAL_LOADERS: dict[str, type[RewritingLoader]] = {
     "nvdlfw_inspect.utils": _FeatureExecutorLoader,
     "transformer_engine.common": _CommonLoader,
 }
 
 
 class _Replaced(NamedTuple):
-    """A function of a module of Transformer Engine that gets another one in its place.
-
-    Attributes:
-        name: its name.
-        by: the other one.
-        on_cpu_alone: whether the function stays where there is a real GPU, which runs triton.
-    """
+    """Replaces one function of a module; ``on_cpu_alone`` if a real GPU runs it in triton."""
 
     name: str
     by: Callable[..., Any]
@@ -209,8 +188,8 @@ _REPLACED = {
 def rewrite_executed_features(executor: ModuleType, *, cuda_on_cpu: bool) -> None:
     """Make ``executor``, which is ``nvdlfw_inspect.utils``, rewrite the feature files that it executes by path.
 
-    The module uses only ``importlib.util.spec_from_file_location`` and ``module_from_spec`` of ``importlib``: the first
-    name is replaced in this one module.
+    It uses only ``importlib.util.spec_from_file_location`` and ``module_from_spec``: the first is replaced in this
+    module.
     """
 
     def spec_from_file_location(name: str, location: str, **options: Any) -> ModuleSpec | None:
@@ -225,7 +204,6 @@ def rewrite_executed_features(executor: ModuleType, *, cuda_on_cpu: bool) -> Non
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Sets the environment variable ``name`` to ``value`` inside the block, and restores it afterwards."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -1,8 +1,4 @@
-"""The settings that a process with the reference backend passes to child processes in their environment.
-
-install_in_children(pretend_cuda=True, capability=(9, 0), always=False)
-settings = inherited()                       # in a process that was started since
-"""
+"""The settings that a process with the reference backend passes to child processes in their environment."""
 
 from __future__ import annotations
 
@@ -25,12 +21,8 @@ _STARTUP_FOLDER = str(Path(__file__).with_name("startup"))
 
 
 class Inherited(NamedTuple):
-    """The settings that a child inherits.
-
-    Attributes:
-        pretend_cuda: whether "cuda" means the CPU in the parent.
-        capability: the compute capability that the parent's backend emulates.
-        always: install the backend even if there are a GPU and a compiled Transformer Engine.
+    """The settings that a child inherits: two arguments of ``install``, and whether to install the backend even if
+    there are a GPU and a compiled Transformer Engine.
     """
 
     pretend_cuda: bool
@@ -39,12 +31,10 @@ class Inherited(NamedTuple):
 
 
 def install_in_children(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> None:
-    """Let processes that are started from now on install the backend; see :class:`Inherited`."""
     os.environ.update(environment(pretend_cuda=pretend_cuda, capability=capability, always=always))
 
 
 def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> dict[str, str]:
-    """Environment variables that make a Python process install the backend."""
     return {
         ENVIRONMENT_VARIABLE: json.dumps(Inherited(pretend_cuda, capability, always)._asdict()),
         "PYTHONPATH": startup_path(),
@@ -52,7 +42,6 @@ def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool
 
 
 def startup_path() -> str:
-    """The PYTHONPATH that makes a Python process run ``startup/sitecustomize.py``."""
     before = os.environ.get("PYTHONPATH")
     folders = before.split(os.pathsep) if before else []  # an empty entry is the current folder
     if _STARTUP_FOLDER not in folders:
@@ -61,7 +50,6 @@ def startup_path() -> str:
 
 
 def watch_setting() -> str:
-    """Return the value of :data:`WATCH_VARIABLE`; empty if nothing is to be watched."""
     text = os.environ.get(WATCH_VARIABLE, "")
     return "" if text == "0" else text
 

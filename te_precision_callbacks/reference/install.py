@@ -1,14 +1,4 @@
-"""Installs the reference backend in this process.
-
-Usage::
-
-    from te_precision_callbacks import reference
-
-    reference.install()  # before the first import of transformer_engine
-    import transformer_engine.pytorch as te
-
-The package ``te_precision_callbacks.reference`` offers these functions.
-"""
+"""Installs the reference backend in this process; the functions of ``te_precision_callbacks.reference``."""
 
 from __future__ import annotations
 
@@ -55,18 +45,16 @@ def is_installed() -> bool:
 def install(
     pretend_cuda: bool = False, capability: tuple[int, int] | None = None, *, always_in_children: bool = False
 ) -> Installation:
-    """Let Transformer Engine run without its compiled extension.
+    """Let Transformer Engine run without its compiled extension, until the process ends.
 
-    Call this before the first import of ``transformer_engine``. The backend stays installed until the process ends.
-    Child processes install it when they import torch or Transformer Engine, unless there are a GPU and a compiled
-    Transformer Engine: they then use those, with a warning. If the backend is installed already, a call with the same
-    settings does nothing, so a script that calls ``install`` also runs under ``te-precision run``.
+    Call this before the first import of ``transformer_engine``. Child processes install the backend when they import
+    torch or Transformer Engine; with a GPU and a compiled Transformer Engine they use those, with a warning. If the
+    backend is installed already, a call with the same settings does nothing.
 
     Args:
-        pretend_cuda: False, the default: only Transformer Engine's own modules and the debug features see a GPU; your
-            code and torch elsewhere are untouched, and your tensors stay on their device, which is the CPU if there is
-            no GPU. True: "cuda" means the CPU everywhere in the process, for scripts and tests that were written for a
-            GPU.
+        pretend_cuda: False: only Transformer Engine's own modules and the debug features see a GPU; your code, torch
+            elsewhere and your tensors are untouched. True: "cuda" means the CPU everywhere in the process, for scripts
+            and tests that were written for a GPU.
         capability: the compute capability to emulate: (9, 0), the default, or (10, 0). None takes it from the
             environment variable ``TE_PRECISION_REFERENCE_CAPABILITY``, if it is set.
         always_in_children: child processes install the backend in any case.
@@ -117,12 +105,7 @@ def install(
 
 
 def install_where_needed(capability: tuple[int, int] | None = None) -> Installation | None:
-    """:func:`install`, unless there is a GPU and a compiled Transformer Engine that can be imported.
-
-    For scripts that run on any machine. Call this before the first import of ``transformer_engine``.
-
-    Args:
-        capability: see :func:`install`.
+    """:func:`install`, unless there is a GPU and a compiled Transformer Engine that can be imported; for any machine.
 
     Returns:
         The settings of the installed backend; None if the compiled Transformer Engine is used.
@@ -137,7 +120,6 @@ def install_where_needed(capability: tuple[int, int] | None = None) -> Installat
 
 
 def _require_same(before: Installation, pretend_cuda: bool, capability: tuple[int, int] | None) -> None:
-    """Accept a call that the installed backend satisfies; otherwise raise."""
     if (pretend_cuda and not before.pretend_cuda) or capability not in (None, before.capability):
         raise InstallError(
             f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is installed in "

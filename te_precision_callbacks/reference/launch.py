@@ -1,16 +1,8 @@
-"""Runs an unmodified GPU script, on the compiled Transformer Engine or on the reference backend.
+"""Plans and starts ``te-precision run``.
 
-Usage::
-
-    plan = plan_launch(Backend.AUTO)
-    launch(plan.environment, [*script_command("train.py"), "--steps", "10"])  # does not return
-    launch(plan.environment, [*module_command("package.train"), "--steps", "10"])
-    launch(plan.environment, [*script_command("torchrun"), "--nproc-per-node", "2", "train.py"])
-
-The script or module gets a fresh Python process, which replaces this one: so ``__main__``, ``sys.argv``,
-``sys.path[0]``, the exit code, tracebacks, signals, and the way in which the script starts itself again on other ranks
-are the same as without this launcher. The backend is installed in that process as in child processes; see
-:mod:`te_precision_callbacks.reference.children`.
+The script or module gets a fresh Python process, which replaces this one: ``__main__``, ``sys.argv``, ``sys.path[0]``,
+the exit code, tracebacks, signals, and the way in which the script starts itself again on other ranks are as without
+this launcher. The backend is installed there as in child processes (:mod:`te_precision_callbacks.reference.children`).
 """
 
 from __future__ import annotations
@@ -42,8 +34,6 @@ class CommandError(PrecisionDebugError, ValueError):
 
 
 class Backend(str, enum.Enum):
-    """The Transformer Engine for a script."""
-
     AUTO = "auto"
     """The compiled Transformer Engine if there is a GPU and it can be imported, else the reference backend."""
     TE = "te"
@@ -54,23 +44,17 @@ class Backend(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Launch:
-    """The Transformer Engine that a script is going to run on.
-
-    Attributes:
-        description: a description in words.
-        environment: variables to add to the environment of its process.
-    """
+    """The Transformer Engine for a script, in words, and the environment variables to add to its process."""
 
     description: str
     environment: dict[str, str]
 
 
 def plan_launch(backend: Backend) -> Launch:
-    """Decide what to run on, and how.
+    """Choose the Transformer Engine for a script.
 
     Raises:
-        TransformerEngineVersionError: there is no Transformer Engine, or the reference backend was written for another
-            version.
+        TransformerEngineVersionError: there is no Transformer Engine, or another version than the backend's.
         InstallError: the compiled Transformer Engine was requested but cannot be imported.
     """
     if importlib.util.find_spec("transformer_engine") is None:
@@ -99,8 +83,8 @@ def plan_launch(backend: Backend) -> Launch:
 def script_command(script: str) -> list[str]:
     """The command that runs a script, or a program of this name: ``torchrun``, ``accelerate``, ``python``.
 
-    A program is looked for on the PATH, then among the scripts of this environment. One that is written in Python, as
-    launchers are, runs in this interpreter, any other as it is: Python processes that it starts inherit the backend.
+    A program is looked up on the PATH, then among the scripts of this environment. If it is written in Python, it runs
+    in this interpreter.
 
     Raises:
         CommandError: there is neither.
@@ -116,18 +100,15 @@ def script_command(script: str) -> list[str]:
 
 
 def module_command(name: str) -> list[str]:
-    """The command that runs a module."""
     return [*_python(), "-m", name]
 
 
 def _python() -> list[str]:
-    """This interpreter, with its flags."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags]
 
 
 def _is_python(program: Path) -> bool:
-    """Return whether a program is a script for Python, directly or through a shell."""
     try:
         with program.open("rb") as file:
             start = file.read(_START_OF_PROGRAM)
@@ -142,7 +123,6 @@ def _is_module(name: str) -> bool:
 
 
 def launch(environment: Mapping[str, str], command: Sequence[str]) -> NoReturn:
-    """Replace this process by a command, which gets environment variables."""
     os.environ.pop(inherited.ENVIRONMENT_VARIABLE, None)
     os.environ.update(environment)
     sys.stdout.flush()

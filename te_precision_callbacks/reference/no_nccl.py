@@ -20,7 +20,7 @@ class Options:
 
 
 class ProcessGroupNCCL:
-    """Replaces the class of this name: no group is an instance, and none can be made."""
+    """No group is an instance of this class, and none can be made."""
 
     Options = Options
 

@@ -1,8 +1,7 @@
 """Replaces triton in Transformer Engine's modules where the CPU replaces the GPU.
 
-The modules import triton on import, but launch its kernels only for permutation, cross entropy and a few others.
-Without a GPU, triton may not be installed, and cannot run. In this replacement every name exists, a kernel's decorator
-gives a kernel that raises when it is launched, and nothing else in the process sees the replacement.
+The modules import triton on import, but launch its kernels only for permutation, cross entropy and a few others. Every
+name exists here; a kernel raises when it is launched.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ __version__ = "0"
 
 
 class _Absent:
-    """A name of triton, or a kernel: has every attribute, accepts a grid, and raises when called."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -37,12 +34,10 @@ class _Absent:
 
 
 def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """A decorator, with and without arguments, for a kernel that cannot be launched."""
     return jit if function is None else _Absent(f"the triton kernel {function.__name__}")
 
 
 def autotune(*_arguments: Any, **_options: Any) -> Callable[[Any], Any]:
-    """A decorator that leaves a kernel as it is."""
     return lambda kernel: kernel
 
 

@@ -1,17 +1,8 @@
-"""The pretended CUDA: "cuda" means the CPU everywhere in the process.
+"""The pretended CUDA: "cuda" means the CPU everywhere in the process, after ``reference.install(pretend_cuda=True)``.
 
-Usage::
-
-    reference.install(pretend_cuda=True)
-
-    torch.cuda.is_available()  # True
-    torch.zeros(2, device="cuda").is_cuda  # True
-    torch.zeros(2, device="cuda").device  # device(type='cpu')
-
-Every function of torch that takes a device takes "cuda" too, and uses the CPU instead. ``torch.device("cuda")`` keeps
-its value, for libraries that look at its type; ``tensor.is_cuda`` is true for tensors on the CPU. ``tensor.device``
-stays truthful, since torch's own Python acts on it: the compiler, the optimizers and the distributed wrappers would
-otherwise take paths that need a GPU. So ``tensor.device.type == "cuda"`` is false here.
+Every function of torch that takes a device takes "cuda" too, and uses the CPU. ``torch.device("cuda")`` keeps its
+value, for libraries that look at its type; ``tensor.is_cuda`` is true for tensors on the CPU. ``tensor.device`` stays
+truthful, since torch's compiler, optimizers and distributed wrappers would otherwise take paths that need a GPU.
 
 Functions and methods are replaced one by one; a mode that intercepts every call of torch would slow down each call,
 and would hold for one thread only.
@@ -22,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed
 
-from te_precision_callbacks.reference import cuda_on_cpu, no_nccl, pretended_pinning, pretended_random, two_backends
+from te_precision_callbacks.reference import cuda_on_cpu, no_nccl, pretended_random, two_backends
 from te_precision_callbacks.reference.collectives import make_gloo_stand_for_nccl
 from te_precision_callbacks.reference.pretended_types import (
     Device,
@@ -52,21 +44,18 @@ def make_cuda_mean_cpu() -> None:
     _communicate_on_cpu()
     _compile_for_cpu()
     _profile_cpu()
-    pretended_pinning.pin_as_on_gpu()
+    _pin_on_cpu()
 
 
 def _device_for_number(device: Any) -> Any:
-    """The GPU of that number, if ``device`` is a bare number."""
     return torch.device("cuda", device) if is_device_number(device) else device
 
 
 def _type_for_cuda(device_type: Any) -> Any:
-    """``"cpu"``, if ``device_type`` is ``"cuda"``, possibly with an index."""
     return "cpu" if isinstance(device_type, str) and device_type.split(":")[0] == "cuda" else device_type
 
 
 def _replace(*owners: Any, **replacements: Any) -> None:
-    """Set each of ``replacements`` as an attribute of all ``owners``."""
     for owner in owners:
         for name, replacement in replacements.items():
             setattr(owner, name, replacement)
@@ -160,9 +149,10 @@ def _autocast_on_cpu() -> None:
 
 
 def _constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, marked so that Dynamo calls it while tracing, as it calls torch's own queries of autocast's state.
+    """Mark ``function`` so that Dynamo calls it while tracing, like torch's own queries of autocast's state, which it
+    guards.
 
-    Dynamo guards that state. ``torch.compiler.assume_constant_result`` does the same, but imports Dynamo.
+    ``torch.compiler.assume_constant_result`` does the same, but imports Dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -218,9 +208,9 @@ def _stage_on_cpu() -> None:
 def _compile_for_cpu() -> None:
     """Let ``torch.compile`` treat the CPU as it does without CUDA. Read from torch 2.13.
 
-    Inductor calls ``has_triton`` (torch/utils/_triton.py), and then lets Triton's driver load libcuda, even for kernels
-    of the CPU; torch's modules import the function by name. Inductor also requests CUDA's allocator, which a torch
-    without CUDA lacks, before it excludes a graph on the CPU from CUDA graphs (torch/_inductor/cudagraph_utils.py).
+    Otherwise Inductor lets Triton's driver load libcuda, even for kernels of the CPU (torch/utils/_triton.py), and
+    requests CUDA's allocator before it excludes a graph on the CPU from CUDA graphs
+    (torch/_inductor/cudagraph_utils.py).
     """
     from torch.utils import _triton
 
@@ -258,9 +248,13 @@ def _profile_cpu() -> None:
     _replace(legacy, __init__=of_legacy)
 
 
-def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which creates a tensor, with CUDA in the keyword ``device`` replaced."""
+def _pin_on_cpu() -> None:
+    """Let pinned memory be ordinary memory: ``pin_memory`` gives a copy, and a ``DataLoader`` does not warn."""
+    _replace(torch.Tensor, pin_memory=lambda tensor, device=None: tensor.clone())
+    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
 
+
+def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     draws = function.__name__ in pretended_random.DRAWING_CONSTRUCTORS
 
     @functools.wraps(function)
@@ -268,14 +262,12 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         on_host = pretended_random.creates_on_host(arguments, options)
         if "device" in options:
             options["device"] = cpu_for_cuda(options["device"])
-        pinned = options.pop("pin_memory", None)  # pinning needs a GPU
+        options.pop("pin_memory", None)  # pinning needs a GPU
         if on_host and draws:
             options |= pretended_random.generator_for(arguments, options)
         created = function(*arguments, **options)
         if on_host:
             pretended_random.mark(created, on_host=True)
-        if pinned:
-            pretended_pinning.mark(created)
         return created
 
     builtins: Any = torch.jit._builtins  # TorchScript knows functions by their identity
@@ -299,8 +291,6 @@ def _moving_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_arguments_on_cpu(function: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
-    """``function`` with ``replace`` applied to every argument."""
-
     @functools.wraps(function)
     def on_cpu(*arguments: Any, **options: Any) -> Any:
         return function(*map(replace, arguments), **{name: replace(value) for name, value in options.items()})

@@ -1,21 +1,12 @@
 """Two random generators where "cuda" means the CPU: the pretended GPU's, and the CPU's own.
 
-Usage::
+``torch.manual_seed`` seeds both, ``torch.cuda.manual_seed`` the GPU's. All tensors are on the CPU, so draws that do not
+name a device use the GPU's generator (dropout, in-place draws on results of operations), as in a script that works on
+the GPU. The CPU's generator serves functions that create tensors, unless they are given "cuda", and draws into such
+tensors, until they are moved to "cuda": the weights of a module that is made on the CPU, the samplers of a DataLoader.
 
-    draw_apart()
-
-    torch.manual_seed(1)  # seeds both
-    torch.cuda.manual_seed(2)  # the GPU's
-    torch.rand(2, device="cuda")  # draws from the GPU's
-    torch.rand(2), torch.empty(2).uniform_()  # draw from the CPU's
-
-It is unknown whether a tensor would be on the GPU, since all tensors are on the CPU. So draws that do not name a
-device use the GPU's generator (dropout, in-place draws on results of operations), as in a script that works on the GPU.
-The CPU's generator serves functions that create tensors, unless they are given "cuda", and draws into such tensors,
-until they are moved to "cuda": the weights of a module that is made on the CPU, the samplers of a DataLoader.
-
-The generator that torch's C++ draws from by default is the GPU's; ``torch.default_generator`` is another one. Inside
-functions that ``torch.compile`` has compiled, everything is drawn from the GPU's. Read from torch 2.13.
+The generator that torch's C++ draws from by default is the GPU's; ``torch.default_generator`` is another one. Compiled
+functions draw everything from the GPU's. Read from torch 2.13.
 """
 
 from __future__ import annotations
@@ -69,7 +60,6 @@ def is_on_host(tensor: Any) -> bool:
 
 
 def mark(tensor: Any, *, on_host: bool) -> None:
-    """Note where ``tensor``, and all tensors that share its memory, are from now on."""
     if on_host and type(tensor) is not torch.Tensor:
         return
     if on_host or is_on_host(tensor):
@@ -80,7 +70,6 @@ def mark(tensor: Any, *, on_host: bool) -> None:
 
 
 def creates_on_host(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether a call creates tensors explicitly on the CPU."""
     if torch.compiler.is_dynamo_compiling():
         return False
     device = options.get("device")

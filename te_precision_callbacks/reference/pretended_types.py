@@ -1,14 +1,8 @@
-"""Classes that replace two of torch's own, ``torch.device`` and ``torch.Generator``, where "cuda" means the CPU.
+"""Classes that replace ``torch.device`` and ``torch.Generator`` where "cuda" means the CPU.
 
-Usage::
-
-    torch.device = Device
-    torch.device(0)  # device(type='cuda', index=0), of the real class
-    isinstance(torch.device("cpu"), torch.device)  # True
-
-Torch does not allow subclasses of its ``device``, and reads a bare number as the accelerator that it was built for,
-which a torch for the CPU does not have. A class that makes objects of the real class, and is equal to it, works where
-the class is called, used with ``isinstance``, or looked up in a table. Read from torch 2.13.
+Torch allows no subclasses of its ``device``, and reads a bare number as the accelerator that it was built for. A class
+that makes objects of the real class, and is equal to it, works where the class is called, used with ``isinstance``, or
+looked up in a table. Read from torch 2.13.
 """
 
 from __future__ import annotations
@@ -22,8 +16,6 @@ _RealGenerator = torch.Generator
 
 
 class _Standing(type):
-    """A class in place of the class ``stands_for``."""
-
     stands_for: type
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -73,7 +65,6 @@ _CPU = _RealDevice("cpu")
 
 
 def is_device_number(device: Any) -> bool:
-    """Return whether ``device`` is a bare number, which means a GPU."""
     return isinstance(device, int) and not isinstance(device, bool)
 
 
@@ -87,5 +78,4 @@ def is_cuda(device: Any) -> bool:
 
 
 def cpu_for_cuda(device: Any) -> Any:
-    """The CPU if ``device`` means CUDA, else ``device``."""
     return _CPU if is_cuda(device) else device

@@ -1,11 +1,7 @@
 """A pytest plugin: unmodified GPU tests on the reference backend.
 
-Usage::
-
-    pytest -p te_precision_callbacks.reference.pytest_plugin tests/
-
-Without CUDA, "cuda" means the CPU in the test process; with CUDA, the tests use it. The environment variable
-``TE_PRECISION_REFERENCE_CAPABILITY`` (``9.0`` or ``10.0``) chooses the compute capability.
+``pytest -p te_precision_callbacks.reference.pytest_plugin tests/``: without CUDA, "cuda" means the CPU in the test
+process. ``TE_PRECISION_REFERENCE_CAPABILITY`` (``9.0`` or ``10.0``) chooses the compute capability.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ from te_precision_callbacks.reference.install import install, installed
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Install the backend before any conftest can import Transformer Engine."""
     import torch
 
     try:
@@ -28,7 +23,6 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_report_header() -> str | None:
-    """Line at the top of the report with the device of the tests."""
     installation = installed()
     if installation is None:
         return None

@@ -1,22 +1,16 @@
 """The changes that are made to Transformer Engine's syntax trees while they are imported.
 
-Usage::
+A proxy for the module-global name ``torch`` would not do: attributes of a tensor (``tensor.is_cuda``, ``.cuda()``,
+``tensor.device.type == "cuda"``) do not go through that name; they would need changes to ``torch.Tensor``, which the
+whole process sees. A rewritten module keeps the real ``torch``, and nothing outside Transformer Engine changes.
 
-    tree = rewrite(ast.parse(source), cuda_on_cpu=True)
-
-Why syntax trees, and not a proxy for the module-global name ``torch``: a proxy covers ``torch.cuda.x`` and
-``torch.device("cuda")``, but attributes of a tensor itself (``tensor.is_cuda``, ``tensor.cuda()``,
-``tensor.to(device="cuda")``, ``tensor.device.type == "cuda"``) do not go through that name; they would need changes to
-``torch.Tensor``, which the whole process sees. A rewritten module keeps the real ``torch``, so annotations, base
-classes and ``isinstance`` use the real classes, and nothing outside Transformer Engine changes.
-
-Each rule here is a row of the table in :mod:`te_precision_callbacks.reference.seams`, which has the reasons.
+Each rule is a row of the table in :mod:`te_precision_callbacks.reference.seams`, which has the reasons.
 """
 
 from __future__ import annotations
 
 import ast
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 ON_CPU = "te_precision_callbacks.reference.cuda_on_cpu"
 ON_CUDA = "te_precision_callbacks.reference.cuda_on_cuda"
@@ -45,12 +39,10 @@ def is_concerned(source: bytes) -> bool:
 
 
 def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
-    """``tree``, changed in place so that the backend answers its uses of CUDA.
+    """Change ``tree``, a module of Transformer Engine or a debug feature, in place so that the backend answers its uses
+    of CUDA.
 
-    Args:
-        tree: a module of Transformer Engine, or a debug feature.
-        cuda_on_cpu: whether the CPU replaces the GPU. If not, there is a real GPU, and only ``torch.compile`` and the
-            queries of the capability are changed.
+    With ``cuda_on_cpu=False`` there is a real GPU, and only ``torch.compile`` and the queries of the capability change.
     """
     rules = _OnCpu() if cuda_on_cpu else _OnCuda()
     rules.visit(tree)
@@ -59,18 +51,16 @@ def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
 
 
 class _OnCuda(ast.NodeTransformer):
-    """The rules that hold on every device."""
-
     module = ON_CUDA
+
+    answers: ClassVar = {"torch.version.cuda": "cuda_version", "torch.compile": "run_eagerly"}
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         dotted = _dotted(node)
         if dotted == "torch.cuda":
             return _like(node, ast.Name(_ALIAS, ast.Load()))
-        if dotted == "torch.version.cuda":
-            return _like(node, _backend("cuda_version"))
-        if dotted == "torch.compile":
-            return _like(node, _backend("run_eagerly"))
+        if dotted in self.answers:
+            return _like(node, _backend(self.answers[dotted]))
         return self.generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
@@ -90,26 +80,22 @@ class _OnCpu(_OnCuda):
     """The rules where the CPU replaces the GPU."""
 
     module = ON_CPU
+    answers: ClassVar = _OnCuda.answers | {
+        "torch.cuda.current_device": "current_torch_device",
+        "torch.distributed._coalescing_manager": "one_by_one",
+        "torch.norm": "exact_norm",
+        "torch._scaled_mm": "scaled_mm",
+    }
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return _like(node, ast.Constant("cpu")) if node.value == "cuda" else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if _dotted(node) == "torch.cuda.current_device":
-            return _like(node, _backend("current_torch_device"))
-        if _dotted(node) == "torch.norm":
-            return _like(node, _backend("exact_norm"))
-        if _dotted(node) == "torch._scaled_mm":
-            return _like(node, _backend("scaled_mm"))
-        if _dotted(node) == "torch.distributed._coalescing_manager":
-            return _like(node, _backend("one_by_one"))
-        if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
-            self.generic_visit(node)
-            return _like(node, ast.Call(_backend("is_on_device"), [node.value], []))
-        if node.attr == "is_cpu" and isinstance(node.ctx, ast.Load):
-            self.generic_visit(node)
-            return _like(node, ast.UnaryOp(ast.Not(), ast.Call(_backend("is_on_device"), [node.value], [])))
-        return super().visit_Attribute(node)
+        if node.attr not in ("is_cuda", "is_cpu") or not isinstance(node.ctx, ast.Load):
+            return super().visit_Attribute(node)
+        self.generic_visit(node)
+        on_device = ast.Call(_backend("is_on_device"), [node.value], [])
+        return _like(node, on_device if node.attr == "is_cuda" else ast.UnaryOp(ast.Not(), on_device))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         called = node.func

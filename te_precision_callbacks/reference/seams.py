@@ -1,13 +1,8 @@
-"""The seams: every place where Transformer Engine's Python, or what loads its features, meets the reference backend.
+"""Every place where Transformer Engine's Python, or what loads its features, meets the reference backend.
 
-Usage::
-
-    for seam in SEAMS:
-        print(seam.upstream, seam.text, seam.answer, seam.reason)
-
-All of them were read from the versions in ``READ_FROM``. If a text occurs many times, the place is an example. The code
-of the answers is in :mod:`~te_precision_callbacks.reference.rewrite`,
-:mod:`~te_precision_callbacks.reference.importer` and :mod:`~te_precision_callbacks.reference.cuda_on_cpu`.
+If a text occurs many times, the place is an example. The replacements are in
+:mod:`~te_precision_callbacks.reference.rewrite`, :mod:`~te_precision_callbacks.reference.importer` and
+:mod:`~te_precision_callbacks.reference.cuda_on_cpu`.
 """
 
 from __future__ import annotations
@@ -23,10 +18,8 @@ class Seam:
     """One place, or one kind of place.
 
     Attributes:
-        upstream: the file, as it is imported.
-        text: the source text there.
-        answer: the backend's replacement.
-        reason: the reason.
+        upstream, text: the file, as it is imported, and the source text there.
+        answer, reason: the backend's replacement, and why.
         everywhere: whether this also holds with a real GPU; otherwise only where the CPU replaces the GPU.
     """
 

@@ -1,24 +1,9 @@
-"""The GPU that the reference backend emulates.
-
-Usage::
-
-    from te_precision_callbacks.reference import target
-
-    target.capability()  # (9, 0)
+"""The GPU that the reference backend emulates: (9, 0), the default, or (10, 0).
 
 Transformer Engine decides by the compute capability which recipes it allows, which one is its default, and how Float8
-data lie in memory. The backend reports one of two, and its layouts agree with what Transformer Engine's Python
-concludes from it:
-
-======== ========= =================================================================================================
- value    GPU       what follows
-======== ========= =================================================================================================
-(9, 0)   Hopper    the default; delayed scaling is the default recipe; columnwise Float8 data is a stored transpose
-(10, 0)  Blackwell MXFP8 is the default recipe, NVFP4 is allowed; Float8 data is never stored transposed
-======== ========= =================================================================================================
-
-``reference.install(capability=...)`` chooses the capability; otherwise the environment variable
-``TE_PRECISION_REFERENCE_CAPABILITY`` (``9.0`` or ``10.0``) does.
+data lie in memory; the backend's layouts agree. Hopper (9, 0): delayed scaling is the default, columnwise Float8 data
+is a stored transpose. Blackwell (10, 0): MXFP8 is the default, NVFP4 is allowed, Float8 data is never stored
+transposed.
 """
 
 from __future__ import annotations
@@ -35,9 +20,7 @@ _chosen: tuple[int, int] | None = None
 
 
 def capability() -> tuple[int, int]:
-    """The compute capability that the backend emulates.
-
-    It comes from :func:`choose`, else from the environment, else it is (9, 0).
+    """The compute capability from :func:`choose`, else from the environment, else (9, 0).
 
     Raises:
         InstallError: the environment variable holds something other than ``9.0`` or ``10.0``.
@@ -56,7 +39,7 @@ def choose(value: tuple[int, int] | None) -> None:
 
 
 def checked(value: tuple[int, int]) -> tuple[int, int]:
-    """``value`` as a plain tuple of two ints, if the backend can emulate it.
+    """``value`` as a plain tuple of two ints.
 
     Raises:
         InstallError: ``value`` is neither (9, 0) nor (10, 0).

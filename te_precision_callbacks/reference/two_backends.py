@@ -1,21 +1,13 @@
 """Process groups of two backends, such as ``"cpu:gloo,cuda:nccl"``, where gloo replaces NCCL.
 
-Usage::
+Asynchronous checkpoints rely on both backends: a thread gathers objects over gloo while the training reduces gradients
+over NCCL. One gloo for both would mix up their messages: it aborts, or the ranks hang. So a group that was requested
+with two backends gets a second gloo. The default group has two backends unless one is named, and other groups inherit
+that.
 
-    init_process_group = keeping_apart(init_process_group)
-    new_group = keeping_apart(new_group)
-    send_apart()
-
-On GPUs such a group has two independent backends: gloo for tensors on the CPU, and NCCL for tensors on the GPU.
-Asynchronous checkpoints rely on that: a thread gathers objects over gloo while the training reduces gradients over
-NCCL. With one gloo for both, the messages of the thread and of the training would be mixed up: gloo aborts, or the
-ranks hang. So a group that was requested with two backends gets a second gloo. The default group has two backends
-unless one is named, and other groups inherit the default group's backends.
-
-The second gloo carries what the first would mix up: objects and barriers, as on GPUs, and the tensors of every thread
-but the one that made the group. A pretended GPU's tensors are on the CPU, so a tensor does not show which of the two
-it belongs to. Tensors of the thread that made the group need no second gloo: all ranks send them in one order. Read
-from torch 2.13 (torch/distributed/distributed_c10d.py).
+The second gloo carries objects and barriers, as on GPUs, and the tensors of every thread but the one that made the
+group: a pretended GPU's tensors are on the CPU, so a tensor does not show where it belongs, but the tensors of that
+thread are sent by all ranks in one order. Read from torch 2.13 (torch/distributed/distributed_c10d.py).
 """
 
 from __future__ import annotations
@@ -44,8 +36,6 @@ _RANKS = ("ranks", "sort_ranks", "use_local_synchronization")  # arguments of ne
 
 
 class _Second(NamedTuple):
-    """The second gloo of a group, and the thread that made the group."""
-
     group: Any
     made_in: int
 

@@ -1,8 +1,7 @@
 """Replays records of GEMMs on the CPU, to find faults of the quantizer or the kernel.
 
     replayed = replay_file("fc1.fprop_gemm.safetensors")
-    replayed.faults                          # the faults, the kernel first
-    replayed.lanes                           # each way to compute the result, with its distance to the next
+    replayed.faults, replayed.lanes
     replay_folder("logs/tensor_dumps")       # all records, in execution order
 
 DumpTensors writes records with ``gemms``. The replay needs neither Transformer Engine nor a GPU.

@@ -1,13 +1,7 @@
 """``te-precision replay``: attributes the error of a recorded GEMM to the format, the quantizer or the kernel.
 
-Usage::
-
-    te-precision replay logs/tensor_dumps
-    te-precision replay fc1.fprop_gemm.safetensors --repro repro.py
-    te-precision replay logs/tensor_dumps --json
-
 The exit code is 0 without a fault, 1 with a fault, 2 for wrong use; 3 if nothing could be checked, or if a record
-cannot be read and the others have no fault. ``--json`` prints one JSON object.
+cannot be read and the others have no fault.
 """
 
 from __future__ import annotations
@@ -55,25 +49,24 @@ def replay_command(
 
     if repro is not None:
         check_script(repro, path)
-    found = replay_folder(path) if path.is_dir() else ReplayedFolder({path: replay_file(path)}, {})
-    first = found.first_bad
+    replayed = replay_folder(path) if path.is_dir() else ReplayedFolder({path: replay_file(path)}, {})
+    first = replayed.first_bad
     if as_json:
-        terminal.show_json(_as_json(found))
+        terminal.show_json(_as_json(replayed))
     else:
-        _show(found)
+        _show(replayed)
     if repro is not None:
-        terminal.show_text(_written(found, repro), err=as_json)
+        terminal.show_text(_written(replayed, repro), err=as_json)
     if first is not None:
         raise typer.Exit(FOUND)
-    if found.unread or not any(each.gain is not None for each in found.records.values()):
+    if replayed.unread or not any(record.gain is not None for record in replayed.records.values()):
         raise typer.Exit(NOT_CHECKED)
 
 
-def _written(found: ReplayedFolder, repro: Path) -> str:
-    """Write the script of the first GEMM with a fault, or else of the first GEMM; return a message."""
+def _written(replayed: ReplayedFolder, repro: Path) -> str:
     from te_precision_callbacks.replay.repro import write_repro
 
-    shown = found.first_bad or next(iter(found.records.items()), None)
+    shown = replayed.first_bad or next(iter(replayed.records.items()), None)
     if shown is None:
         return "No script was written, since no record could be read."
     made = write_repro(repro, *shown)
@@ -82,18 +75,18 @@ def _written(found: ReplayedFolder, repro: Path) -> str:
     return wrote if shown[1].faults else f"{wrote} {healthy}"
 
 
-def _show(found: ReplayedFolder) -> None:
-    bad = {path: each for path, each in found.records.items() if each.faults}
-    if len(found.records) + len(found.unread) != 1:
-        unread = f"; {many(len(found.unread), 'file')} could not be read" if found.unread else ""
-        terminal.show_text(f"{many(len(found.records), 'recorded GEMM')}, {len(bad)} with a fault{unread}.")
-    for path, why in list(found.unread.items())[:_MOST_FILES]:
+def _show(replayed: ReplayedFolder) -> None:
+    bad = {path: record for path, record in replayed.records.items() if record.faults}
+    if len(replayed.records) + len(replayed.unread) != 1:
+        unread = f"; {many(len(replayed.unread), 'file')} could not be read" if replayed.unread else ""
+        terminal.show_text(f"{many(len(replayed.records), 'recorded GEMM')}, {len(bad)} with a fault{unread}.")
+    for path, why in list(replayed.unread.items())[:_MOST_FILES]:
         terminal.show_text(f"Not read: {path}: {why}")
-    chosen = found.first_bad or next(iter(found.records.items()), None)
+    chosen = replayed.first_bad or next(iter(replayed.records.items()), None)
     if chosen is None:
         return
     path, first = chosen
-    if bad and len(found.records) > 1:
+    if bad and len(replayed.records) > 1:
         terminal.show_text(f"The first, in the order of execution: {path}")
     terminal.show_text(first.verdict)
     for fault in first.faults[1:]:
@@ -117,31 +110,31 @@ def _largest(ratios: torch.Tensor) -> list[tuple[int, float]]:
     return [(place, float(ratios[place])) for place in order]
 
 
-def _as_json(found: ReplayedFolder) -> dict[str, Any]:
-    first = found.first_bad
+def _as_json(replayed: ReplayedFolder) -> dict[str, Any]:
+    first = replayed.first_bad
     return {
         "first_bad": None if first is None else str(first[0]),
         "records": [
             {
                 "path": str(path),
-                "layer": each.header.layer,
-                "gemm": each.gemm.gemm,
-                "expert": each.gemm.expert,
-                "iteration": each.header.iteration,
-                "micro_batch": each.header.micro_batch,
-                "rank": each.header.rank,
-                "order": each.gemm.order,
-                "recipe": each.header.recipe,
-                "device": each.gemm.device,
-                "verdict": each.verdict,
-                "faults": each.faults,
-                "not_checked": each.not_checked,
-                "gain": each.gain,
-                "lanes": each.lanes,
-                "worst_rows": _largest(each.rows),
-                "worst_columns": _largest(each.columns),
+                "layer": record.header.layer,
+                "gemm": record.gemm.gemm,
+                "expert": record.gemm.expert,
+                "iteration": record.header.iteration,
+                "micro_batch": record.header.micro_batch,
+                "rank": record.header.rank,
+                "order": record.gemm.order,
+                "recipe": record.header.recipe,
+                "device": record.gemm.device,
+                "verdict": record.verdict,
+                "faults": record.faults,
+                "not_checked": record.not_checked,
+                "gain": record.gain,
+                "lanes": record.lanes,
+                "worst_rows": _largest(record.rows),
+                "worst_columns": _largest(record.columns),
             }
-            for path, each in found.records.items()
+            for path, record in replayed.records.items()
         ],
-        "unread": {str(path): why for path, why in found.unread.items()},
+        "unread": {str(path): why for path, why in replayed.unread.items()},
     }

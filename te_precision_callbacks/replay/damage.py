@@ -1,5 +1,3 @@
-"""Describes the place of wrong elements in the result of a GEMM."""
-
 from __future__ import annotations
 
 import torch
@@ -10,9 +8,7 @@ _MOST_NAMED = 4
 def describe_damage(bad: torch.Tensor, bad_rows: torch.Tensor, bad_columns: torch.Tensor) -> str:
     """Describe the wrong elements: ``rows 16 to 47, columns 32 to 63: 1,024 elements are wrong``.
 
-    Args:
-        bad: [n, m]: the elements beyond their tolerance.
-        bad_rows, bad_columns: the rows and columns beyond their tolerance.
+    The arguments have the elements, [n, m], the rows and the columns beyond their tolerance.
     """
     rows = (bad.any(1) | bad_rows).nonzero().flatten().tolist()
     columns = (bad.any(0) | bad_columns).nonzero().flatten().tolist()

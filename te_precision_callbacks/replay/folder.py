@@ -1,9 +1,4 @@
-"""Replays the records of a folder in execution order.
-
-found = replay_folder("logs/tensor_dumps")
-found.first_bad                  # the first GEMM with a fault
-found.unread                     # path -> why a record could not be read
-"""
+"""Replays the records of a folder in execution order."""
 
 from __future__ import annotations
 
@@ -34,8 +29,7 @@ class ReplayedFolder:
 
     @property
     def first_bad(self) -> tuple[Path, Replayed] | None:
-        """The first GEMM with a fault, in execution order."""
-        return next(((path, found) for path, found in self.records.items() if found.faults), None)
+        return next(((path, replayed) for path, replayed in self.records.items() if replayed.faults), None)
 
 
 @torch.no_grad()
@@ -72,15 +66,15 @@ def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
     """
     listed = list_dumps(folder)
     unread = {file.path: file.why for file in listed.foreign if file.path.suffix == ".safetensors"}
-    found = [
+    recorded = [
         ((header.time, header.iteration or 0, header.gemm.order, header.rank), entry.path)
         for entry in listed
         if (header := entry.header) is not None and header.gemm is not None
     ]
-    if not found and not unread:
+    if not recorded and not unread:
         raise DumpError(f"{folder}: no records of GEMMs. DumpTensors writes them with 'gemms', below its log folder.")
     records: dict[Path, Replayed] = {}
-    for _, path in sorted(found):
+    for _, path in sorted(recorded):
         try:
             records[path] = replay_file(path)
         except DumpError as error:

@@ -55,7 +55,6 @@ _LEFT = 0.2
 
 
 def replay_gemm(dump: Dump, gemm: DumpedGemm) -> Replayed:
-    """Replay a record of a GEMM."""
     left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)
     judge = _Kernel(dump, gemm, left, right)
     faults = judge.faults()
@@ -76,14 +75,12 @@ def replay_gemm(dump: Dump, gemm: DumpedGemm) -> Replayed:
         tuple(faults),
         tuple(not_checked),
         judge.gain,
-        judge.found.rows,
-        judge.found.columns,
+        judge.judged.rows,
+        judge.judged.columns,
     )
 
 
 class _Kernel:
-    """The kernel's result, compared with the recorded codes and scales."""
-
     def __init__(self, dump: Dump, gemm: DumpedGemm, left: Recorded, right: Recorded) -> None:
         self.gemm = gemm
         self.left, self.right = left.decoded(), right.decoded()
@@ -99,11 +96,11 @@ class _Kernel:
             added += bias.reshape(1, -1).double()
         if before is not None:
             added += gemm.beta * before.reshape(gemm.n, gemm.m).double()
-        self.found = self._judged(out, before, bias)
-        self.counts = bool(self.found.counts)
+        self.judged: Judged = self._judged(out, before, bias)
+        self.counts = bool(self.judged.counts)
         self.alone = self.result - added
         self.ratios = self._ratios(out.dtype, added)
-        self.gain = float(self.found.gain_dot / self.found.expected_square) if self.found.expected_square else None
+        self.gain = float(self.judged.gain_dot / self.judged.expected_square) if self.judged.expected_square else None
 
     def _judged(self, out: torch.Tensor, before: torch.Tensor | None, bias: torch.Tensor | None) -> Judged:
         x, y = (
@@ -118,7 +115,6 @@ class _Kernel:
         return judged(run, expected, call)
 
     def _ratios(self, dtype: torch.dtype, added: torch.Tensor) -> torch.Tensor:
-        """Return the error of each element over its tolerance: float64, [n, m]."""
         if not self.counts:
             return torch.zeros_like(self.codes)
         gemm = self.gemm
@@ -133,11 +129,10 @@ class _Kernel:
         return torch.where(expected.isfinite() & ~(saturates & ~self.result.isfinite()), ratios, 0.0)
 
     def faults(self) -> list[Fault]:
-        """Return the faults of the result."""
-        ratio = max(float(self.found.ratio), float(self.ratios.max()) if self.ratios.numel() else 0.0)
+        ratio = max(float(self.judged.ratio), float(self.ratios.max()) if self.ratios.numel() else 0.0)
         if not self.counts or ratio <= 1:
             return []
-        text = describe_damage(self.ratios > 1, self.found.rows > 1, self.found.columns > 1)
+        text = describe_damage(self.ratios > 1, self.judged.rows > 1, self.judged.columns > 1)
         gain = ""
         if self.gain is not None:
             off, left = (float((self.alone - factor * self.codes).norm()) for factor in (1.0, self.gain))
@@ -147,7 +142,6 @@ class _Kernel:
 
     @property
     def why_not(self) -> str:
-        """The reason why the kernel is not checked."""
         if self.codes.isfinite().all(1).any():
             return "the product is lost in the sum that it was added to"
         return "each row of the product has inf or nan"
@@ -164,33 +158,33 @@ def _lanes(kernel: _Kernel, left: Recorded, right: Recorded) -> tuple[Lane, ...]
 
 
 def _faults_of_codes(tensor: str, checked: CodeCheck) -> list[Fault]:
-    """Return the faults of an operand's codes and scales."""
-    codes, wrong, rounded, bias, zeros, expected_zeros, scales, wrong_scales = (each.item() for each in checked)
-    found = []
+    codes, wrong, rounded, bias, zeros, expected_zeros, scales, wrong_scales = (number.item() for number in checked)
+    faults = []
     if wrong_scales:
-        found.append(f"{wrong_scales:.0f} of {scales:.0f} scales do not follow from the format")
+        faults.append(f"{wrong_scales:.0f} of {scales:.0f} scales do not follow from the format")
     if wrong:
-        found.append(f"{wrong:.0f} of {codes:.0f} codes are not the nearest number of the format")
+        faults.append(f"{wrong:.0f} of {codes:.0f} codes are not the nearest number of the format")
     if rounded and not wrong:
         deviation = bias / math.sqrt(rounded / 4)
         if abs(deviation) > _MOST_BIAS:
             way = "towards 0" if deviation < 0 else "away from 0"
-            found.append(f"stochastic rounding has a bias {way}: {bias / rounded:+.3f} of a step on average")
+            faults.append(f"stochastic rounding has a bias {way}: {bias / rounded:+.3f} of a step on average")
         excess = zeros - expected_zeros
         if excess > _MOST_BIAS * math.sqrt(max(1.0, expected_zeros)):
-            found.append(f"{zeros:.0f} codes are 0, and {expected_zeros:.0f} are expected to be")
-    return [Fault("quantizer", f"{tensor}: {'; '.join(found)}", tensor)] if found else []
+            faults.append(f"{zeros:.0f} codes are 0, and {expected_zeros:.0f} are expected to be")
+    return [Fault("quantizer", f"{tensor}: {'; '.join(faults)}", tensor)] if faults else []
 
 
-def _distance(one: torch.Tensor | None, following: torch.Tensor) -> float | None:
-    """Return the norm of the difference of two lanes over the norm of the first, over elements finite in both; None if
-    a lane is unknown or has no finite element."""
-    if one is None:
+def _distance(lane: torch.Tensor | None, following: torch.Tensor) -> float | None:
+    """The norm of the difference of two lanes over the norm of the first, over elements finite in both; None if a lane
+    is unknown or has no finite element.
+    """
+    if lane is None:
         return None
-    use = one.isfinite() & following.isfinite()
+    use = lane.isfinite() & following.isfinite()
     if use.numel() and not use.any():
         return None
-    one, following = torch.where(use, one, 0.0), torch.where(use, following, 0.0)
-    norm = float(one.norm())
-    off = float((one - following).norm())
+    lane, following = torch.where(use, lane, 0.0), torch.where(use, following, 0.0)
+    norm = float(lane.norm())
+    off = float((lane - following).norm())
     return off / norm if norm else (0.0 if off == 0 else math.inf)

@@ -16,13 +16,7 @@ from te_precision_callbacks.gemm_error.factors import factor_of
 
 @dataclass(frozen=True)
 class Recorded:
-    """An operand.
-
-    Attributes:
-        described: its description.
-        data: the data that the GEMM read.
-        high: the tensor before quantization, if recorded.
-    """
+    """An operand as the GEMM read it, and before quantization, if recorded."""
 
     described: DumpedOperand
     data: Stored | torch.Tensor
@@ -30,27 +24,22 @@ class Recorded:
 
     @classmethod
     def of(cls, dump: Dump, side: str, described: DumpedOperand) -> Recorded:
-        """Return the operand "a" or "b" of a record."""
         return cls(described, operand_of(dump, side), dump.tensors.get(f"{side}.{HIGH_PRECISION}"))
 
     @property
     def rules(self) -> RoundingRules:
-        """The rounding rules of its quantizer."""
         return self.described.rounding or RoundingRules(scales_follow=False)
 
     def decoded(self) -> torch.Tensor:
-        """Return the decoded codes and scales: float64, [rows, k]."""
         return factor_of(self.data, columnwise=self.described.columnwise).matrix()
 
     def original(self) -> torch.Tensor | None:
-        """Return the tensor before quantization, if recorded: float64, [rows, k]."""
         if not isinstance(self.data, Stored):
             return self.decoded()
         return None if self.high is None else factor_of(self.high, columnwise=self.described.columnwise).matrix()
 
     @property
     def left_out(self) -> str:
-        """The elements that :meth:`checked` skips, if any."""
         lost = 0 if self.high is None else int((~self.high.isfinite()).sum())
         return f"{many(lost, 'element')} of {self.described.tensor} with inf or nan, and their scales" if lost else ""
 

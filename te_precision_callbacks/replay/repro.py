@@ -1,7 +1,4 @@
-"""Writes a script that reproduces the fault of a recorded GEMM with torch, and with Transformer Engine if installed.
-
-write_repro(Path("repro.py"), record, replayed)     # repro.py and repro.safetensors
-"""
+"""Writes a script that reproduces the fault of a recorded GEMM with torch, and with Transformer Engine if installed."""
 
 from __future__ import annotations
 
@@ -23,11 +20,7 @@ The exit code is 1 if the fault is reproduced, or, if the GEMM cannot run, if it
 
 
 def check_script(script: Path, record: Path) -> None:
-    """Check the path of a script before the replay.
-
-    Args:
-        script: the path.
-        record: the record or folder of the replay; a record may be in the folder of its script.
+    """Check the path of a script before the replay; a record may be in the folder of its script.
 
     Raises:
         DumpError: the path is not a script, or exists.
@@ -42,15 +35,7 @@ def check_script(script: Path, record: Path) -> None:
 
 
 def write_repro(script: Path, record: Path, replayed: Replayed) -> Path:
-    """Write a script, and a copy of the record in the same folder.
-
-    Args:
-        script: the path, checked by :func:`check_script`.
-        record: the file of the record.
-        replayed: its result.
-
-    Returns:
-        The path of the script.
+    """Write a script, whose path :func:`check_script` has checked, and a copy of the record in the same folder.
 
     Raises:
         DumpError: a file cannot be written.

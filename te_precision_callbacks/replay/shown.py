@@ -23,7 +23,6 @@ LOWEST_EXPONENT = {"E4M3": -6, "E5M2": -14, "E2M1": 0}
 
 
 def read(path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the description of the GEMM, and the tensors."""
     with safe_open(path, "pt") as file:
         gemm = json.loads(file.metadata()["te_precision_dump"])["gemm"]
         return gemm, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -53,7 +52,6 @@ def codes_of(direction: Any, tensors: dict[str, torch.Tensor]) -> tuple[torch.Te
 
 
 def operand(gemm: Any, side: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a decoded operand: float64, [rows, k]."""
     described = gemm[side]
     if described["direction"] is None:
         values = tensors[f"{side}.values"].double()
@@ -65,7 +63,6 @@ def operand(gemm: Any, side: str, tensors: dict[str, torch.Tensor]) -> torch.Ten
 
 
 def quantized(described: Any, tensors: dict[str, torch.Tensor], device: torch.device) -> Any:
-    """Return Transformer Engine's tensor with the recorded codes and scales."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage

@@ -1,5 +1,3 @@
-"""The result of a replay: lanes, faults, and wrong rows and columns."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -74,7 +72,6 @@ class Replayed:
 
     @property
     def verdict(self) -> str:
-        """The result in a line."""
         if self.faults:
             return f"{self.name}: {self.faults[0].cause}: {self.faults[0].text}"
         lane = next((lane for lane in self.lanes if lane.name == "original" and lane.error is not None), None)

@@ -211,7 +211,8 @@ class RecordSink(EventSink):
             return isinstance(job.error, Exception) and not isinstance(job.error, SessionError)
         if not isinstance(job, Event):
             return False
-        is_of_all = job.kind == "contract_judged" or (job.kind == "finding" and not job.data.get("ranks"))
+        is_of_all = job.kind == "contract_judged" or bool(job.data.get("of_all"))
+        is_of_all |= job.kind == "finding" and not job.data.get("ranks")
         if is_of_all and not self.is_alone:
             return False
         return job.severity != "info" or job.kind == "dump_written"

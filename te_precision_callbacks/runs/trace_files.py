@@ -26,6 +26,7 @@ def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, la
 
 
 def traces_of(run: Path) -> list[Path]:
+    """Return the profiles in the folder of a run, in order."""
     return sorted(path for path in (run / _TRACES).glob(f"*{_SUFFIX}") if not path.name.startswith("."))
 
 

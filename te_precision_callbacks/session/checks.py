@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +31,12 @@ from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem
 from te_precision_callbacks.instrumentation.replicas import Replicas
 from te_precision_callbacks.layers.naming import Model, named_roots
+from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.runs.recording import Facts as RecordedFacts
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, StepRecords
-
-if TYPE_CHECKING:
-    from te_precision_callbacks.overflow import DebugActivationOverflow
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ MOST_NAMES = 1000
 class RuleChecks:
     """Applies the rules to a run while it goes on, warns of each finding once, and stops the run if that is wanted.
 
-    Each method returns the findings as events for the sinks.
+    Findings are added to the events of the context.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -60,36 +58,33 @@ class RuleChecks:
         self._stops = reads_stop(context.options.on_finding)
         self._stopping: list[Finding] = []
 
-    def facts(self, facts: RecordedFacts, iteration: int) -> list[Event]:
-        """Check the facts of the run, which have changed."""
+    def facts(self, facts: RecordedFacts, iteration: int) -> None:
         known = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
-        return self._react(self._diagnosis.know(known, iteration), iteration)
+        self._react(self._diagnosis.know(known, iteration), iteration)
 
-    def scalars(self, scalars: Scalars) -> list[Event]:
-        """Check the trainer's scalars. Rank 0 records its scalars; a finding of another rank names that rank."""
+    def scalars(self, scalars: Scalars) -> None:
+        """Check the trainer's scalars; a finding of another rank than 0 names that rank."""
         findings = self._diagnosis.scalars(scalars.iteration, scalars.values, own_rank() or None)
-        return self._react(findings, scalars.iteration)
+        self._react(findings, scalars.iteration)
 
-    def event(self, event: Event) -> list[Event]:
+    def event(self, event: Event) -> None:
         """Check an event. Only problems of parameters were not reported before."""
         findings = self._diagnosis.event(event, None if event.data.get("of_all") else own_rank() or None)
-        return self._react(findings, event.iteration) if event.kind == "parameters" else []
+        if event.kind == "parameters":
+            self._react(findings, event.iteration)
 
-    def records(self, records: StepRecords) -> tuple[StepRecords, list[Event]]:
+    def records(self, records: StepRecords) -> StepRecords:
         """Check the statistics of a step, and return its records with the number of findings so far."""
         values = np.frombuffer(records.values)
         rank = own_rank() if world_size() > 1 and all(records.own) else None
         numbers = self._splitter.step(records.iteration, records.series, values, records.unscaled, rank)
-        events = self._react(self._diagnosis.step(numbers), records.iteration)
+        self._react(self._diagnosis.step(numbers), records.iteration)
         counts = self._diagnosis.problems
-        return replace(records, findings=counts) if counts else records, events
+        return replace(records, findings=counts) if counts else records
 
     def stop_if_wanted(self) -> None:
-        """Stop the run on all ranks together, if a finding of one rank demands it. All ranks then report the first
-        finding that only one rank has.
-
-        Raises:
-            PrecisionFindingError: a finding stops the run.
+        """Stop the run on all ranks together, if a finding of one rank demands it. All ranks report the same first
+        finding.
         """
         ranks = self._context.ranks
         if ranks.stop_together(own=bool(self._stopping)):
@@ -102,11 +97,7 @@ class RuleChecks:
             self._stop()
 
     def stop_at_the_end(self) -> None:
-        """Stop a run that ended before the step in which a finding would have stopped it.
-
-        Raises:
-            PrecisionFindingError: this rank has such a finding.
-        """
+        """Raise a finding that was to stop the run in a step that never came."""
         if self._stopping:
             self._stop()
 
@@ -118,13 +109,12 @@ class RuleChecks:
             f"A finding stops the training (on_finding=): {text}. {remedies}".rstrip(), findings
         )
 
-    def _react(self, findings: Sequence[Finding], iteration: int) -> list[Event]:
-        events = []
+    def _react(self, findings: Sequence[Finding], iteration: int) -> None:
         for finding in findings:
             data = finding.as_json()
             severity = "info" if finding.severity == "note" else finding.severity
             layer = finding.layers[0] if finding.layers else ""
-            events.append(
+            self._context.events.append(
                 Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)
             )
             if self._stops(finding) or self._calls_for_stop(finding):
@@ -140,10 +130,8 @@ class RuleChecks:
                     f" Not a problem if {finding.disproof}." if finding.disproof else "",
                     finding.rule,
                 )
-        return events
 
     def _calls_for_stop(self, finding: Finding) -> bool:
-        """Call the user's function, and return whether it returns "stop"."""
         if not callable(self._on_finding):
             return False
         try:
@@ -161,6 +149,7 @@ class ContractCheck:
         options = context.options
         self._results = context.results
         self._ranks = context.ranks
+        self._events = context.events
         self._contract = options.require
         self._keeper = None if options.require is None else ContractKeeper(options.require, options.on_broken)
         self._shares_left = 0
@@ -170,14 +159,7 @@ class ContractCheck:
         return self._keeper is not None
 
     def attach(self, names: list[str]) -> None:
-        """Share the products of the next step; refuse a contract about layers that no rank has.
-
-        Args:
-            names: of all modules of this rank and of their layers.
-
-        Raises:
-            ConfigError: the contract has such a pattern.
-        """
+        """Share the products of the next step; refuse a contract about layers that no rank has."""
         self._shares_left = MOST_WITHOUT_BACKWARD if self._ranks.several else 0
         if self._contract is not None:
             try:
@@ -191,16 +173,11 @@ class ContractCheck:
         return self._results.audit.changes + self._results.coverage.changes
 
     def begin_step(self, iteration: int) -> None:
-        """Report to the other ranks whether there is something to check, before the step is reduced."""
         if self._keeper is not None:
             self._keeper.begin_step(self._changes, iteration, self._ranks)
 
-    def end_step(self, iteration: int) -> Iterator[Event]:
-        """Yield the result of a check for the records, if the contract is checked in this step.
-
-        Raises:
-            PrecisionContractError: after the result, if it ends the run.
-        """
+    def end_step(self, iteration: int) -> None:
+        """Check the contract, if that is due; raises a PrecisionContractError if it ends the run."""
         results, keeper = self._results, self._keeper
         if self._shares_left:
             own = results.coverage_at(iteration)
@@ -212,15 +189,13 @@ class ContractCheck:
         if keeper is not None:
             changes = self._changes
             check = functools.partial(keeper.end_step, results.coverage_at, changes, iteration, self._ranks)
-            yield from _results_of(check, iteration)
+            self._record(check, iteration)
 
-    def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> Iterator[Event]:
+    def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> None:
         """Check the contract at the end of the run, if it was not checked before; as :meth:`end_step`.
 
         Args:
-            iteration: the last step.
             why_not: the reason if nothing can be checked.
-            has_step: whether a step has run.
             raises: False if another error ends the run, which must not be hidden.
         """
         keeper, results = self._keeper, self._results
@@ -228,31 +203,28 @@ class ContractCheck:
             has_run = has_step and iteration in results.iterations
             coverage = Results(results).coverage(iteration) if has_run else NOTHING
             arguments = results.coverage_at, coverage, self._changes, iteration, self._ranks
-            yield from _results_of(
-                functools.partial(keeper.end_run, *arguments, why_not=why_not, raises=raises), iteration
+            check = functools.partial(keeper.end_run, *arguments, why_not=why_not, raises=raises)
+            self._record(check, iteration)
+
+    def _record(self, check: Callable[[], str | None], iteration: int) -> None:
+        try:
+            broken = check()
+        except PrecisionContractError as error:
+            self._events.append(Event("contract_judged", str(error), iteration, "warning", phase="step"))
+            raise
+        if broken is not None:
+            text = broken or "The run holds its precision contract."
+            self._events.append(
+                Event("contract_judged", text, iteration, "warning" if broken else "info", phase="step")
             )
 
 
-def _results_of(check: Callable[[], str | None], iteration: int) -> Iterator[Event]:
-    try:
-        broken = check()
-    except PrecisionContractError as error:
-        yield Event("contract_judged", str(error), iteration, "warning", phase="step")
-        raise
-    if broken is not None:
-        severity: Severity = "warning" if broken else "info"
-        text = broken or "The run holds its precision contract."
-        yield Event("contract_judged", text, iteration, severity, phase="step")
-
-
 class ParameterChecks:
-    """Checks the parameters of a run: each result is an event, which the rules and the records receive.
-
-    Methods that return an event also return whether this rank records it.
-    """
+    """Checks the parameters of a run: each result is an event, which the rules and the records receive."""
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self._ranks = context.ranks
+        self._events = context.events
         self._failures = context.failures
         self._replicas = Replicas(model, context.ranks)
         self._watch = ParameterWatch(model, context.failures)
@@ -261,7 +233,6 @@ class ParameterChecks:
 
     @torch.no_grad()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
-        """Take the checksums of replicas before the first step of the model's optimizers, and check gradients."""
         try:
             if self._replicas.needs_start and self._watch.held_by(optimizer):
                 self._replicas.begin()
@@ -269,8 +240,8 @@ class ParameterChecks:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
         self._watch.before_step(optimizer, iteration)
 
-    def end_step(self, iteration: int) -> tuple[Event, bool] | None:
-        """Return the problems of an iteration, on all ranks alike."""
+    def end_step(self, iteration: int) -> None:
+        """Exchange the problems of an iteration, so that all ranks have the same."""
         problems = self._watch.end_step(iteration)
         try:
             problems = self._replicas.exchange(problems, iteration, is_due=self._watch.is_due)
@@ -278,16 +249,16 @@ class ParameterChecks:
             self._ranks.leave(error)
             self._failures.report("comparing", "the parameters of the ranks", error)
         self._watch.begin_step(iteration + 1)
-        return self._event(problems, iteration, of_all=self._ranks.are_together)
+        self._record(problems, iteration, of_all=self._ranks.are_together)
 
-    def end(self, iteration: int) -> tuple[Event, bool] | None:
-        """Check all parameters for inf and nan at the end of a run, and return the remaining problems."""
-        return self._event(self._replicas.take_news() + self._watch.end(iteration), iteration, of_all=False)
+    def end(self, iteration: int) -> None:
+        """Check all parameters for inf and nan at the end of a run."""
+        self._record(self._replicas.take_news() + self._watch.end(iteration), iteration, of_all=False)
 
-    def _event(self, problems: list[Problem], iteration: int, *, of_all: bool) -> tuple[Event, bool] | None:
+    def _record(self, problems: list[Problem], iteration: int, *, of_all: bool) -> None:
         checked = self._watch.checked | self._replicas.checked
         if not problems and checked <= self._checked:
-            return None
+            return
         self._checked |= checked
         of_kind: dict[str, list[Problem]] = {}
         for problem in {(problem.what, problem.name): problem for problem in problems}.values():
@@ -304,16 +275,11 @@ class ParameterChecks:
         data = {"checked": sorted(checked), "problems": rows, "of_all": of_all}
         text = f"{many(len(problems), 'problem')} in parameters" if problems else "Parameters were checked"
         severity: Severity = "warning" if problems else "info"
-        event = Event("parameters", f"{text}.", iteration, severity, phase="step", data=data)
-        return event, self._ranks.leads or bool(problems and not of_all)
+        self._events.append(Event("parameters", f"{text}.", iteration, severity, phase="step", data=data))
 
 
 class OverflowCheck:
-    """The detector of activation overflow of a run, with ``debug="activation_overflow"``.
-
-    Attributes:
-        detector: the detector of inf and nan; None if detection is off, and before there is a model.
-    """
+    """The detector of activation overflow of a run; None if detection is off, and before there is a model."""
 
     def __init__(self, context: RunContext) -> None:
         self.detector: DebugActivationOverflow | None = None
@@ -322,12 +288,9 @@ class OverflowCheck:
         self._reports = 0
 
     def attach(self, model: Model) -> None:
-        """Watch a model from now on, instead of the previous one; all ranks stop together."""
         context, options = self._context, self._context.options
         if ACTIVATION_OVERFLOW not in options.debug:
             return
-        from te_precision_callbacks.overflow import DebugActivationOverflow
-
         former = self.detector
         if former is not None:
             if _is_same(model, self._model):
@@ -346,7 +309,6 @@ class OverflowCheck:
             self._reports = self.detector.reports
 
     def close(self, error: BaseException | None, recorder: Recorder) -> None:
-        """Run the detector's last check, which may find one more overflow and raise."""
         try:
             if self.detector is not None:
                 self.detector.close(error)

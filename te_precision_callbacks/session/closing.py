@@ -18,7 +18,6 @@ from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles, Sinks
-from te_precision_callbacks.session.endings import Uninterrupted
 from te_precision_callbacks.session.results import Results
 
 logger = logging.getLogger(__name__)
@@ -29,13 +28,6 @@ _QUIET = "TE_PRECISION_QUIET"
 
 
 class ClosingReport:
-    """Writes and prints the results of a run when it ends, on rank 0.
-
-    Args:
-        context: shared state of the run.
-        files: the files of the run.
-    """
-
     def __init__(self, context: RunContext, files: RunFiles) -> None:
         self._context = context
         self._results = context.results
@@ -53,7 +45,6 @@ class ClosingReport:
             self._results.whole_run = diagnose(open_run(self._results.log_dir, run=place.run_id))
 
     def log_coverage(self) -> None:
-        """Log the share of low precision in the last step, and steps that differ."""
         self._coverage = Results(self._results).coverage()
         if self._coverage:
             self._other_steps = in_lines(self._results.other_steps())
@@ -61,11 +52,10 @@ class ClosingReport:
                 logger.info("%s.", text)
                 self._context.inspector.log(text)
 
-    def write_page(self, error: BaseException | None, sinks: Sinks, guard: Uninterrupted) -> None:
+    def write_page(self, error: BaseException | None, sinks: Sinks) -> None:
         """Log the command that makes a page of the run; write the page if that is wanted and no error ended the run."""
         if (run_id := self._files.log_command()) and self._context.options.report and error is None:
-            with guard.interruptible():
-                self._files.write_page(run_id, sinks)
+            self._files.write_page(run_id, sinks)
 
     def write_summary(self) -> None:
         from te_precision_callbacks.session.summary import write_summary
@@ -74,12 +64,6 @@ class ClosingReport:
         write_summary(Results(self._results), self._coverage, self._other_steps)
 
     def print_verdict(self, error: BaseException | None, trace: Path | None) -> None:
-        """Print the verdict to stderr.
-
-        Args:
-            error: the exception that ended the run.
-            trace: the trace of ``profile=``, if there is one.
-        """
         if self._context.options.quiet or os.environ.get(_QUIET, "") not in ("", "0"):
             return
         has_folder = not self._context.failures.has_lost_folder and self._results.log_dir.is_dir()
@@ -122,12 +106,8 @@ def closing_lines(
     """Return the verdict, findings, coverage, and paths of a run: at most :data:`MOST_LINES` lines and ``other_steps``.
 
     Args:
-        verdict: the verdict of the rules.
-        coverage: the products of the last step.
-        log_dir: the folder of the session's files; None if none could be written.
         page: the page, or the command that makes it; empty if there is nothing for a page.
         other_steps: a line for steps that ran in another precision than the last one.
-        trace, speed: the trace of ``profile=``, and the command that reads it; empty without one.
         ended_by: the error that ended the run, shown first.
     """
     places = {"logs": str(log_dir or ""), "trace": trace, "speed": speed, "page": page}

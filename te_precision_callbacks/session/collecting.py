@@ -33,13 +33,11 @@ class EndingStep:
     """A step, from its end until all sinks have its records. Ctrl-C may interrupt it anywhere in between.
 
     Attributes:
-        iteration, logging_step: the numbers of the step.
         begun: when its end began, by ``time.perf_counter``.
         is_remainder: whether this is no step, but the remainder collected when the session was stopped.
         local: whether the statistics belong to this rank alone although statistics are reduced.
-        records: the records for the sinks; None if there are none.
         is_read: whether ``records`` is known.
-        is_checked: whether the rules have seen the records.
+        is_checked: whether the rules have seen the records, or were interrupted there.
     """
 
     iteration: int
@@ -55,16 +53,8 @@ class EndingStep:
 class StepCollector:
     """Collects the statistics and scalars of a step, and makes its records.
 
-    Args:
-        context: shared state of the run.
-        observation: has the engine, the source of the statistics.
-        scalars: scalars of users' features.
-        layers: the layers of the model.
-        delayed_scaling: the layers that had no scale.
-
     Attributes:
-        ending: the step that is not delivered to all sinks yet; None if there is none.
-        last_logging_step: the logging step of the last step; None before the first one.
+        ending: the step that is not delivered to all sinks yet.
     """
 
     def __init__(
@@ -90,12 +80,10 @@ class StepCollector:
             self._measured.append(measured)
 
     def reduce(self, ending: EndingStep, optimizer_steps: int) -> None:
-        """Collect the statistics of a step, reduced over the ranks; all ranks must call this alike."""
         reduce = self._context.ranks.several
         self._observation.take(ending.iteration, self._receive, reduce=reduce, optimizer_steps=optimizer_steps)
 
     def collect_own(self) -> None:
-        """Collect this rank's statistics since the last step, without a collective."""
         if self._inspector.runs:
             self._observation.take(self._inspector.iteration, self._receive, reduce=False)
             self._inspector.log_local_buffers()
@@ -113,12 +101,7 @@ class StepCollector:
             ending.local = self._context.ranks.several
 
     def read_local(self, ending: EndingStep, *, from_device: bool = True) -> None:
-        """Read the records of a step without the other ranks, if they were not read.
-
-        Args:
-            ending: the step.
-            from_device: False to skip values that are not on the host.
-        """
+        """Read the records of a step without the other ranks, if they were not read."""
         self.ending = ending
         if not ending.is_read:
             if from_device:
@@ -142,7 +125,6 @@ class StepCollector:
             )
 
     def read(self, ending: EndingStep) -> StepRecords | None:
-        """The records of a step, with one copy from each device; read once."""
         if not ending.is_read:
             ending.records = self._records(ending)
             ending.is_read = True
@@ -150,15 +132,11 @@ class StepCollector:
         return ending.records
 
     def finish(self, ending: EndingStep) -> None:
-        """Note that all sinks have the records of a step."""
         self.last_logging_step, self.ending = ending.logging_step, None
 
     def remainder(self, logging_step: int | None) -> EndingStep:
-        """The statistics since the last step, at the end of the run.
-
-        Args:
-            logging_step: their logging step. None: the step after the last one, or the step of the iteration if none
-                has run.
+        """Return the statistics since the last step, at the end of the run, by default for the logging step after the
+        last one.
         """
         iteration = self._inspector.iteration
         if logging_step is None:
@@ -215,15 +193,12 @@ class StepCollector:
 
 
 class TrainerScalars:
-    """Scalars that the trainer or the script logs, until they are copied to the host."""
-
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._kept: list[tuple[int, int, str, Any]] = []
         self._kept_since = 0.0
 
     def add(self, iteration: int, logging_step: int, values: Mapping[str, Any]) -> None:
-        """Keep the numbers among the values, and the tensors with one element."""
         if not self._kept:
             self._kept_since = time.monotonic()
         for name, value in values.items():
@@ -232,15 +207,10 @@ class TrainerScalars:
                 self._kept.append((iteration, logging_step, str(name), kept))
 
     def drop_from_device(self) -> None:
-        """Drop the scalars that are not on the host."""
         self._kept = [kept for kept in self._kept if is_on_host(kept[-1])]
 
     def take(self, *, at_once: bool = False) -> list[Scalars]:
-        """The scalars since the last call, on the host. A GPU's are not copied in each step, which would wait for it.
-
-        Args:
-            at_once: whether to copy them in any case.
-        """
+        """Return the scalars since the last call, on the host. Copying a GPU's in each step would wait for it."""
         kept = self._kept
         on_gpu = any(not is_on_host(value) for *_, value in kept)
         waits = on_gpu and len(kept) < _MOST_KEPT and time.monotonic() - self._kept_since < _LONGEST

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks.together import Ranks
@@ -10,19 +10,12 @@ from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.session.results import RunResults
+from te_precision_callbacks.sinks.step_records import Event
 
 
 @dataclass
 class LoopFacts:
-    """Facts that an integration gives about the training loop.
-
-    Attributes:
-        trainer_steps: whether a trainer calls ``step``, so a missing call needs no warning.
-        counts_from: the logging step of iteration 0, unless ``step`` gets another one.
-        front_door: the integration, for records: ``lightning``, ``accelerate``, ``transformers``.
-        counts_batches: whether ``step`` is called after each micro-batch on purpose.
-        gives_way: whether another session that starts stops this one.
-    """
+    """Facts that an integration gives about the training loop; see :meth:`InspectSession.start`."""
 
     trainer_steps: bool = False
     counts_from: int = 0
@@ -36,13 +29,9 @@ class RunContext:
     """Shared state of a run.
 
     Attributes:
-        options: the session's options.
-        loop: the facts about the training loop.
-        results: the results, as the parts write them.
         notices: the messages that were logged once.
-        failures: receives failures of observation.
-        ranks: the ranks that reduce statistics together.
         inspector: nvidia-dlfw-inspect, which counts the debug iterations.
+        events: a queue, which the run sends to the sinks and to the rules.
     """
 
     options: SessionOptions
@@ -52,18 +41,16 @@ class RunContext:
     failures: ObservationFailures
     ranks: Ranks
     inspector: Inspector
+    events: list[Event] = field(default_factory=list)
 
     @property
     def iteration(self) -> int:
-        """The current debug iteration."""
         return self.inspector.iteration
 
     def logging_step(self, iteration: int) -> int:
-        """Return the default logging step of an iteration."""
         return iteration + self.loop.counts_from
 
     def step_in_words(self) -> str:
-        """The current step, as reports of overflows name it."""
         iteration = self.iteration
         logged = "" if self.loop.front_door == "session" else f", step {self.logging_step(iteration)}"
         return f"debug iteration {iteration}{logged}"

@@ -14,7 +14,7 @@ import torch
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log
-from te_precision_callbacks.runs.fingerprints import ResumeReport
+from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.runs.reading import list_runs, open_run
 from te_precision_callbacks.runs.recording import Place
@@ -24,7 +24,7 @@ from te_precision_callbacks.runs.trace_files import new_trace_file
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.loggers import LoggerSink
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
-from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Severity, Sink, StepRecords
+from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,7 @@ REPORT_FILE = "report.html"
 
 
 class Sinks:
-    """The sinks of a run. A sink that fails is reported, closed and dropped; the others continue.
-
-    Args:
-        context: shared state of the run.
-        sinks: called in this order.
-    """
+    """The sinks of a run, in order. A sink that fails is reported, closed and dropped; the others continue."""
 
     def __init__(self, context: RunContext, sinks: Iterable[Sink]) -> None:
         self._sinks = list(sinks)
@@ -56,12 +51,11 @@ class Sinks:
 
     @property
     def has_unstarted(self) -> bool:
-        """Return whether some sinks were not started."""
         return bool(self._to_start)
 
     def start(self, run: RunInfo) -> None:
-        """Start all sinks, at the first step, when a resumed run knows its iteration; after an interruption, start the
-        rest.
+        """Start the sinks, at the first step, when a resumed run knows its iteration; after an interruption, the rest
+        of them.
         """
         self._begun = True
         self._each("starting", self._to_start, lambda sink: sink.start(run))
@@ -77,7 +71,6 @@ class Sinks:
         self._each("sending to", [*self._takers], lambda sink: _send(sink, item))
 
     def drop(self, sink: Sink) -> None:
-        """Remove a sink that was not started."""
         self._forget(sink)
         self._to_start = [other for other in self._to_start if other is not sink]
 
@@ -99,7 +92,6 @@ class Sinks:
         self._each("closing", self._to_close, lambda sink: sink.close(error))
 
     def report(self, path: Path) -> None:
-        """Pass the page of the run to the trainer's loggers, which are still open."""
         reporting = [sink for sink in self._sinks if isinstance(sink, LoggerSink)]
         self._each("handing the report to", reporting, lambda sink: sink.report(path))
 
@@ -136,8 +128,6 @@ def _send(sink: EventSink, item: Event | Scalars) -> None:
 
 def nonfinite_event(error: BaseException, iteration: int) -> Iterator[Event]:
     """The overflow that stopped the training; no event for another error."""
-    from te_precision_callbacks.overflow import ActivationOverflowError
-
     if isinstance(error, ActivationOverflowError):
         data = {"class": error.class_name, "role": error.role, "batch": error.batch, "rank": error.rank}
         phase = "backward" if error.role.startswith("grad") else "forward"
@@ -150,22 +140,11 @@ def dump_events(written: Iterable[Header]) -> Iterator[Event]:
         yield Event("dump_written", text, header.iteration or 0, layer=header.layer, tensor=header.tensor)
 
 
-def resume_event(report: ResumeReport, iteration: int) -> Event:
-    severity: Severity = "warning" if report.findings else "info"
-    return Event("resume_audited", str(report), iteration, severity, phase="checkpoint")
-
-
 class RunFiles:
     """The statistics log, the records and the page of a run, depending on its options.
 
-    Args:
-        context: shared state of the run.
-        given_names: layer -> the name that the script gave to it and to no other layer.
-
     Attributes:
-        log: the statistics log; None without one.
-        records: the records; None if the run is not recorded.
-        sinks: the log and the records, if they exist.
+        log, records: None without them.
         page: the page of the run, or the command that makes it; empty if there is nothing for a page.
     """
 
@@ -192,14 +171,11 @@ class RunFiles:
         return None if self.records is None else self.records.place
 
     def attach(self) -> None:
-        """Set which values this rank writes, once the ranks have met."""
         if self.log is not None:
             self.log.own_only = not self.in_full
 
     def begin(self) -> None:
-        """Agree on the folder of the records in the first step, on all ranks that reduce together. If that fails, the
-        run is not recorded.
-        """
+        """Agree with all ranks on the folder of the records. If that fails, the run is not recorded."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -221,7 +197,6 @@ class RunFiles:
                 self.records.place = agreed[0]
 
     def hurry(self) -> list[Callable[[], bool]]:
-        """Flush the files soon; see :meth:`WriterThread.hurry`."""
         return [file.hurry() for file in (self.log, self.records) if file is not None]
 
     def trace_file(self, first: int, last: int) -> Path:
@@ -236,11 +211,7 @@ class RunFiles:
         return run_id if (self._log_dir / FOLDER / run_id).is_dir() else ""
 
     def log_command(self) -> str:
-        """Log the command that makes the page of the run.
-
-        Returns:
-            The name of the run, or an empty text if nothing is recorded that a page could show.
-        """
+        """Log the command that makes the page of the run; return the name of the run, if it has records."""
         if run_id := self._run_id:
             self.page = f"te-precision report {quoted_run(self._log_dir, run_id)}"
             logger.info("%s makes one page of this run.", self.page)
@@ -252,11 +223,6 @@ class RunFiles:
         return f"te-precision speed --trace {shlex.quote(str(trace))}"
 
     def write_page(self, run_id: str, sinks: Sinks) -> None:
-        """Write the page of the run into the log folder, and hand it to the trainer's loggers.
-
-        Raises:
-            PrecisionDebugError: the run cannot be read, or the page cannot be made or written.
-        """
         from te_precision_callbacks.views.report import write_report
 
         path = write_report(open_run(self._log_dir / FOLDER / run_id), self._log_dir / REPORT_FILE)

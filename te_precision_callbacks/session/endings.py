@@ -27,8 +27,6 @@ from te_precision_callbacks.base.threads import started
 
 logger = logging.getLogger(__name__)
 
-_Handler = Callable[[int, FrameType | None], Any]
-
 GRACE = 2.0
 """Seconds in which the main thread must begin to handle SIGTERM."""
 
@@ -55,9 +53,8 @@ class ProcessEnds:
     """Stops a session before its process ends: at the exit, by SIGTERM, or by an uncaught exception.
 
     Args:
-        stop: stops the session; called with the exception that ends the process.
+        stop: called with the exception that ends the process.
         flush: writes the log and the records within the given seconds.
-        at_sigterm: handle SIGTERM, if the script has set no handler for it.
 
     Attributes:
         termination: the handler of SIGTERM; None if another handler is set, or outside the main thread.
@@ -85,12 +82,11 @@ class ProcessEnds:
         return self.termination is not None and self.termination.came
 
     def forget(self) -> None:
-        """Ignore the exit and exceptions from now on: the session has stopped."""
         self._uncaught.remove()
         self._at_exit.cancel()
 
     def _stop_before_the_end(self, error: BaseException) -> None:
-        """Stop because an error ends the process. A failure here must not hide that error."""
+        """A failure here must not hide the error that ends the process."""
         try:
             self._stop(error)
         except Exception as failure:
@@ -104,11 +100,8 @@ class ProcessEnds:
 class Uncaught:
     """Calls a function before Python shows an exception that ends the process.
 
-    A function that runs at the exit of the process would log its messages below the traceback, which has been shown by
-    then. At an interactive prompt the process continues after an exception, and the function is not called.
-
-    Args:
-        before: called with the exception; it must not raise.
+    A function that runs at the exit of the process would come too late for notes on the exception, and log below the
+    traceback. At an interactive prompt the process continues after an exception, and the function is not called.
     """
 
     def __init__(self, before: Callable[[BaseException], None]) -> None:
@@ -143,68 +136,21 @@ def _end_by_sigint() -> None:
         exec("raise KeyboardInterrupt")
 
 
-class Uninterrupted:
-    """A block that Ctrl-C interrupts only in parts that allow it; other signals are handled at the end of the block.
-
-    with Uninterrupted(termination) as guard:
-        try:
-            with guard.interruptible():
-                ...         # may wait: Ctrl-C ends it
-        finally:
-            ...             # runs to its end
-
-    An interruption ends the current part, or, if it comes between two parts, the block around it. So ``finally`` always
-    runs to its end. SIGTERM waits for the end of the block. Outside the main thread the block does nothing.
-
-    Args:
-        termination: the handler of SIGTERM until the end of the block.
-    """
-
-    def __init__(self, termination: Termination | None) -> None:
-        self._termination = termination
-        self._handlers: dict[int, _Handler] = {}
-        self._came: list[int] = []
-        self._may_interrupt = False
-
-    def __enter__(self) -> Uninterrupted:
-        if _is_main_thread():
-            if self._termination is not None:
-                self._termination.begin_stop()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    signal.signal(number, self._take)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in reversed(self._handlers.items()):  # Ctrl-C last: it may come again at once
-            if number == signal.SIGINT and self._termination is not None:
-                self._termination.remove()
-            signal.signal(number, handler)
-            if number in self._came:
-                handler(number, None)
-        if self._termination is not None:
-            self._termination.remove()
-
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """A part that Ctrl-C may interrupt."""
-        try:
-            self._may_interrupt = True
-            yield
-        finally:
-            self._may_interrupt = False
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._may_interrupt and number == signal.SIGINT:
-            self._may_interrupt = False  # code after the part, on the way out, is not interrupted again
-            self._handlers[number](number, frame)
-            self._may_interrupt = True  # the handler has raised nothing
-        else:
-            self._came.append(number)
+@contextlib.contextmanager
+def without_ctrl_c() -> Iterator[None]:
+    """Delay Ctrl-C to the end of a block that undoes changes. Outside the main thread, a no-op."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not _is_main_thread() or not callable(handler):
+        yield
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, came[0])
 
 
 class Termination:
@@ -212,13 +158,6 @@ class Termination:
 
     If the main thread has not begun in :data:`GRACE` seconds, or has not ended in :data:`LONGEST_STOP`, a thread ends
     the process. It cannot while C code holds Python's lock. Made in the main thread only.
-
-    Args:
-        stop: stops the session; it must not raise.
-        flush: writes the log and the records within the given seconds; called in a separate thread.
-
-    Attributes:
-        came: whether SIGTERM has come, and ends the process.
     """
 
     def __init__(self, stop: Callable[[], None], flush: Callable[[float], Any]) -> None:
@@ -226,7 +165,7 @@ class Termination:
         self._stop = stop
         self._flush = flush
         self._process = os.getpid()
-        self._has_begun = self._is_handling = False
+        self._has_begun = self._ends_after_stop = False
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._set_action = _signal_of_c()
@@ -234,15 +173,17 @@ class Termination:
         self._watch()
 
     def begin_stop(self) -> None:
-        """Note that the main thread stops the session: a SIGTERM that comes now waits for it."""
+        """Note that the main thread stops the session: a SIGTERM that comes now ends the process after it."""
         self._has_begun = self._is_set
 
     def remove(self) -> None:
-        """Restore the default action, unless other code has set a handler since."""
+        """Restore the default action after the stop, unless other code has set a handler since."""
         if _is_main_thread():
             self.unwatch()
             if self._is_set:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._ends_after_stop:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     @property
     def _is_set(self) -> bool:
@@ -250,9 +191,9 @@ class Termination:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_own = os.getpid() == self._process  # a forked process ends at once
-        if is_own and self._is_handling:
-            return  # it has come again
-        self._is_handling = True
+        if is_own and self._has_begun:
+            self.came = self._ends_after_stop = True
+            return
         try:
             if is_own:
                 self.came = self._has_begun = True
@@ -284,7 +225,6 @@ class Termination:
             os.close(reader)
 
     def unwatch(self) -> None:
-        """End the thread; does nothing if there is none. For the main thread."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             if (other := signal.set_wakeup_fd(-1)) != writer:

@@ -60,8 +60,6 @@ Row = dict[str, Any]
 
 
 class RunFacts:
-    """Gathers the facts of a run for the rules and the record store, when they have changed."""
-
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self._options = context.options
         self._model = model
@@ -88,7 +86,6 @@ class RunFacts:
 
     @without_collections()
     def take(self) -> Facts:
-        """Gather all facts."""
         begun = time.perf_counter()
         self._taken = self._state
         infos = self._results.layers
@@ -112,8 +109,7 @@ class RunFacts:
     def changes(self) -> Iterator[Event]:
         """Return an event for each iteration that changed the precision of GEMMs since the last call."""
         before: dict[tuple[str, str], GemmPrecision] = {}
-        formats: dict[int, list[str]] = defaultdict(list)
-        recipes: dict[int, list[str]] = defaultdict(list)
+        changes: dict[tuple[int, str], list[str]] = defaultdict(list)
         last = self._changes_until
         for entry in self._results.audit.history.spans():
             earlier = before.get((entry.layer, entry.gemm))
@@ -123,12 +119,12 @@ class RunFacts:
                 continue
             if entry.operands != earlier.operands:
                 change = f"{in_short(earlier.operands)} -> {in_short(entry.operands)}"
-                formats[entry.since].append(f"{entry.layer} {entry.gemm}: {change}")
+                changes[entry.since, "precision_changed"].append(f"{entry.layer} {entry.gemm}: {change}")
             if entry.recipe != earlier.recipe:
-                recipes[entry.since].append(f"{entry.layer} {entry.gemm}: {earlier.recipe} -> {entry.recipe}")
-        for kind, changes in (("precision_changed", formats), ("recipe_changed", recipes)):
-            for iteration, texts in sorted(changes.items()):
-                yield Event(kind, _listed(texts), iteration, phase="step", data={"changes": texts[:1000]})
+                change = f"{entry.layer} {entry.gemm}: {earlier.recipe} -> {entry.recipe}"
+                changes[entry.since, "recipe_changed"].append(change)
+        for (iteration, kind), texts in sorted(changes.items()):
+            yield Event(kind, _listed(texts), iteration, phase="step", data={"changes": texts[:1000]})
 
     # ------------------------------------------------------------------ run.json
 
@@ -251,7 +247,6 @@ class RunFacts:
                 yield {"scope": "", "layer": name, "family": family, "since": since[name]}
 
     def _weights(self) -> dict[str, Row]:
-        """Layer -> the columns about its weights on this rank."""
         columns: dict[str, Row] = {}
         for named in self._model.layers.modules:
             for number, layer in enumerate(named.layers):
@@ -324,10 +319,10 @@ class RunFacts:
         for info in infos:
             for namespace, features in info.features.items():
                 for feature, options in features.items():
-                    section = _section_with(feature, [sections[name] for name in info.sections if name in sections])
-                    file, line = ("", None) if section is None else _place(section, namespace, feature)
+                    own = [sections[name] for name in info.sections if name in sections]
+                    section, file, line = _place(own, namespace, feature)
                     yield {
-                        "section": "" if section is None else section.name,
+                        "section": section,
                         "file": file,
                         "line": line,
                         "feature": feature,
@@ -343,24 +338,20 @@ def _script() -> str:
     return started if started in ("", "-", "-c") else os.path.abspath(started)
 
 
-def _section_with(feature: str, sections: Sequence[Section]) -> Section | None:
-    """Return the section that gives a layer a feature. Sections may spell its name differently."""
-    with_it = [
-        section
+def _place(sections: Sequence[Section], namespace: str, feature: str) -> tuple[str, str, int | None]:
+    """Return section, file and line of a layer's feature, which sections may spell otherwise; no line for a mapping."""
+    spelled = (
+        (section, key)
         for section in sections
-        for features in section.features.values()
-        if feature.lower() in map(str.lower, features)
-    ]
-    return next(iter([*with_it, *sections]), None)
-
-
-def _place(section: Section, namespace: str, feature: str) -> tuple[str, int | None]:
-    """Return file and line of a section's feature, or of the section; no line for a mapping."""
+        for key in section.features.get(namespace, ())
+        if key.lower() == feature.lower()
+    )
+    section, key = next(spelled, (sections[0] if sections else None, feature))
+    if section is None:
+        return "", "", None
     marks = section.places.marks
-    spelled = next((key for key in section.features.get(namespace, ()) if key.lower() == feature.lower()), feature)
-    paths = ((section.name, namespace, spelled), (section.name,))
-    mark = next((marks[path] for path in paths if path in marks), None)
-    return section.places.name, None if mark is None else mark.line
+    mark = marks.get((section.name, namespace, key)) or marks.get((section.name,))
+    return section.name, section.places.name, None if mark is None else mark.line
 
 
 def _listed(texts: Sequence[str]) -> str:
@@ -370,5 +361,4 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _plain(value: object) -> object:
-    """Convert a config value to JSON: mappings of OmegaConf to dict, other values to text."""
     return dict(value) if isinstance(value, Mapping) else str(value)

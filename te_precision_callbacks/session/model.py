@@ -66,14 +66,9 @@ def placements(
 ) -> dict[str, Placement]:
     """Layer name -> placement, for the layers that have a tensor-parallel group of several ranks.
 
-    Read from Transformer Engine 2.20.2: the attributes ``tp_group``, ``tp_size``, ``parallel_mode`` and
-    ``sequence_parallel`` of the modules in ``pytorch/module``. Other differences are unknown: layers that differ from
-    rank to rank under one name count as copies, unless they have numbers (``Layer.by_number``), or ``process_group``
-    keeps them apart.
-
-    Args:
-        modules: the modules of this rank.
-        reduced_over: the group over which statistics are reduced; None for all ranks.
+    Read from Transformer Engine 2.20.2: ``tp_group``, ``tp_size``, ``parallel_mode`` and ``sequence_parallel`` of the
+    modules in ``pytorch/module``. Layers that differ from rank to rank under one name otherwise count as copies, unless
+    they have numbers (``Layer.by_number``), or ``process_group`` keeps them apart.
     """
     placed: dict[str, Placement] = {}
     ranks_of = torch.distributed.get_process_group_ranks
@@ -99,13 +94,7 @@ def placements(
 class NamedLayers:
     """Finds the layers of a model, and names them alike on all ranks.
 
-    Args:
-        options: the session's options.
-
     Attributes:
-        modules: the Transformer Engine modules of this rank.
-        operations: the operations of ``te.ops`` with GEMMs.
-        names: the names of the layers of the modules.
         of_all: the layers of all ranks that reduce together.
         given: layer -> the name that the script gave to it and to no other layer.
     """
@@ -135,11 +124,6 @@ class NamedLayers:
         return [layer for layer in self.of_all if layer.name not in self.names]
 
     def attach(self, model: Model, ranks: Ranks) -> None:
-        """Name the layers of a model; on all ranks.
-
-        Raises:
-            SessionError: it is no model.
-        """
         if named_roots(model) is None:
             raise SessionError(f"The model must be a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         self._find(model)
@@ -181,10 +165,9 @@ class NamedLayers:
 
 
 class _Planned(NamedTuple):
-    """The features of this rank's layers.
+    """The features of this rank's layers, without refused layers.
 
     Attributes:
-        plan: the features of each layer, without refused layers.
         sections: the features of all sections.
         fused: the modules that are observed on their fused path, from :func:`choose`.
         not_fused: the other modules with features -> the reason.
@@ -199,16 +182,9 @@ class _Planned(NamedTuple):
 class ObservedModel:
     """Plans the config on the layers of a model, has the modules watched, and follows changes of the model.
 
-    Args:
-        context: shared state of the run.
-        hooks: get the modules.
-        engine: gets the split of layers over ranks.
-
     Attributes:
-        layers: the layers and their names.
-        attached: whether there is a model.
-        model: the model that is watched; an empty sequence before the attach.
-        flat_config: the config with its registered features; empty before the attach.
+        model: an empty sequence before the attach.
+        flat_config: the config with its registered features.
     """
 
     def __init__(self, context: RunContext, hooks: ForwardHooks, engine: StatisticsEngine) -> None:
@@ -228,18 +204,12 @@ class ObservedModel:
 
     @property
     def unmeasured(self) -> str:
-        """The reason if LogGemmError has measured nothing; empty if it has, or if no GEMM was due."""
+        """The reason if LogGemmError has measured nothing, although a GEMM was due."""
         return self._hooks.gemm_errors.why_nothing
 
     # ------------------------------------------------------------------ a model that is given
 
     def attach(self, model: Model) -> None:
-        """Name and watch a model, instead of the model that was watched before; on all ranks, inside of
-        :meth:`Ranks.together`.
-
-        Raises:
-            ConfigError, SessionError: as in ``InspectSession.attach``.
-        """
         options, inspector, ranks = self._options, self._inspector, self._context.ranks
         inspector.forget_names()
         self.layers.attach(model, ranks)
@@ -286,7 +256,6 @@ class ObservedModel:
         return _Planned(own_plan, sections, fused, not_fused)
 
     def _observe(self, planned: _Planned) -> None:
-        """Name and watch this rank's modules, without a collective."""
         inspector, plan, modules = self._inspector, planned.plan, self.layers.modules
         by_layer = {entry.layer.name: entry for entry in plan.layers}
         self._results.layers = tuple(
@@ -330,7 +299,6 @@ class ObservedModel:
                 yield names[id(module)], module
 
     def holds(self, *modules: torch.nn.Module | None) -> bool:
-        """Return whether one of the modules belongs to the model."""
         asked = {id(module) for module in modules}
         return any(id(module) in asked for root in self.roots for module in root.modules())
 
@@ -353,7 +321,6 @@ class ObservedModel:
         return any(id(parameter) in held for parameter in self.parameters())
 
     def end_step(self) -> None:
-        """Record refused layers, the order of layers, and the matrix products of a step."""
         self._hooks.end_step()
         self.warn_of_refused()
         self._warn_of_unwatched()
@@ -371,7 +338,6 @@ class ObservedModel:
             )
 
     def note_order(self) -> None:
-        """Record the order in which layers first ran."""
         order = self._hooks.order
         if order.take_grown():
             self._results.layers = tuple(
@@ -385,7 +351,6 @@ class ObservedModel:
 
     @property
     def enters_autocast(self) -> bool:
-        """Return whether a region of ``te.autocast(enabled=True)`` has been entered."""
         return self._hooks.has_enabled_regions
 
     def note_products(self) -> None:
@@ -399,7 +364,6 @@ class ObservedModel:
             self._results.audit.note_backward()
 
     def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, HighPrecisionFacts]:
-        """Facts that explain why GEMMs of layers are not in low precision."""
         sections = {section.name: section for section in self._options.config.enabled_sections}
         overrides = {
             layer.name: backward_override(named.module) or "" for named in self.layers.modules for layer in named.layers
@@ -414,7 +378,6 @@ class ObservedModel:
         }
 
     def _warn_of_recomputed(self, layers: Collection[str]) -> None:
-        """Warn of layers with a forward in low precision, and a backward in high precision."""
         if layers and own_rank() == 0 and self._notices.first("recomputed"):
             named = [layer.name for module in self.layers.modules for layer in module.layers if layer.name in layers]
             logger.warning(
@@ -429,7 +392,6 @@ class ObservedModel:
     # ------------------------------------------------------------------ what Transformer Engine refuses
 
     def warn_of_refused(self) -> None:
-        """Warn of newly refused layers."""
         if self._refused.warn(self._inspector.log):
             layers = self._results.layers
             self._results.layers = tuple(replace(info, refused=self._refused.why(info.name)) for info in layers)

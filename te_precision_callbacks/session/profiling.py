@@ -24,24 +24,12 @@ from te_precision_callbacks.speed.trace.range_names import iteration_range, unen
 
 logger = logging.getLogger(__name__)
 
-_SEARCHED = 100
-"""The iterations after those that are profiled among which others are looked for."""
-
 
 class Profiling:
     """Profiles the iterations of a choice, and writes their trace when the last one has ended.
 
-    The iteration before the first one warms the profiler up. Where a profiler of the user's own runs, only the ranges
-    are put, and its trace has them.
-
-    Args:
-        context: shared state of the run.
-        model: gets ranges around its modules.
-        hooks: put ranges around the GEMMs of Transformer Engine.
-        files: name the file of the trace.
-
-    Attributes:
-        trace: the trace, once it is written.
+    The iteration before the first one warms the profiler up. Where a profiler of the user's own runs, only ranges are
+    added, and its trace has them.
     """
 
     def __init__(self, context: RunContext, model: ObservedModel, hooks: ForwardHooks, files: RunFiles) -> None:
@@ -53,7 +41,6 @@ class Profiling:
         self._model = model
         self._hooks = hooks
         self._files = files
-        self._events: list[Event] = []
         self._is_first = True
         self._ranges = ModuleRanges()
         self._profiler: StepProfiler | None = None
@@ -81,11 +68,6 @@ class Profiling:
             self._guarded("writing", self._write)
 
     def close(self, iteration: int) -> None:
-        """End the profile early, and warn of iterations that were not profiled.
-
-        Args:
-            iteration: the first iteration after the run.
-        """
         self._choice = None
         self._guarded("ending", self._stop)
         self.write()
@@ -124,7 +106,6 @@ class Profiling:
             self._stop()
 
     def _leave(self, ending: int | None = None) -> None:
-        """Leave the running iteration; it counts if it is the one that ends."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -170,23 +151,13 @@ class Profiling:
             )
 
     def _warn_of_collection_steps(self, choice: ProfileChoice) -> None:
-        """Warn of collection steps in the profile, and suggest other iterations."""
-        chosen = range(choice.first, choice.last + 1)
-
-        def observed(steps: range) -> list[int]:
-            return steps_that_observe(self._context.options.config, steps)
-
-        due = observed(chosen)
-        if not due:
-            return
-        begins = range(choice.last + 1, choice.last + _SEARCHED)
-        free = next((begin for begin in begins if not observed(range(begin, begin + len(chosen)))), None)
-        others = "others" if free is None else _iterations(free, free + len(chosen) - 1)
-        named = f"iteration {due[0]}" if len(due) == 1 else f"{len(due)} iterations, {due[0]} the first,"
-        self._warn(
-            f"profile= profiles {named} in which statistics are due, so the trace has what they cost in it. Choose"
-            f" {others} for the times of training alone."
-        )
+        due = steps_that_observe(self._context.options.config, range(choice.first, choice.last + 1))
+        if due:
+            named = f"iteration {due[0]}" if len(due) == 1 else f"{len(due)} iterations, {due[0]} the first,"
+            self._warn(
+                f"profile= profiles {named} in which statistics are due, so the trace has what they cost in it. Choose"
+                " iterations between them for the times of training alone."
+            )
 
     def _warn_of_other_profiler(self) -> None:
         if self._context.notices.first("profiler"):
@@ -198,15 +169,9 @@ class Profiling:
 
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)
-        self._events.append(Event("profile", text, self._context.iteration, "warning"))
-
-    def take_events(self) -> list[Event]:
-        """Return the warnings since the last call, for the records."""
-        events, self._events = self._events, []
-        return events
+        self._context.events.append(Event("profile", text, self._context.iteration, "warning"))
 
     def _guarded(self, doing: str, do: Callable[[], None]) -> None:
-        """Report a failure instead of raising it, and end the profile."""
         try:
             do()
         except ObservationError:

@@ -22,26 +22,14 @@ from te_precision_callbacks.statistics.series import SeriesTable
 
 @dataclass
 class RunResults:
-    """The results of a run, written by its parts.
+    """The results of a run, written by its parts. :class:`Results` describes what users see of them.
 
     Attributes:
-        log_dir: the folder of the session's files.
-        iteration: the current debug iteration; after the end, the first iteration that did not run.
         started_at: the place in the script that started the session; empty before the start.
-        iterations: the iterations that have run.
-        layers: every observable layer of the model, and its features.
-        unconverted: layers that a trainer left without Transformer Engine: name -> reason.
         filters_loss: whether the trainer filters inf and nan from the loss that it logs.
-        expects_low: the setting of the trainer that asks for low precision; empty if there is none.
-        not_measured: GEMMs that LogGemmError does not measure: (layer, GEMM) -> reason.
+        expects_low: the setting of the trainer that asks for low precision.
         never_due: a message about features that never acted; empty before the end.
         changes_precision: whether a feature in the config can change the precision of a GEMM.
-        audit: the precision in which each GEMM ran.
-        coverage: the matrix products of the model.
-        series: the series of the statistics.
-        statistics: the last and the worst values.
-        resume: the result of the audit of a resume; None without one.
-        diagnosis: the rules, and their findings.
         whole_run: the verdict on a resumed run with its earlier starts; None before its end, and for other runs.
         scales_loss: whether a GradScaler has stepped an optimizer of the model.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
@@ -78,18 +66,13 @@ class RunResults:
         return self.coverage.at(iteration, last, self.audit.history.at(iteration), self.unconverted)
 
     def other_steps(self) -> list[OtherSteps]:
-        """Return the steps that ran in another precision than the last one."""
         if len(self.coverage.spans()) < 2 and not self.audit.history.has_changed:
             return []  # as in most runs, of which thousands of layers need not be gone through
         return other_steps(self.coverage.by_span(self.audit.history.spans(), self.unconverted))
 
 
 class Results:
-    """The results of a run, readable during the run and after it.
-
-    Args:
-        results: the results of the run.
-    """
+    """The results of a run, readable during the run and after it."""
 
     def __init__(self, results: RunResults) -> None:
         self._results = results

@@ -13,7 +13,7 @@ import importlib.metadata
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_precision_callbacks.base.errors import ResumeAuditError
+from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.instrumentation.scalars import is_scalar, to_floats
@@ -43,6 +44,7 @@ from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.sinks.step_records import Event, Severity
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +76,7 @@ _OF_ACCELERATE = (
 class ResumeAudit:
     """Takes the fingerprints of a run, and compares a resumed run with the fingerprints of its checkpoint.
 
-    After :meth:`end` it can still take fingerprints while the model exists, for a checkpoint that is saved after the
-    stop.
-
-    Args:
-        context: shared state of the run; its results get the report.
-        model: the run's model.
-        records: record the run; None if it is not recorded.
+    After :meth:`end` it can still take fingerprints while the model exists, for a checkpoint saved after the stop.
     """
 
     def __init__(self, context: RunContext, model: ObservedModel, records: RecordSink | None) -> None:
@@ -99,23 +95,11 @@ class ResumeAudit:
     # ------------------------------------------------------------------ a checkpoint is written
 
     def text(self, iteration: int) -> str | None:
-        """Return the fingerprint of this rank as JSON; None without layers, and after a failure.
-
-        Args:
-            iteration: the next debug iteration.
-
-        Raises:
-            ObservationError: with ``strict=True``, it could not be taken.
-        """
+        """Return the fingerprint of this rank as JSON; None without layers, and after a failure."""
         fingerprint = self._take(iteration)
         return None if fingerprint is None else fingerprint.to_text()
 
     def save(self, folder: Path, iteration: int) -> None:
-        """Write this rank's fingerprint into the folder of a checkpoint.
-
-        Raises:
-            ObservationError: with ``strict=True``, it could not be taken or written.
-        """
         fingerprint = self._take(iteration)
         if fingerprint is not None:
             try:
@@ -177,9 +161,6 @@ class ResumeAudit:
 
         Args:
             saved: the text of a fingerprint, or the folder of a checkpoint, which may have none.
-
-        Raises:
-            FingerprintError: with ``strict=True``, a fingerprint cannot be read; otherwise there is a warning.
         """
         self._forget()
         try:
@@ -197,7 +178,6 @@ class ResumeAudit:
             ]
 
     def _go_on_with(self, run_id: str) -> None:
-        """Record in the run of the checkpoint."""
         if self._records is not None:
             try:
                 self._records.go_on_with(run_id)
@@ -206,8 +186,7 @@ class ResumeAudit:
 
     def end_step(self) -> None:
         """Report at the end of a step, if the optimizer is not a torch optimizer."""
-        if self._restored is not None:
-            self._compare(self._restored)
+        self._compare()
         if self._handles and not self._saved:
             self._forget()
 
@@ -224,43 +203,26 @@ class ResumeAudit:
             self._failures.report("auditing", "the resume", error)
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> Any:
-        if self._restored is not None:
-            self._compare(self._restored)
-        elif not self._saved:
-            return None
-        # Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
-        elif len(args) > 1 and callable(args[1]):
-            return (args[0], self._compared_after(args[1]), *args[2:]), keywords
-        elif callable(keywords.get("closure")):
-            return args, {**keywords, "closure": self._compared_after(keywords["closure"])}
+        if self._saved and self._restored is None:
+            return after_closure(args, keywords, self._compare)
+        self._compare()
         return None
 
-    def _compared_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run_and_compare() -> Any:
-            loss = closure()
-            if self._restored is not None:
-                self._compare(self._restored)
-            return loss
-
-        return run_and_compare
-
-    def _compare(self, restored: Fingerprint) -> None:
-        """Compare, and report.
-
-        Raises:
-            ResumeAuditError: with ``strict=True``, there are results.
-        """
-        saved = self._saved
+    def _compare(self) -> None:
+        saved, restored = self._saved, self._restored
+        if saved is None or restored is None:
+            return
         self._saved, self._restored = None, None  # the hooks stay until the step's end: torch is running them
         try:
-            if saved is None:
-                return
             now = with_recipes(restored, self._modules(), self._results.audit.trained_in_fp8)
             report = compare(saved, now)
         except Exception as error:
             self._failures.report("auditing", "the resume", error)
             return
         self._results.resume = report
+        severity: Severity = "warning" if report.findings else "info"
+        event = Event("resume_audited", str(report), self._context.iteration, severity, phase="checkpoint")
+        self._context.events.append(event)
         if not report.findings:
             logger.debug("The resume has restored what the checkpoint of iteration %d had.", report.iteration)
             return
@@ -285,12 +247,7 @@ _KEPT = 20
 
 
 class ResumedLoss:
-    """The last training losses before a checkpoint, with which a rule compares the first losses after a resume::
-
-        loss.note({"loss": 0.31})              # does not read a tensor
-        checkpoint["loss"] = loss.saved()
-
-        loss.restore(checkpoint["loss"])       # in the resumed run
+    """The last training losses before a checkpoint, with which a rule compares the first losses after a resume.
 
     Attributes:
         restored: the losses of the checkpoint, oldest first, until :meth:`take_restored`.
@@ -301,7 +258,6 @@ class ResumedLoss:
         self._recent: deque[Any] = deque(maxlen=_KEPT)
 
     def note(self, values: Mapping[str, Any]) -> None:
-        """Note the training loss among the values that are logged in a step, under one of :data:`NAMES`."""
         loss = next((values[name] for name in NAMES if name in values), None)
         if is_scalar(loss):
             self._recent.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)

@@ -47,8 +47,8 @@ from te_precision_callbacks.session.checks import (
 from te_precision_callbacks.session.closing import ClosingReport
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
 from te_precision_callbacks.session.context import LoopFacts, RunContext
-from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event, resume_event
-from te_precision_callbacks.session.endings import ProcessEnds, Terminated, Uninterrupted
+from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event
+from te_precision_callbacks.session.endings import ProcessEnds, Terminated, without_ctrl_c
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
@@ -64,24 +64,10 @@ logger = logging.getLogger(__name__)
 class Run:
     """Observes a model from the start of a session to its stop, and then undoes all changes.
 
-    The parts of a run receive the context, and the data of a step. They return data: a part never calls another part
-    back. The run calls them in order, in :meth:`attach`, :meth:`step` and :meth:`stop`.
-
-    Args:
-        options: the session's options.
-        sinks: receivers of records, before the sinks of the options.
-        results: get the results.
-        classify: decides the kind of a forward.
-        loop: the facts about the training loop.
-        notices: the messages that have been logged once.
-
     Attributes:
         live: True between start and stop.
-        context: shared state of all parts.
         hooks: the hooks in Transformer Engine's forwards.
-        model: the layers and their plan.
         observation: the engine, and the recorder of dumps.
-        overflow: activation overflow detection.
         resume_audit: the fingerprints for checkpoints, and the audit of a resume.
     """
 
@@ -97,7 +83,7 @@ class Run:
         self.live = False
         self._process = os.getpid()
         self._ends: ProcessEnds | None = None
-        self._reported: list[object] = []
+        self._overflowed: BaseException | None = None
         # Not by the ranks of the run, which would keep the model as long as the results.
         leading = functools.partial(leads, options.process_group, reduce=options.reduce)
         failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
@@ -150,14 +136,6 @@ class Run:
     # ------------------------------------------------------------------ start and attach
 
     def start(self, ends: ProcessEnds) -> None:
-        """Start nvidia-dlfw-inspect, and act in Transformer Engine's forwards.
-
-        Args:
-            ends: stops the session before the process ends.
-
-        Raises:
-            SessionError, FeatureLoadError: as ``InspectSession.start``.
-        """
         self.live = True
         self._ends = ends
         self.context.inspector.start(self.observation, self._scalars, self._before_script_ends)
@@ -165,7 +143,6 @@ class Run:
         self.context.inspector.iteration = self.context.failures.iteration = self.context.options.start_step or 0
 
     def count_from(self, iteration: int) -> None:
-        """Collect for another iteration from now on."""
         self.context.inspector.iteration = self.context.failures.iteration = iteration
         self._collector.last_logging_step = None
         self.hooks.arm()
@@ -173,7 +150,6 @@ class Run:
             self._profiling.begin(iteration)
 
     def attach(self, model: Model) -> None:
-        """Implement ``InspectSession.attach``."""
         context, ranks = self.context, self.context.ranks
         ranks.meet()
         with ranks.together("attaching a session", SessionError, ConfigError, agree=ranks.several):
@@ -208,7 +184,6 @@ class Run:
     # ------------------------------------------------------------------ a step
 
     def step(self, logging_step: int | None) -> StepRecords | None:
-        """Implement ``InspectSession.step``."""
         try:
             if is_capturing():
                 self._log_once(
@@ -273,7 +248,7 @@ class Run:
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
         self._profiling.end(iteration)
-        unobserved = self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
+        self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
         self.context.inspector.report_events()
         self.model.end_step()
         self._start_sinks()
@@ -283,9 +258,7 @@ class Run:
         self._reduce(ending)
         self.hooks.begin(self.context.iteration)
         # Check the facts, and the statistics where they are delivered.
-        self._send_pending(iteration)
-        if unobserved:
-            self._send_events(Event("observation_failed", unobserved, iteration, "warning"))
+        self._send_pending()
         self._check_facts(iteration)
         try:
             records = self._deliver(ending)
@@ -293,10 +266,12 @@ class Run:
             self.overflow.mark_dumps(self.observation.recorder)
             self.observation.recorder.end_step()
         # Record the dumps and the results of checks over all ranks.
-        self._send_events(*dump_events(self.observation.recorder.take_written()))
-        self._send_checked(self._parameters.end_step(iteration))
-        for event in self._contract.end_step(iteration):
-            self._send_events(event)
+        self.context.events.extend(dump_events(self.observation.recorder.take_written()))
+        self._parameters.end_step(iteration)
+        try:
+            self._contract.end_step(iteration)
+        finally:
+            self._send()
         self._rules.stop_if_wanted()
         return records
 
@@ -309,7 +284,6 @@ class Run:
                 raise
 
     def _start_sinks(self) -> None:
-        """Begin the records and start the sinks, in the first step."""
         records = self._files.records
         try:
             self._files.begin()
@@ -320,7 +294,6 @@ class Run:
             self._sinks.start(self._describe())
 
     def _reduce(self, ending: EndingStep) -> None:
-        """Collect the statistics of all ranks, or of this rank if that fails, and count the iteration."""
         inspector = self.context.inspector
         try:
             self._collector.reduce(ending, self._loop_checks.optimizer_steps)
@@ -344,9 +317,10 @@ class Run:
                 return
             facts = self._facts.take()
             if records is not None and records.writes_reduced:
-                self._send_events(*self._facts.changes())
+                self._send(*self._facts.changes())
                 records.put_facts(facts)
-            self._send_findings(self._rules.facts(facts, iteration))
+            self._rules.facts(facts, iteration)
+            self._send()
         except ASKED_FOR:
             raise
         except Exception as error:
@@ -370,15 +344,14 @@ class Run:
 
     def _checked(self, ending: EndingStep, records: StepRecords) -> StepRecords:
         if not ending.is_checked:
+            ending.is_checked = True
             try:
-                records, findings = self._rules.records(records)
-                self._send_findings(findings)
+                ending.records = records = self._rules.records(records)
+                self._send()
+            except ObservationError:
+                raise
             except Exception as error:
-                ending.is_checked = True
-                if isinstance(error, ObservationError):
-                    raise
                 self.context.failures.report("checking", f"iteration {ending.iteration}", error)
-            ending.records, ending.is_checked = records, True
         return records
 
     def _rejoin_ranks(self) -> None:
@@ -389,7 +362,6 @@ class Run:
             self.count_from(iteration)
 
     def _complete(self, ending: EndingStep) -> None:
-        """Count an unfinished step, with this rank's own values."""
         if self._collector.ending is not None:
             self.context.inspector.iteration = ending.iteration + 1
             self.hooks.arm()
@@ -397,61 +369,39 @@ class Run:
 
     # ------------------------------------------------------------------ events
 
-    def _send_events(self, *events: Event) -> None:
-        """Send events to the sinks and to the rules, and the findings of the rules to the sinks."""
-        for event in events:
+    def _send(self, *events: Event) -> None:
+        """Send the events of the parts, and more events, to the sinks and the rules, whose findings are events too."""
+        queue = self.context.events
+        queue += events
+        while queue:
+            event = queue.pop(0)
             self._sinks.send(event)
-            self._send_findings(self._rules.event(event))
+            if event.kind != "finding":
+                self._rules.event(event)
 
-    def _send_findings(self, findings: Iterable[Event]) -> None:
-        for finding in findings:
-            self._sinks.send(finding)
-
-    def _send_pending(self, iteration: int, *, at_last: bool = False) -> None:
-        """Send what was kept for the end of a step: failures, warnings, a resume, and the trainer's scalars."""
-        for failed_at, text in self.context.failures.take():
-            self._send_events(Event("observation_failed", text, failed_at, "error"))
-        self._send_events(*self._profiling.take_events())
-        resume = self.context.results.resume
-        if resume is not None and self._is_new(resume):
-            self._send_events(resume_event(resume, iteration))
+    def _send_pending(self, *, at_last: bool = False) -> None:
+        """Send what was kept for the end of a step: events, failures and the trainer's scalars."""
+        self._send(*(Event("observation_failed", text, at, "error") for at, text in self.context.failures.take()))
         for scalars in self._trainer_scalars.take(at_once=at_last):
             self._sinks.send(scalars)
-            self._send_findings(self._rules.scalars(scalars))
-
-    def _send_checked(self, checked: tuple[Event, bool] | None) -> None:
-        """Send the event of a check of parameters to the rules, and to the sinks if this rank records it."""
-        if checked is not None:
-            event, is_recorded = checked
-            if is_recorded:
-                self._send_events(event)
-            else:
-                self._send_findings(self._rules.event(event))
+            self._rules.scalars(scalars)
+        self._send()
 
     def _send_nonfinite(self, error: BaseException) -> None:
-        for event in nonfinite_event(error, self.context.iteration):
-            if self._is_new(error):
-                self._send_events(event)
-
-    def _is_new(self, reported: object) -> bool:
-        is_new = reported not in self._reported
-        if is_new:
-            self._reported.append(reported)
-        return is_new
+        if error is not self._overflowed:
+            self._overflowed = error
+            self._send(*nonfinite_event(error, self.context.iteration))
 
     # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
-        """Implement ``InspectSession.flush``."""
         return all_within(seconds, [*self._files.hurry(), self.context.inspector.events.hurry()])
 
     @property
     def last_logging_step(self) -> int | None:
-        """The logging step of the last iteration; None before its end."""
         return self._collector.last_logging_step
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
-        """Implement ``InspectSession.log``. Return the logging step; None in a forked process."""
         if self.is_forked:
             return None
         iteration, last = self.context.iteration, self._collector.last_logging_step
@@ -463,35 +413,31 @@ class Run:
         return logging_step
 
     def note_checkpoint(self, file: str) -> None:
-        """Report to the sinks that a checkpoint has been taken; its file is empty if it is unknown."""
+        """Report a checkpoint to the sinks; its file is empty if it is unknown."""
         iteration = self.context.iteration
         self.context.results.diagnosis.note_checkpoint(iteration, file)
         text = f"A checkpoint has taken the state before debug iteration {iteration}."
-        self._send_events(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
+        self._send(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 
     def restore_losses(self, losses: Sequence[float]) -> None:
-        """Let the rules compare the first losses of a resumed run with the losses of its checkpoint."""
         if losses:
             text = f"The run was resumed after a training loss of {losses[-1]:.6g}."
             before = max(self.context.iteration - 1, 0)
-            self._send_events(Event("losses_restored", text, before, data={"losses": losses}))
+            self._send(Event("losses_restored", text, before, data={"losses": losses}))
 
     # ------------------------------------------------------------------ stop
 
     def stop(self, error: BaseException | None, logging_step: int | None) -> None:
-        """Write the statistics collected since the last step, and undo all changes.
-
-        Args:
-            error, logging_step: as in ``InspectSession.stop``.
-        """
         context, layers = self.context, self.model.layers
         ended_by = error or sys.exc_info()[1]
         explain_failure(ended_by, layers.modules, layers.other_names)
         explain_checkpoint(ended_by, layers.modules)
-        termination = None if self._ends is None else self._ends.termination
         attached, leads_all = self.model.attached, own_rank() == 0
         summarizes = attached and leads_all
-        with Uninterrupted(termination) as guard, without_collections(), ExitStack() as stack:
+        with without_collections(), ExitStack() as stack:
+            if self._ends is not None and self._ends.termination is not None:
+                self._ends.termination.begin_stop()
+                stack.callback(self._ends.termination.remove)
             if ended_by is not None and not self._loop_checks.has_trained:
                 context.results.audit.abandon()
             if not attached and ended_by is None:
@@ -501,16 +447,16 @@ class Run:
                 )
             parts: list[tuple[str, str, bool, Callable[[], None]]] = [
                 ("ending", "the profile", True, lambda: self._profiling.close(context.iteration)),
-                ("handing over", "the last statistics", attached, lambda: self._hand_over(error, logging_step, guard)),
+                ("handing over", "the last statistics", attached, lambda: self._hand_over(error, logging_step)),
                 ("checking", "the parameters", attached, self._check_parameters),
                 ("checking", "the precision contract", True, lambda: self._check_contract(ended_by)),
                 ("stopping", "the run", ended_by is None, self._rules.stop_at_the_end),
                 ("sending", "the end", attached, lambda: self._send_end(error)),
                 ("checking", "what the run has not reached", attached, lambda: self._warn_never_due(ended_by)),
-                ("closing", "the sinks", True, lambda: self._close_sinks(error, guard)),
+                ("closing", "the sinks", True, lambda: self._close_sinks(error)),
                 ("checking", "the whole run", leads_all, self._check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
-                ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks, guard)),
+                ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks)),
                 ("writing", "the summary", summarizes, self._closing.write_summary),
                 (
                     "printing",
@@ -519,7 +465,7 @@ class Run:
                     lambda: self._closing.print_verdict(ended_by, self._profiling.trace),
                 ),
                 ("undoing", "what the session has changed", True, self._put_back),
-                ("closing", "the dumps", True, lambda: self._close_dumps(error, guard)),
+                ("closing", "the dumps", True, lambda: self._close_dumps(error)),
                 ("leaving", "the other ranks", True, context.ranks.end),
             ]
             stack.callback(context.failures.summarize)
@@ -528,7 +474,7 @@ class Run:
                     stack.callback(self._try, doing, of, call)
 
     def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
-        """Run a part of the end, and report a failure; raise only errors that the user asked for."""
+        """Report a failure; raise only errors that the user asked for."""
         try:
             call()
         except ASKED_FOR:
@@ -539,8 +485,7 @@ class Run:
             except Exception:  # with strict=True, where the run has ended already
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
-    def _hand_over(self, error: BaseException | None, logging_step: int | None, guard: Uninterrupted) -> None:
-        """Deliver an interrupted step, and the statistics collected since the last step."""
+    def _hand_over(self, error: BaseException | None, logging_step: int | None) -> None:
         collector, from_device = self._collector, self._may_read_device
         self.model.warn_of_refused()
         self._loop_checks.end()
@@ -550,12 +495,10 @@ class Run:
         try:
             if collector.ending is not None:
                 collector.read_local(collector.ending, from_device=from_device)
-                with guard.interruptible():
-                    self._deliver(collector.ending)
+                self._deliver(collector.ending)
             ending = collector.remainder(logging_step)
             collector.read_local(ending, from_device=from_device)
-            with guard.interruptible():
-                self._deliver(ending)
+            self._deliver(ending)
         except ObservationError as failure:
             logger.error(
                 "The statistics gathered since the last step could not be written, and are lost.", exc_info=failure
@@ -563,20 +506,18 @@ class Run:
 
     @property
     def _is_terminated(self) -> bool:
-        """Return whether a signal ends the process: slow parts are skipped."""
         return self._ends is not None and self._ends.is_terminated
 
     @property
     def _may_read_device(self) -> bool:
-        """Return whether the GPU may be read: when a signal ends the process, it may be waiting for another rank
-        forever.
-        """
+        """False when a signal ends the process: the GPU may be waiting for another rank forever."""
         return not (self._is_terminated and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def _check_parameters(self) -> None:
         last = self.context.results.iterations.last
         if last is not None and not self._is_terminated and not self.context.inspector.ended:
-            self._send_checked(self._parameters.end(last))
+            self._parameters.end(last)
+            self._send()
 
     def _check_contract(self, error: BaseException | None) -> None:
         """Check the contract if it was not checked before. An error that ends the run is not hidden."""
@@ -599,8 +540,10 @@ class Run:
                 " training"
             )
         iteration = self.context.iteration - has_stepped
-        for event in self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None):
-            self._send_events(event)
+        try:
+            self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None)
+        finally:
+            self._send()
 
     def _note_unended(self) -> None:
         """Record the products of a run without any step."""
@@ -611,15 +554,14 @@ class Run:
             results.audit.leave(self.context.iteration)
 
     def _send_end(self, error: BaseException | None) -> None:
-        """Send the remaining events to the sinks, and the end of the run to the rules."""
         iteration = self.context.iteration
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
             if error is not None:
                 self._send_nonfinite(error)
-            self._send_events(*dump_events(self.observation.recorder.take_written()))
+            self._send(*dump_events(self.observation.recorder.take_written()))
             if not self._may_read_device:
                 self._trainer_scalars.drop_from_device()
-            self._send_pending(iteration, at_last=True)
+            self._send_pending(at_last=True)
             self._check_facts(iteration, at_last=True)
             self._rules.event(end_of(error, max(iteration - 1, 0)))
 
@@ -630,34 +572,30 @@ class Run:
         if text := never_due_in_words(self.context.options.config, last):
             logger.warning("%s", text)
             self.context.results.never_due = text
-            self._send_events(Event("never_due", text, last, "warning"))
+            self._send(Event("never_due", text, last, "warning"))
 
     def _check_whole_run(self) -> None:
         if not self._is_terminated:
             self._closing.check_whole_run()
 
-    def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        self._send_pending(self.context.iteration)
+    def _close_sinks(self, error: BaseException | None) -> None:
+        self._send_pending()
         try:
-            with guard.interruptible():
-                self._sinks.close(error)
+            self._sinks.close(error)
         except KeyboardInterrupt:  # try the others once more: only a second Ctrl-C leaves a file open
-            with guard.interruptible():
-                self._sinks.close(error)
+            self._sinks.close(error)
             raise
 
-    def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
-        """Close the detector, and write all dumps; before a signal ends the process, only queued dumps."""
+    def _close_dumps(self, error: BaseException | None) -> None:
+        """Before a signal ends the process, only queued dumps are written."""
         try:
             if self._may_read_device:
                 self.overflow.close(error, self.observation.recorder)
         finally:
-            with guard.interruptible():
-                self.observation.recorder.close(decides=self._may_read_device)
+            self.observation.recorder.close(decides=self._may_read_device)
 
     def _put_back(self) -> None:
-        """End nvidia-dlfw-inspect, and undo all changes in the process."""
-        with ExitStack() as then:
+        with without_ctrl_c(), ExitStack() as then:
             then.callback(self._classify.end)
             then.callback(self.context.inspector.stop)
             then.callback(self.hooks.remove)
@@ -676,7 +614,6 @@ class Run:
 
     @property
     def is_forked(self) -> bool:
-        """Return whether this process was forked from the process that started the run."""
         return os.getpid() != self._process
 
     def _is_abandoned(self) -> bool:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import Unpack
 
@@ -21,6 +21,7 @@ from te_precision_callbacks.instrumentation.upstream import import_transformer_e
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
+from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.session.context import LoopFacts
 from te_precision_callbacks.session.endings import ProcessEnds
 from te_precision_callbacks.session.results import Results, RunResults
@@ -28,9 +29,6 @@ from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.session.training_loop import BackwardLoss
 from te_precision_callbacks.sinks.step_records import Sink, StepRecords
-
-if TYPE_CHECKING:
-    from te_precision_callbacks.overflow import DebugActivationOverflow
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +40,8 @@ _last_started: weakref.ref[InspectSession] | None = None
 
 
 def running_session() -> InspectSession | None:
-    """Return the running session of this process, of any integration; there is one at a time.
-
-    In a notebook, ``running_session().stop()`` ends a session that has no variable any more.
+    """Return the running session of this process, or None. In a notebook, ``running_session().stop()`` ends a lost
+    session.
     """
     session = None if _last_started is None else _last_started()
     return session if session is not None and session.running else None
@@ -62,14 +59,12 @@ class InspectSession(Results):
                 optimizer.step()
                 session.step()
 
-    Or in pieces: :meth:`start`, :meth:`attach` (when the model is complete), :meth:`step`, :meth:`stop`. The modules
-    may be built before or after the start. Statistics go to the log file and to ``sinks``. After an error or an
-    interrupt, the statistics since the last step are written too, from this rank's own data.
+    Or in pieces: :meth:`start`, :meth:`attach` (when the model is complete), :meth:`step`, :meth:`stop`. Statistics go
+    to the log file and to ``sinks``; after an error or an interrupt also those since the last step, of this rank alone.
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
-        model: the model; or several, as a list or as a mapping with prefixes of the layer names as keys. None:
-            pass the model to :meth:`attach` later.
+        model: the model; or several, as a list or as a mapping with prefixes of the layer names as keys.
         **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
@@ -135,7 +130,7 @@ class InspectSession(Results):
 
     @property
     def observing(self) -> bool:
-        """A loop sets this to False to evaluate. Forwards without gradients, or in eval mode, are never observed."""
+        """False while a loop evaluates. Forwards without gradients, or in eval mode, are never observed."""
         return not self._classify.paused
 
     @observing.setter
@@ -149,7 +144,7 @@ class InspectSession(Results):
 
     @property
     def resumed_loss(self) -> ResumedLoss:
-        """The last training losses that :meth:`log` got, for a checkpoint without :meth:`state_dict`."""
+        """The last training losses, for a checkpoint without :meth:`state_dict`."""
         return self._resumed_loss
 
     @property
@@ -162,11 +157,7 @@ class InspectSession(Results):
         self._results.unconverted = dict(value)
 
     def expect_low_precision(self, why: str) -> None:
-        """Record the setting with which the trainer asks for low precision.
-
-        Args:
-            why: the setting, as in "Accelerate's mixed_precision is 'fp8'".
-        """
+        """Record the setting that asks for low precision, as in "Accelerate's mixed_precision is 'fp8'"."""
         self._results.expects_low = why
 
     def note_filtered_loss(self) -> None:
@@ -196,11 +187,10 @@ class InspectSession(Results):
             stop_at_sigterm: stop before SIGTERM ends the process, if the script has set no handler for SIGTERM.
             counts_from: the logging step of iteration 0 if :meth:`step` gets no other step.
             front_door: the integration that starts the session, for the records.
-            trainer_steps: whether a trainer calls :meth:`step`. If a loop calls it, a warning comes once after 100
-                training forwards of one module without a step.
+            trainer_steps: whether a trainer calls :meth:`step`. If a loop does, there is a warning after 100 training
+                forwards of one module without a step.
             counts_batches: whether :meth:`step` is called after each micro-batch on purpose.
-            eval_mode_counts: whether modules in eval mode count as evaluation. A loop that sets :attr:`observing` may
-                turn this off.
+            eval_mode_counts: whether modules in eval mode count as evaluation.
             gives_way: whether another session that starts stops this one, instead of raising an error.
 
         Raises:
@@ -248,9 +238,8 @@ class InspectSession(Results):
 
         Raises:
             ConfigError: a section matches no layer, a feature is unknown, a layer gets one feature from two sections,
-                or the ranks have different configs. Raised on all ranks, even if only one rank has the problem.
-            SessionError: the session is not running, attaching failed on another rank, or the ranks are in different
-                iterations.
+                or the ranks have different configs. Raised on all ranks.
+            SessionError: the session is not running, attaching failed on another rank, or iterations differ.
         """
         self._running("attach()").attach(model)
 
@@ -258,12 +247,11 @@ class InspectSession(Results):
         """End a debug iteration: after the optimizer's step, on all ranks. Statistics are reduced and sent to the
         sinks.
 
-        A step that Ctrl-C interrupts is completed by the next step or by :meth:`stop`. In a forked process, ``step``
-        does nothing.
+        A step that Ctrl-C interrupts is completed by the next step or by :meth:`stop`. In a forked process this is a
+        no-op.
 
         Args:
-            logging_step: the logging step of the records. None: the debug iteration, plus the ``counts_from`` of
-                :meth:`start`.
+            logging_step: the logging step of the records. None: the debug iteration, plus ``counts_from``.
 
         Returns:
             The records of the iteration; None if there are none.
@@ -271,13 +259,11 @@ class InspectSession(Results):
         Raises:
             SessionError: the session is not running, or has no model.
             OptionError: ``logging_step`` is not a whole number from 0 on.
-            ObservationError: with ``strict=True``, a statistic or a sink failed.
+            ObservationError: with ``strict=True``, a statistic or a sink failed; otherwise reported once.
             ResumeAuditError: with ``strict=True``, a resume has not restored the state of the checkpoint.
             PrecisionContractError: the contract of ``require=`` is broken, with ``on_broken="raise"``.
             ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan since the last check.
             DetectionFailedError: with ``debug="activation_overflow"``, the detection has failed.
-
-        Other failures are reported once, and training continues.
         """
         run = self._running("step()")
         if logging_step is not None:
@@ -295,11 +281,11 @@ class InspectSession(Results):
         """Record scalars of the training, such as loss, gradient norm, learning rate and loss scale.
 
         Call this before :meth:`step`, or after it with the ``logging_step`` of that step. The trainer's loggers do not
-        get them. A tensor is copied to the host later, with others. Without a running session nothing happens.
+        get the scalars. Without a running session this is a no-op.
 
         Args:
-            scalars: name -> number, or tensor with one element; other values are skipped. Reports and comparisons use
-                ``loss``, ``grad_norm``, ``lr`` and ``loss_scale``.
+            scalars: name -> number, or tensor with one element, copied to the host later; other values are skipped.
+                Reports and comparisons use ``loss``, ``grad_norm``, ``lr`` and ``loss_scale``.
             logging_step: their logging step. None: the step of the current iteration.
 
         Raises:
@@ -320,9 +306,10 @@ class InspectSession(Results):
             run.log(loss, run.last_logging_step)
 
     def follow(self, owner: Any, name: str = "loss", *, total: bool = False) -> None:
-        """Record the loss passed to ``owner.backward(loss)``, until :meth:`stop`.
+        """Record the loss passed to ``owner.backward(loss)``, until :meth:`stop`: the mean over the micro-batches of a
+        step.
 
-        It is the mean over the micro-batches of a step. If :meth:`log` gets the same name, only its value is recorded.
+        If :meth:`log` gets the same name, only its value is recorded.
 
         Args:
             owner: the Accelerator, or Fabric.
@@ -334,11 +321,12 @@ class InspectSession(Results):
             self._backward_loss = BackwardLoss(owner, name, total=total, failures=failures)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
-        """End the session and undo everything that it changed. Does nothing if the session is not running.
+        """End the session and undo everything that it changed. A no-op if the session is not running.
+
+        Statistics since the last step are written from this rank's own data, without a collective.
 
         Args:
-            error: the exception that ended the run. In any case the statistics since the last step are written, from
-                this rank's own data, without a collective.
+            error: the exception that ended the run.
             logging_step: their logging step. None: the step after the last one; in a run without a step, the default of
                 :meth:`step`.
         """
@@ -357,13 +345,12 @@ class InspectSession(Results):
                     self._backward_loss = None
 
     def flush(self, seconds: float = 3.0) -> bool:
-        """Write the statistics log and the records of all complete steps now; otherwise they are written every two
-        seconds.
+        """Write the statistics log and the records of all complete steps now, not only every two seconds.
 
         It runs no collective and no copy from a device, so a signal handler may call it.
 
         Args:
-            seconds: how long to wait for the disk.
+            seconds: the timeout.
 
         Returns:
             Whether everything was written in that time; True without a running session, and in a forked process.
@@ -374,12 +361,11 @@ class InspectSession(Results):
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self, *, file: str = "") -> dict[str, Any]:
-        """Return the state that a checkpoint needs to continue the run.
+        """Return the state that a checkpoint needs to continue the run; take it together with the model's state.
 
         It has ``iteration``; ``fingerprint``, a text, of this rank's low-precision state; and ``losses``, the last 20
-        training losses that :meth:`log` got. Take it together with the model's state, on any rank; also after
-        :meth:`stop`. There is no fingerprint before :meth:`attach`, and for a model without layers of Transformer
-        Engine.
+        training losses. On any rank, also after :meth:`stop`. There is no fingerprint without an attached layer of
+        Transformer Engine.
 
         Args:
             file: the file or folder of the checkpoint: a finding then does not name a checkpoint that was deleted.
@@ -393,10 +379,10 @@ class InspectSession(Results):
         return state if text is None else {**state, "fingerprint": text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the iteration of a checkpoint, unless there is ``start_step=``, and audit the resume.
+        """Continue at the iteration of a checkpoint, unless there is ``start_step=``, and audit the resume in the first
+        step.
 
-        In the first step the model is compared with the fingerprint. Call this before the first forward; the model may
-        be restored before or after it. Missing keys change nothing.
+        Call this before the first forward; the model may be restored before or after it. Missing keys change nothing.
 
         Args:
             state: from :meth:`state_dict`.
@@ -417,8 +403,7 @@ class InspectSession(Results):
             run.resume_audit.expect(str(state["fingerprint"]))
 
     def save_fingerprint(self, folder: Path) -> None:
-        """Write the fingerprint of this rank into the folder of a checkpoint, for :meth:`load_fingerprint`. Call this
-        on every rank.
+        """Write the fingerprint of this rank into the folder of a checkpoint, on every rank.
 
         Raises:
             ObservationError: with ``strict=True``, the fingerprint could not be taken or written.
@@ -428,8 +413,7 @@ class InspectSession(Results):
             self._resume_audit.save(folder, self.iteration)
 
     def load_fingerprint(self, folder: Path) -> None:
-        """Audit a resume from the checkpoint in a folder, as :meth:`load_state_dict` does; no audit without a
-        fingerprint.
+        """Audit a resume from the checkpoint in a folder, as :meth:`load_state_dict` does, if it has a fingerprint.
 
         Raises:
             SessionError: the session is not running.
@@ -444,11 +428,7 @@ class InspectSession(Results):
     # ------------------------------------------------------------------ calls of integrations
 
     def warn_of_evaluation(self, what: str) -> None:
-        """Warn once, if the session has ended, that the features that changed precision no longer act.
-
-        Args:
-            what: the evaluation that begins.
-        """
+        """Warn once, if the session has ended, that an evaluation runs without the features that changed precision."""
         if (
             not self.running
             and self._results.changes_precision

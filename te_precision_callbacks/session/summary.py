@@ -38,18 +38,14 @@ __all__ = ["summary"]
 SUMMARY_FILE = "precision_summary.txt"
 
 MOST_ROWS = 50
-"""Maximum number of rows of a table."""
 
 _WIDTH = 120
-"""Width of the file."""
 
 _MOST_EARLIER = 1 << 22
 """Bytes of earlier summaries that the file keeps."""
 
 
 class _Fitted:
-    """A table that breaks no word if the width allows it."""
-
     def __init__(self, table: Table) -> None:
         self._table = table
 
@@ -67,16 +63,6 @@ def summary(session: Results) -> Group:
 
 
 def write_summary(session: Results, coverage: Coverage, other_steps: Sequence[str]) -> None:
-    """Write the summary into the log folder, before the summaries of earlier runs.
-
-    Args:
-        session: the session.
-        coverage: its coverage.
-        other_steps: the lines about steps that ran in another precision.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
     output = io.StringIO()
     console = Console(file=output, width=_WIDTH, color_system=None)
     console.print(f"Summary of {datetime.now():%Y-%m-%d %H:%M:%S}, at iteration {session.iteration}\n", highlight=False)
@@ -115,7 +101,6 @@ def _summary(session: Results, coverage: Coverage, other_steps: Sequence[str]) -
 
 
 def _precision_table(session: Results) -> Table:
-    """A row per layer, a column per GEMM, with the formats of its two operands."""
     precision = list(session.precision)
     given_names = {layer.name: layer.given for layer in session.layers if layer.given}
     by_layer: dict[str, dict[str, str]] = {}
@@ -133,7 +118,6 @@ def _formats(entry: GemmPrecision) -> str:
 
 
 def _coverage_table(coverage: Coverage) -> Table:
-    """The matrix products that do not run in low precision, largest first."""
     rows: dict[tuple[str, str, str], list[Product]] = {}
     for product in coverage.in_high_precision:
         rows.setdefault((form_of(product.layer), product.precision, product.why), []).append(product)

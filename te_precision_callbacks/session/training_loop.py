@@ -20,6 +20,7 @@ from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.sinks.step_records import Event
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,6 @@ _REMEDY = "Call step() of the session after each step of the optimizer."
 
 
 def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
-    """Return whether all modules are in evaluation mode; False without modules."""
     return bool(modules) and not any(named.module.training for named in modules)
 
 
@@ -83,12 +83,7 @@ def _hook(method: OptimizerMethod) -> Callable[..., None]:
 class LoopChecks:
     """Counts optimizer steps between calls of ``step()``, and warns once of a loop with missing or extra calls.
 
-    Args:
-        context: shared state of the run.
-        model: the model.
-
     Attributes:
-        has_stepped: whether a step has ended.
         optimizer_steps: the steps of the optimizer with the most steps; -1 if there was none, as on a rank without
             parameters. Ranks that train together have the same number.
     """
@@ -109,28 +104,20 @@ class LoopChecks:
 
     @property
     def has_trained(self) -> bool:
-        """Return whether an optimizer of the model has stepped since the last ``step()``."""
         return any(self._model.is_trained_by(optimizer) for optimizer in list(self._steps))
 
-    def end_step(self, *, in_regions: bool) -> str:
-        """Note that a debug iteration has ended; warn once if the model is trained in evaluation mode.
-
-        Args:
-            in_regions: whether the iteration has entered a region of ``te.autocast``.
-
-        Returns:
-            Why nothing is observed, if that is new.
-        """
-        unobserved = ""
+    def end_step(self, *, in_regions: bool) -> None:
         if self._in_evaluation and self.has_trained and self._notices.first("evaluation"):
             unobserved = (
                 "the optimizer has stepped, but all observed layers are in evaluation mode, so nothing is observed:"
                 " call model.train() before the training"
             )
+            iteration = self._context.iteration
+            self._context.events.append(Event("observation_failed", unobserved, iteration, "warning"))
             if own_rank() == 0:
                 logger.warning(
                     "In step %d %s. Or ignore this warning if the layers are meant to stay so.",
-                    self._context.iteration,
+                    iteration,
                     unobserved,
                 )
         self._in_evaluation = False
@@ -138,7 +125,6 @@ class LoopChecks:
             self._check_further_steps(in_regions=in_regions)
         self.has_stepped = True
         self._steps.clear()
-        return unobserved
 
     def _check_further_steps(self, *, in_regions: bool) -> None:
         """Warn if each optimizer step has the same number of extra iterations, empty or with a backward only."""
@@ -173,7 +159,6 @@ class LoopChecks:
         return gradient is not None and self._gradient != before
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of an optimizer, and warn at the tenth."""
         ever = self._all_steps[optimizer] = self._all_steps.get(optimizer, 0) + 1
         self.optimizer_steps = max(self.optimizer_steps, ever)
         self._in_evaluation |= is_in_evaluation(self._model.layers.modules)
@@ -204,17 +189,7 @@ class LoopChecks:
 
 
 class BackwardLoss:
-    """The loss passed to ``owner.backward(loss)`` in a step. It stays on its device.
-
-    Args:
-        owner: an Accelerator, or a Fabric.
-        name: the name of the recorded loss.
-        total: use the sum over the micro-batches of a step instead of the mean.
-        failures: receives failures.
-
-    Attributes:
-        remove: stops listening.
-    """
+    """The loss passed to ``owner.backward(loss)`` in a step. It stays on its device."""
 
     def __init__(self, owner: Any, name: str, *, total: bool, failures: ObservationFailures) -> None:
         self._name = name
@@ -227,17 +202,14 @@ class BackwardLoss:
         self.remove = BeforeCalls(owner, "backward", self._note).remove
 
     def note_logged(self, scalars: Mapping[str, Any]) -> None:
-        """Leave the loss to a script that logs it under the same name."""
         self._script_logs |= self._name in scalars
 
     def end_step(self) -> None:
-        """Keep the loss of the step that ends."""
         total, count = self._sum, 1 if self._total else self._count
         self._of_last_step = {} if total is None else {self._name: total / count}
         self._sum, self._count = None, 0
 
     def take(self) -> dict[str, torch.Tensor]:
-        """The loss of the last step, once; empty if the script logs it."""
         loss, self._of_last_step = self._of_last_step, {}
         return {} if self._script_logs else loss
 

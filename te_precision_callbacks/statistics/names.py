@@ -1,11 +1,10 @@
 """The one grammar of statistics' names, in configs and in logs.
 
-    request = tensor_request("std")                        # of a tensor itself: LogTensorStats
-    request = quantized_request("mxfp8_mse_columnwise")    # of its quantized form: LogFp8TensorStats
-    request = quantized_request("mxfp8_e5m2_mse")          # in another format than the recipe's default
-    request.label                                          # its name in logs and records
-    logged_request(request.label) == request
-    named_request("max"), named_request("mxfp8_mse")       # any of these, as a user writes it outside of a config
+    tensor_request("std")                      # of a tensor itself: LogTensorStats
+    quantized_request("mxfp8_mse_columnwise")  # of its quantized form: LogFp8TensorStats
+    quantized_request("mxfp8_e5m2_mse")        # in another format than the recipe's default
+    named_request("mxfp8_mse")                 # any of these, as a user writes it outside of a config
+    logged_request(request.label) == request   # the label is its name in logs and records
 
 A name of a statistic of a quantized tensor is ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
 """
@@ -80,13 +79,12 @@ class Request:
 
     Attributes:
         label: the statistic's name in logs.
-        statistic: its row of the table.
         recipe: None for a statistic of the tensor itself; :data:`OWN_RECIPE`; or one of :data:`RECIPES`: if the layer
             runs another recipe, the number is what this recipe would give.
         columnwise: whether the columnwise data are meant.
         blocks: the blocks, for :data:`BLOCKWISE` only.
-        e5m2: for a recipe of :data:`WITH_ELEMENT_FORMAT`: True for E5M2 elements, False for E4M3; None for the format
-            that the layer's own quantizer makes if it has the recipe, else the recipe's default format.
+        e5m2: for a recipe of :data:`WITH_ELEMENT_FORMAT`: whether elements are E5M2, not E4M3; None for the format that
+            the layer's own quantizer makes if it has the recipe, else the recipe's default format.
     """
 
     label: str
@@ -123,11 +121,8 @@ class Request:
 
 
 def tensor_request(entry: object) -> Request:
-    """The request of an entry of ``stats`` of LogTensorStats.
-
-    Args:
-        entry: a name of :data:`TENSOR_STATISTICS`, or :data:`BLOCKWISE` with parameters, such as
-            ``{"max_blockwise_dynamic_range": {"block_size": 32, "dims": 1}}``.
+    """The request of an entry of ``stats`` of LogTensorStats: a name of :data:`TENSOR_STATISTICS`, or
+    :data:`BLOCKWISE`, with parameters such as ``{"max_blockwise_dynamic_range": {"block_size": 32, "dims": 1}}``.
 
     Raises:
         UnknownStatisticError: there is no such statistic.
@@ -207,7 +202,6 @@ class _QuantizedName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> _QuantizedName:
-        """The longest recipe that the name starts with is its recipe."""
         columnwise = name.endswith(_COLUMNWISE)
         name = name.removesuffix(_COLUMNWISE)
         prefixes = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
@@ -215,7 +209,7 @@ class _QuantizedName(NamedTuple):
         if prefix is None:
             return cls(None, None, name, columnwise)
         name = name.removeprefix(f"{prefix}_")
-        element_format = next((one for one in ELEMENT_FORMATS if name.startswith(f"{one}_")), None)
+        element_format = next((known for known in ELEMENT_FORMATS if name.startswith(f"{known}_")), None)
         statistic = name if element_format is None else name.removeprefix(f"{element_format}_")
         return cls(_ALIASES.get(prefix, prefix), element_format, statistic, columnwise)
 
@@ -226,10 +220,8 @@ BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_ov
 
 @lru_cache(maxsize=4096)
 def logged_request(label: str) -> Request | None:
-    """The request behind a name in logs and records; None for a user's own number, which is not in the table.
-
-    Args:
-        label: a :attr:`Request.label`, such as ``mxfp8_underflows%_columnwise``.
+    """The request behind a name in logs and records, such as ``mxfp8_underflows%_columnwise``; None for a user's own
+    number, which is not in the table.
     """
     if label in TENSOR_STATISTICS or label in GEMM_STATISTICS:
         return Request(label, STATISTICS[label])
@@ -264,13 +256,12 @@ def named_request(name: str) -> Request:
 
 
 def quantized_names(recipes: Iterable[str] = RECIPES) -> list[str]:
-    """Each name that :func:`quantized_request` takes with one of these recipes, in any format, or without a recipe.
-
-    The other spellings of recipes are left out.
+    """Each name that :func:`quantized_request` takes with one of these recipes, in any format, or without a recipe,
+    without the other spellings of recipes.
     """
     prefixes = ["", *(f"{prefix}_" for recipe in recipes for prefix in PREFIXES[recipe])]
-    found = (prefix + name + end for prefix in prefixes for name in QUANTIZED_STATISTICS for end in ("", _COLUMNWISE))
-    return [name for name in found if _is_quantized_name(name)]
+    spelled = (prefix + name + end for prefix in prefixes for name in QUANTIZED_STATISTICS for end in ("", _COLUMNWISE))
+    return [name for name in spelled if _is_quantized_name(name)]
 
 
 def _is_quantized_name(name: str) -> bool:
@@ -282,7 +273,6 @@ def _is_quantized_name(name: str) -> bool:
 
 
 def no_blocks(recipe: str) -> str:
-    """Return the error for block statistics of a recipe that scales per tensor."""
     return (
         f"{recipe} has one scale for the whole tensor, and no blocks; it has 'scale_inv_max' and 'underflows%'. To see"
         " what blocks would give, put 'mxfp8_', 'fp8_block_scaling_' or 'nvfp4_' in front of the name"

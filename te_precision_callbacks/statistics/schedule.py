@@ -1,15 +1,10 @@
 """The schedule of a feature: the keys ``freq``, ``start_step``, ``end_step`` and ``start_end_list``.
 
-    schedule = Schedule.of(freq=10, start_step=5)
-    schedule.at(7)      # (False, 10): not in iteration 7, next in iteration 10
-    str(schedule)       # "steps 5 on that are multiples of 10"
-    early = schedule.with_early([1, 7])
-    early.at(5)         # (False, 7): step 1 is before the first step
+    Schedule.of(freq=10, start_step=5).at(7)      # (False, 10): not in iteration 7, next in iteration 10
 
 The meaning is Transformer Engine's (2.20.2, ``debug/features/utils/__init__.py: next_enabled_iter``): an iteration is
 in the schedule if it is a multiple of ``freq`` and lies in an interval, both ends included. Unlike in its code, an end
-of -1 means no end, as its documentation says. Early steps are an extension of this project, set by an option of
-the session.
+of -1 means no end, as its documentation says. Early steps are an extension of this project.
 """
 
 from __future__ import annotations
@@ -23,12 +18,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Schedule:
-    """The due iterations.
-
-    Attributes:
-        freq: only multiples of this number are in the schedule.
-        intervals: first and last iteration of each interval, increasing.
-        early: iterations in the intervals, increasing, that are due though they are no multiple.
+    """The due iterations: multiples of ``freq`` in increasing ``intervals``, and ``early`` iterations in the intervals
+    that are no multiple.
     """
 
     freq: int = 1
@@ -43,12 +34,10 @@ class Schedule:
         end_step: int | None = None,
         start_end_list: Sequence[Sequence[int | None]] | None = None,
     ) -> Schedule:
-        """Return the schedule of a feature's keys."""
         pairs = start_end_list or [(start_step, end_step)]
         return cls(freq, tuple(sorted((start or 0, _end(end)) for start, end in pairs)))
 
     def with_early(self, steps: Iterable[int]) -> Schedule:
-        """Return the schedule with additional due steps inside its intervals."""
         added = {step for step in steps if step % self.freq and self._within(step)}
         return replace(self, early=tuple(sorted(added.union(self.early))))
 
@@ -64,7 +53,6 @@ class Schedule:
         return self._holds(iteration), following
 
     def meets(self, other: Schedule) -> bool:
-        """Return whether two schedules share an iteration."""
         if any(map(other._holds, self.early)) or any(map(self._holds, other.early)):
             return True
         both = math.lcm(self.freq, other.freq)
@@ -82,7 +70,6 @@ class Schedule:
         return (iteration % self.freq == 0 and self._within(iteration)) or iteration in self.early
 
     def __str__(self) -> str:
-        """``steps 0 to 10 that are multiples of 2``."""
         parts = [
             f"{start} on" if math.isinf(end) else str(start) if start == end else f"{start} to {end:.0f}"
             for start, end in self.intervals

@@ -1,11 +1,5 @@
 """Series: the names that stay the same from step to step, so a step holds only numbers.
 
-    table = SeriesTable()
-    number = table.intern("net.fc1", "activation", "mxfp8_underflows%")
-    table[number].statistic                # "mxfp8_underflows%"
-    table[number].family.badness(3.5)      # 3.5: more underflows are worse
-    log_name("net.fc1", "activation", "mxfp8_underflows%")  # as Transformer Engine has it
-
 A *series* is one statistic of one tensor of one layer; the same statistic of the same tensor in all layers is a
 *family*. A run has one table of series; a step has the numbers of its series and their values.
 """
@@ -39,7 +33,7 @@ class Family:
             feature.
         statistic: its name in records and logs, or the user's own name.
         gemm: ``fprop``, ``dgrad`` or ``wgrad`` if the number belongs to one GEMM, else None.
-        request: the request that the statistic answers; None for a user's own, which is not in the table of statistics.
+        request: the request that the statistic answers; None for a user's own.
     """
 
     tensor: str
@@ -59,12 +53,10 @@ class Family:
 
     @property
     def has_direction(self) -> bool:
-        """Return whether larger or smaller values are worse."""
         return self.worse not in (None, Worse.NEITHER)
 
     @property
     def is_signed(self) -> bool:
-        """Return whether values of both signs are normal."""
         return self.request is not None and self.request.statistic.signed
 
     def leaves_out(self, flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
@@ -118,29 +110,22 @@ def badness(values: npt.NDArray[np.float64], signs: float | npt.NDArray[np.float
 
 
 def family_of(tensor: str, statistic: str, gemm: str | None = None) -> Family:
-    """The family of a tensor, a statistic's name, and a GEMM."""
     return Family(tensor, statistic, gemm, logged_request(statistic) if tensor else None)
 
 
 class Series(NamedTuple):
-    """One statistic of one tensor of one layer.
-
-    Attributes:
-        layer: the layer's name; empty for a value logged by a custom feature under its own name.
-        family: the tensor and the statistic.
-    """
+    """One statistic of one tensor of one layer; ``layer`` is empty for a value logged by a custom feature under its own
+    name."""
 
     layer: str
     family: Family
 
     @property
     def tensor(self) -> str:
-        """The tensor's name; empty for a user's own number."""
         return self.family.tensor
 
     @property
     def statistic(self) -> str:
-        """The statistic's name, or the user's own."""
         return self.family.statistic
 
 
@@ -159,16 +144,13 @@ class SeriesTable:
         return self._series[number]
 
     def find(self, layer: str, tensor: str, statistic: str) -> int | None:
-        """Return the number of a series; None if unknown. For the arguments see :meth:`intern`."""
         return self._numbers.get((layer, tensor, statistic, None))
 
     def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
         """The number of a series; an unknown series gets a new number.
 
-        Args:
-            layer, tensor: the names of layer and tensor; both empty for a user's own number.
-            statistic: the statistic's name in logs, or the user's own.
-            gemm: the GEMM, if the statistic belongs to one.
+        ``layer`` and ``tensor`` are empty for a user's own number; ``gemm`` is the GEMM, if the statistic belongs to
+        one.
         """
         key = (layer, tensor, statistic, gemm)
         number = self._numbers.get(key)
@@ -181,13 +163,7 @@ class SeriesTable:
 
 
 class Measurement(NamedTuple):
-    """One statistic of one tensor in one step.
-
-    Attributes:
-        layer, tensor: the watched tensor.
-        statistic: its name in logs.
-        value: float; a tuple of floats for a histogram.
-    """
+    """One statistic, by its name in logs, of one tensor in one step; a tuple of floats for a histogram."""
 
     layer: str
     tensor: str
@@ -200,9 +176,7 @@ class Measured:
     """Measurements of a step; iterating yields :class:`Measurement` objects.
 
     Attributes:
-        table: the run's series.
-        series: [numbers], int32: the series of each number.
-        values: [numbers], float64.
+        series, values: [numbers], int32 and float64: the series of each number, and its value.
         histograms: series -> counts.
         local: whether the numbers are this rank's own although they were to be reduced.
     """
@@ -217,12 +191,7 @@ class Measured:
         return len(self.series) + len(self.histograms)
 
     def value(self, layer: str, tensor: str, statistic: str) -> float | None:
-        """Return the value of a statistic; None if missing.
-
-        Args:
-            layer, tensor: the names of layer and tensor.
-            statistic: its name in logs.
-        """
+        """The value of a statistic by its name in logs; None if missing."""
         number = self.table.find(layer, tensor, statistic)
         return None if number is None else self._by_series.get(number)
 
@@ -245,16 +214,14 @@ def log_name(layer: str, tensor: str, statistic: str) -> str:
 def parsed_log_name(name: str, layers: Collection[str]) -> tuple[str, str, str]:
     """Layer, tensor and statistic of a :func:`log_name`; any other name is a user's own: ``("", "", name)``.
 
-    Args:
-        name: as a feature logs it through nvidia-dlfw-inspect.
-        layers: the names of all layers; the longest match counts.
+    ``layers`` are the names of all layers; the longest match counts.
     """
     best = ("", "", name)
     for tensor in TENSORS:
-        layer, found, statistic = name.partition(f"_{tensor}_")
-        while found:
+        layer, separator, statistic = name.partition(f"_{tensor}_")
+        while separator:
             if layer in layers and len(layer) > len(best[0]):
                 best = (layer, tensor, statistic)
-            more, found, statistic = statistic.partition(f"_{tensor}_")
+            more, separator, statistic = statistic.partition(f"_{tensor}_")
             layer = f"{layer}_{tensor}_{more}"
     return best

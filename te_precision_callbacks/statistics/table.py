@@ -1,8 +1,6 @@
 """Defines every statistic once: its name, formula and unit, and its computation from the measured columns.
 
-    STATISTICS["std"].value(columns)    # float64, one for each row of the columns
-
-The table of docs/statistics.md is made from :data:`STATISTICS` (``python -m
+The tables of docs/statistics.md are made from :data:`STATISTICS` (``python -m
 te_precision_callbacks.statistics.table``). Upstream's names and formulas: Transformer Engine 2.20.2,
 ``debug/features/utils/stats_computation.py``.
 """
@@ -83,15 +81,10 @@ def _names_of_bins(number: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Bins:
-    """The bins of a histogram, over powers of two.
+    """The ``number`` bins of a histogram, over powers of two, ``steps`` per factor of 2.
 
     Bin i counts the numbers in [2^(lowest + i / steps), 2^(lowest + (i + 1) / steps)); numbers below the first bin or
     above the last one count in that bin.
-
-    Attributes:
-        lowest: the power of two of the first bin's lower edge.
-        steps: the number of bins per factor of 2.
-        number: the number of bins.
     """
 
     lowest: int
@@ -100,24 +93,17 @@ class Bins:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns that hold the counts."""
         return _names_of_bins(self.number)
 
     @property
     def edges(self) -> Values:
-        """Edges of the bins, as powers of two: float64, one more than bins."""
         return self.lowest + np.arange(self.number + 1) / self.steps
 
     def counts(self, columns: Columns) -> Values:
-        """The counts, [rows, bins]."""
         return np.stack([columns[name] for name in self.columns], axis=-1)
 
     def percentile(self, percent: int, columns: Columns) -> tuple[npt.NDArray[np.bool_], Values]:
-        """Return the lower edge of a percentile's bin (nearest rank), as a power of two.
-
-        Returns:
-            Whether each row has any count, and the edges.
-        """
+        """Whether each row has any count, and the lower edge of a percentile's bin (nearest rank), as log2."""
         counts = self.counts(columns)
         total = counts.sum(-1)
         rank = np.maximum(np.ceil(percent * total / 100), 1)
@@ -171,7 +157,6 @@ class Statistic:
 
     @property
     def is_count(self) -> bool:
-        """Return whether it counts elements or blocks, like a histogram."""
         return self.unit in (_COUNT, _BLOCKS)
 
     def __reduce__(self) -> tuple[Callable[[str], Statistic], tuple[str]]:
@@ -242,8 +227,8 @@ def _largest_scale(columns: Columns) -> Values:
 def _scale_percentile(percent: int) -> Callable[[Columns], Values]:
     def value(columns: Columns) -> Values:
         # The extremes are known exactly; the lower edge of a bin may be below the least.
-        found, edge = SCALES.percentile(percent, columns)
-        return _or_zero(found, np.clip(np.exp2(edge), _least_scale(columns), _largest_scale(columns)))
+        counted, edge = SCALES.percentile(percent, columns)
+        return _or_zero(counted, np.clip(np.exp2(edge), _least_scale(columns), _largest_scale(columns)))
 
     return value
 
@@ -258,8 +243,8 @@ def _largest_range(columns: Columns) -> Values:
 
 def _range_percentile(percent: int) -> Callable[[Columns], Values]:
     def value(columns: Columns) -> Values:
-        found, edge = RANGES.percentile(percent, columns)
-        return _or_zero(found, np.clip(edge, _least_range(columns), _largest_range(columns)))
+        counted, edge = RANGES.percentile(percent, columns)
+        return _or_zero(counted, np.clip(edge, _least_range(columns), _largest_range(columns)))
 
     return value
 
@@ -495,7 +480,6 @@ def _of_gemms() -> Iterable[Statistic]:
 
 
 def _of_blocks() -> Iterable[Statistic]:
-    """The statistics of recipes with a scale for each block."""
     scale_bins = functools.partial(Statistic, of=Of.SCALE_BINS, merge=_BINNED, worse=Worse.NEITHER)
     for percent in PERCENTILES:
         formula = (

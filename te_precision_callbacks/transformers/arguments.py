@@ -39,10 +39,8 @@ VALID = (*(option.value for option in DebugOption), *DEBUG_OPTIONS)
 
 
 def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
-    """Return the options in a value of ``debug=``, each once.
-
-    Args:
-        value: a text such as ``"a b"``, a list of such texts or of options, or None.
+    """The options in a value of ``debug=``, each once: a text such as ``"a b"``, a list of such texts or of options, or
+    None.
 
     Raises:
         UnknownDebugOptionError: a name is unknown, or the value holds no names; the message lists all valid names.

@@ -44,13 +44,13 @@ class PrecisionDebugTrainerCallback(DebugCallback):
 
     - ``te.<layer>/<tensor>/<statistic>`` for each statistic of the config, such as
       ``te.model.layers.0.self_attn.q_proj/activation/max`` (in MLflow with ``_pct`` for ``%``). Units are the tensor's;
-      a statistic with a name that ends in ``%`` is in percent.
+      a name that ends in ``%`` is in percent.
     - metrics of the whole model, such as ``te/worst_underflows%``: see :mod:`te_precision_callbacks.sinks.metrics`.
 
     Written below ``log_dir``, by default ``args.output_dir``: ``nvdlfw_inspect_logs`` (which features acted where, a
     file per rank) and ``nvdlfw_inspect_statistics_logs`` (every statistic, from rank 0).
 
-    Evaluation and prediction are not observed. Features that change precision act there as in training. The Trainer
+    Evaluation and prediction are not observed; features that change precision act there as in training. The Trainer
     does not notify callbacks when a training fails: :class:`te_precision_callbacks.transformers.Trainer` closes the
     session at once; otherwise it is closed by :meth:`close`, by the next training, or when the process ends.
 
@@ -168,7 +168,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         state: TrainerState,
         model: torch.nn.Module,
     ) -> None:
-        """Give a session the trainer's settings and the checkpoint that the training is resumed from."""
         accelerator = training.trainer.accelerator
         if training.checkpoint is not None:
             session.resumed_loss.restored = losses_before(state.log_history, state.global_step)
@@ -186,7 +185,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
-        """Observe the micro-batches of a step."""
         if self._running is not None:
             self._running.observing = True
 
@@ -221,7 +219,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             self._session.warn_of_evaluation("An evaluation after the training")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
-        """Record the numbers that the trainer logs."""
         if self._running is None:
             return
         numbers = _numbers(keywords.get("logs") or {})

@@ -32,12 +32,7 @@ class DebugCallback(TrainerCallback, ABC):
 
 
 class RunningTraining(NamedTuple):
-    """A call of ``trainer.train()``.
-
-    Attributes:
-        trainer: the trainer.
-        checkpoint: the folder that the training is resumed from; None for a new one.
-    """
+    """A call of ``trainer.train()``: the trainer, and the folder that it is resumed from, if any."""
 
     trainer: Trainer
     checkpoint: Path | None
@@ -74,7 +69,6 @@ def refuse_data_parallel(args: TrainingArguments) -> None:
 
 @contextmanager
 def closing(trainer: Trainer) -> Iterator[None]:
-    """Close a trainer's debug callbacks at once when its training raises."""
     try:
         yield
     except BaseException as error:

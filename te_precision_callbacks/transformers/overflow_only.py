@@ -41,11 +41,9 @@ class ActivationOverflowCallback(DebugCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
-        """Remove the hooks, after a last look."""
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Remove the hooks."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close(error)

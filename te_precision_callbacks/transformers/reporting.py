@@ -40,8 +40,6 @@ class ReportingError(PrecisionDebugError, RuntimeError):
 
 
 class TrainerEvent(NamedTuple):
-    """The arguments of a callback's event."""
-
     args: TrainingArguments
     state: TrainerState
     control: TrainerControl
@@ -51,9 +49,7 @@ class TrainerEvent(NamedTuple):
 class Reporting:
     """The sinks of a training on the main process, one for each reporting integration of a trainer.
 
-    Attributes:
-        is_open: whether the integrations are open; afterwards they get no statistics.
-        sinks: one for each integration.
+    Integrations that are not open any more get no statistics.
     """
 
     def __init__(self, handler: CallbackHandler, event: TrainerEvent, select: MetricSelection) -> None:

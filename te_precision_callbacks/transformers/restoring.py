@@ -25,15 +25,11 @@ _KEY = "_extra_state"
 
 
 def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path) -> None:
-    """Load the state of layers that ``accelerator.prepare`` has converted from a checkpoint.
+    """Load the state of layers that ``accelerator.prepare`` has converted from a checkpoint's folder, before the first
+    forward.
 
     Layers that already have a state are skipped. State of delayed scaling is a pickle, which Transformer Engine loads
     only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. A warning names the state that was not restored.
-
-    Args:
-        accelerator: the trainer's accelerator.
-        model: the model, prepared, before its first forward.
-        checkpoint: the folder of the checkpoint.
     """
     if accelerator.fp8_backend != "TE":
         return

@@ -37,21 +37,13 @@ class Trainer(transformers.Trainer):
     of a :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
 
     Args:
-        *arguments: as in transformers' Trainer.
+        *arguments, **keywords: as in transformers' Trainer.
         debug: debug options in addition to ``args.debug``, in the same form.
-        te_precision_config: replaces the argument of the same name in ``args``, unless it is None. The five keywords
-            below do the same.
-        te_precision_require: a contract.
-        te_precision_records: whether to record the run, or how much of it.
-        te_precision_statistics_log: which ranks write the statistics log.
-        te_precision_on_finding: the reaction to a finding.
-        te_precision_report: whether to write the page of the run.
-        **keywords: as in transformers' Trainer.
+        te_precision_config and the other keywords: replace the argument of the same name in ``args``, unless None.
 
     Raises:
         UnknownDebugOptionError: a name is unknown; a ValueError.
-        ConfigError: ``args.te_precision_config`` cannot be used. Problems that need the model (a section that matches
-            no layer) are raised by ``train()``, before the first step.
+        ConfigError: ``args.te_precision_config`` cannot be used; for problems that need the model, in ``train()``.
         DataParallelError: ``args.n_gpu`` is above 1, with a debug option of this package.
 
     Example::

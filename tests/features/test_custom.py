@@ -209,8 +209,7 @@ OTHERS: dict[str, Callable[[int], Any] | None] = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("in_session", [False, True])
+@pytest.mark.parametrize(("other", "in_session"), half(OTHERS, (False, True)))
 def test_a_feature_that_answers_with_a_bool_is_asked_in_every_step(
     tmp_path: Path, other: str, in_session: bool
 ) -> None:

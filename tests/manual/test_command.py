@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import pytest
 import yaml
@@ -89,12 +90,22 @@ def test_wrong_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "'fp8_current_scaling_mse'" in one_scale
 
 
+@pytest.fixture(scope="module")
+def listed() -> dict[str, Any]:
+    return {statistic["name"]: statistic for statistic in json.loads(run("statistics", "--json"))["statistics"]}
+
+
+@pytest.mark.parametrize("name", ["max", "mse", "max_blockwise_dynamic_range", next(iter(GEMM_STATISTICS))])
+def test_a_statistic_is_explained_with_its_example(name: str, listed: dict[str, Any]) -> None:
+    assert json.loads(run("statistics", name, "--json"))["statistics"] == [listed[name]]
+    assert listed[name]["example"] in map(str.strip, run("statistics", name).splitlines())
+
+
 @pytest.mark.parametrize("name", STATISTICS)
-def test_the_example_of_a_statistic_loads_in_what_collects_it(name: str) -> None:
-    (found,) = json.loads(run("statistics", name, "--json"))["statistics"]
-    (line,) = (line.strip() for line in run("statistics", name).splitlines() if line.strip() == found["example"])
+def test_the_example_of_a_statistic_loads_in_what_collects_it(name: str, listed: dict[str, Any]) -> None:
+    collected_by, line = listed[name]["collected_by"], listed[name]["example"]
     if name in GEMM_STATISTICS:
-        assert found["collected_by"] == {"LogGemmError": ["output", "dgrad", "wgrad"]}
+        assert collected_by == {"LogGemmError": ["output", "dgrad", "wgrad"]}
         load_config({"s": feature("LogGemmError", ["fc1"], **yaml.safe_load(line))})
         return
     for collects, model in FEATURES.items():
@@ -102,7 +113,7 @@ def test_the_example_of_a_statistic_loads_in_what_collects_it(name: str) -> None
             options = yaml.safe_load(line)
             for tensor in ("activation", "output"):
                 section = feature(collects, ["fc1"], tensors=[tensor], **options)
-                if tensor in found["collected_by"].get(collects, ()):
+                if tensor in collected_by.get(collects, ()):
                     load_config({"s": section})
                 else:
                     with pytest.raises(ConfigError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import platform
 from collections import OrderedDict
@@ -90,15 +91,14 @@ class Fields:
         (lambda x: BaseModelOutput(hidden_states=(torch.ones(1), x)), "output[hidden_states][1]"),
     ],
 )
-@pytest.mark.parametrize("bad", [INF, -INF, math.nan])
-def test_nested_outputs(output: Callable[[torch.Tensor], Any], role: str, bad: float) -> None:
-    model = torch.nn.Sequential(OrderedDict(inner=Function(lambda x: output(x * bad))))
-    with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model):
-        model(torch.ones(2))
-    error = raised.value
-    assert (error.path, error.class_name, error.role) == ("inner", "Function", role)
-    kind = "nans" if math.isnan(bad) else "infs"
-    assert error.report.startswith(f"< [0] inner: Function: {role} has {kind}\n")
+def test_nested_outputs(output: Callable[[torch.Tensor], Any], role: str) -> None:
+    for bad, kind in ((INF, "infs"), (-INF, "infs"), (math.nan, "nans")):
+        model = torch.nn.Sequential(OrderedDict(inner=Function(lambda x, bad=bad: output(x * bad))))
+        with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model):
+            model(torch.ones(2))
+        error = raised.value
+        assert (error.path, error.class_name, error.role) == ("inner", "Function", role)
+        assert error.report.startswith(f"< [0] inner: Function: {role} has {kind}\n")
 
 
 def test_inputs_by_keyword_and_nested() -> None:
@@ -184,21 +184,24 @@ def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+SIZES = (1, 100, SMALLEST, TWICE_IS_FASTER - 1, 3 * TWICE_IS_FASTER + 5)
+BAD: tuple[tuple[float, ...], ...] = ((), (INF,), (-INF,), (INF, -INF), (INF, math.nan))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [1, 100, SMALLEST, TWICE_IS_FASTER - 1, 3 * TWICE_IS_FASTER + 5])
-@pytest.mark.parametrize("bad", [(), (INF,), (-INF,), (INF, -INF), (INF, math.nan)], ids=str)
-def test_extremes_of_every_size(read: str, numel: int, dtype: torch.dtype, bad: tuple[float, ...]) -> None:
+def test_extremes_of_every_size(read: str, dtype: torch.dtype) -> None:
     """A nan wins over an inf, wherever they stand. Large tensors are read in other ways."""
-    for at in (0, numel // 2, numel - 1):
-        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-        for offset, number in enumerate(bad):
-            values[at - offset] = number
-        slots = Slots(abs_min=False)
-        slot = slots.measure(values)
-        found = slots.read()
-        expected = (math.nan,) * 2 if values.isnan().any() else (min(values.tolist()), max(values.tolist()))
-        assert found.extremes(slot) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
-        assert found.not_finite() == ({slot} if bad else set())
+    for numel, bad in itertools.product(SIZES, BAD):
+        for at in (0, numel // 2, numel - 1):
+            values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+            for offset, number in enumerate(bad):
+                values[at - offset] = number
+            slots = Slots(abs_min=False)
+            slot = slots.measure(values)
+            measured = slots.read()
+            expected = (math.nan,) * 2 if values.isnan().any() else (min(values.tolist()), max(values.tolist()))
+            assert measured.extremes(slot) == pytest.approx(expected, rel=0, abs=0, nan_ok=True), (numel, bad, at)
+            assert measured.not_finite() == ({slot} if bad else set()), (numel, bad, at)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)

@@ -52,14 +52,14 @@ def test_a_healthy_run(caplog: pytest.LogCaptureFixture) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         torch.manual_seed(1)
         detector = DebugActivationOverflow(model) if watched else None
-        for _ in range(100):
+        for _ in range(30):
             batch = torch.randint(0, 32, (2, 8))
             model(input_ids=batch, labels=batch).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         if detector is not None:
-            assert detector.batch_number == 99
+            assert detector.batch_number == 29
             assert hooks_on(model) > 0
             detector.close()
         assert hooks_on(model) == 0

@@ -106,21 +106,6 @@ def test_amax_of_delayed_scaling_only_grows() -> None:
         assert history.tolist() == [[0.0, expected], [0.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("internal", [False, True])
-@pytest.mark.parametrize("make", [_delayed, _current])
-def test_usages_on_hopper(make: Any, internal: bool) -> None:
-    quantizer = make(E4M3, rowwise=True, columnwise=False)
-    quantizer.internal = internal
-    out = tex.quantize(torch.randn(3, 4, 16), quantizer)
-    assert type(out) is (Float8TensorStorage if internal else Float8Tensor)
-    assert out._transpose is None
-    assert out._transpose_invalid
-    quantizer.set_usage(rowwise=False, columnwise=True)
-    with pytest.raises(NotImplementedError, match="Columnwise-only"):
-        tex.quantize(torch.randn(3, 4, 16), quantizer)
-
-
 @pytest.mark.usefixtures("blackwell")
 @pytest.mark.parametrize("make", [_delayed, _current])
 def test_usages_on_blackwell(make: Any) -> None:
@@ -128,28 +113,6 @@ def test_usages_on_blackwell(make: Any) -> None:
         out = tex.quantize(torch.randn(3, 4, 16), make(E4M3, rowwise=rowwise, columnwise=columnwise))
         assert out._data.shape == (3, 4, 16)
         assert out._transpose is None
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("make", [_delayed, _current])
-def test_into_a_tensor_that_is_there(make: Any) -> None:
-    quantizer = make(E4M3)
-    out = tex.quantize(torch.zeros(4, 16), quantizer)
-    data = out._data
-    x = torch.randn(4, 16)
-    assert tex.quantize(x, quantizer, out) is out
-    assert out._data is data
-    assert torch.equal(out._data, tex.quantize(x, quantizer)._data)
-
-    quantizer.set_usage(columnwise=False)
-    tex.quantize(x, quantizer, out)
-    assert out._transpose is None
-    assert out._transpose_invalid
-
-    quantizer.set_usage(columnwise=True)
-    tex.quantize(x, quantizer, out)
-    assert torch.equal(out._transpose, out._data.t())
-    assert not out._transpose_invalid
 
 
 @pytest.mark.usefixtures("hopper")

@@ -13,8 +13,7 @@ from te_precision_callbacks import reference
 
 reference.install()
 
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer, Float8BlockwiseQTensor
-from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
@@ -91,45 +90,6 @@ def test_a_scale_beyond_float32_is_the_largest_number_of_the_inputs_type(dtype: 
     else:
         assert scale == pytest.approx(torch.finfo(dtype).max, rel=1e-6)
     _assert_is(out, x, power_of_2=False)
-
-
-@pytest.mark.parametrize("dim", [1, 2])
-@pytest.mark.parametrize("internal", [False, True])
-@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
-def test_usages(rowwise: bool, columnwise: bool, internal: bool, dim: int) -> None:
-    x = spec.example("random", (2, 70, 64), torch.bfloat16)
-    quantizer = _quantizer(dim=dim, rowwise=rowwise, columnwise=columnwise)
-    quantizer.internal = internal
-    out = tex.quantize(x, quantizer)
-    assert type(out) is (Float8BlockwiseQTensorStorage if internal else Float8BlockwiseQTensor)
-    both = tex.quantize(x, _quantizer(dim=dim))
-    for direction, usage in (("rowwise", rowwise), ("columnwise", columnwise)):
-        for name in (f"_{direction}_data", f"_{direction}_scale_inv"):
-            if usage:
-                assert torch.equal(getattr(out, name), getattr(both, name))
-            else:
-                assert getattr(out, name) is None
-
-
-@pytest.mark.parametrize("dim", [1, 2])
-def test_into_a_tensor_that_is_there(dim: int) -> None:
-    x, other = (spec.example("random", (32, 144), torch.float32, seed) for seed in (0, 1))
-    quantizer = _quantizer(dim=dim)
-    out = tex.quantize(other, quantizer)
-    buffers = [out._rowwise_data, out._columnwise_data, out._rowwise_scale_inv, out._columnwise_scale_inv]
-    assert tex.quantize(x, quantizer, out) is out
-    _assert_is(out, x, dim=dim)
-    after = [out._rowwise_data, out._columnwise_data, out._rowwise_scale_inv, out._columnwise_scale_inv]
-    assert all(a is b for a, b in zip(buffers, after, strict=True))
-    quantizer.set_usage(rowwise=False)
-    tex.quantize(other, quantizer, out)
-    assert (out._rowwise_data, out._rowwise_scale_inv) == (None, None)
-    quantizer.set_usage(rowwise=True)
-    tex.quantize(x, quantizer, out)
-    _assert_is(out, x, dim=dim)
-    quantizer.set_usage(columnwise=False)
-    tex.quantize(other, quantizer, out)
-    assert (out._columnwise_data, out._columnwise_scale_inv) == (None, None)
 
 
 @pytest.mark.parametrize("dim", [1, 2])

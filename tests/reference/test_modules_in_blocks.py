@@ -25,8 +25,8 @@ from te_precision_callbacks.reference.extension import float8_block, mxfp8
 from tests.capability import any_capability, stand_for
 from tests.combinations import half
 from tests.reference import block_formats as spec
+from tests.reference.training import check_linear, inputs, run
 
-ROWS = 320  # unlike any dimension of a weight
 MODULES: dict[str, Callable[[], Any]] = {
     "Linear": lambda **kw: te.Linear(64, 96, **kw),
     "LayerNormLinear": lambda **kw: te.LayerNormLinear(64, 96, normalization="RMSNorm", **kw),
@@ -86,23 +86,23 @@ class Write:
         return codes, scales, block
 
     def numbers(self, columnwise: bool) -> torch.Tensor:
-        """What the data stand for: float64, a matrix of the tensor's own rows and columns."""
+        """What the data stand for: float64, the matrix or its transpose."""
         codes, scales, block = self.expected(columnwise)
         decoded = FORMATS[self.quantizer.dtype.name].decode(codes).astype(np.float64)
         if scales.dtype == np.uint8:
-            return torch.from_numpy(decoded * spec.spread(spec.power_of_two(scales), block, codes.shape))
-        numbers = torch.from_numpy(decoded * spec.spread(scales.astype(np.float64), block, codes.shape))
-        return numbers.t() if columnwise else numbers
+            numbers = torch.from_numpy(decoded * spec.spread(spec.power_of_two(scales), block, codes.shape))
+            return numbers.t() if columnwise else numbers
+        return torch.from_numpy(decoded * spec.spread(scales.astype(np.float64), block, codes.shape))
 
 
 def assert_bytes(write: Write) -> None:
     """Data and scales as they lie in memory."""
     assert write.rowwise is not None or write.columnwise is not None
-    for columnwise, found in ((False, write.rowwise), (True, write.columnwise)):
-        if found is None:
+    for columnwise, direction in ((False, write.rowwise), (True, write.columnwise)):
+        if direction is None:
             continue
         codes, scales, block = write.expected(columnwise)
-        data, stored = found
+        data, stored = direction
         assert np.array_equal(data.reshape(codes.shape).numpy(), codes)
         if scales.dtype == np.uint8:
             wanted = spec.pad(scales, 4, 128) if columnwise else spec.pad(scales, 128, 4)
@@ -140,21 +140,6 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[Write]:
     return recorded
 
 
-def run(module: Any, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    if isinstance(module, te.GroupedLinear):
-        return module(x, [ROWS // 2, ROWS // 2], **keywords)
-    in_sequence = isinstance(module, te.TransformerLayer | te.MultiheadAttention)
-    return module(x.view(ROWS // 2, 2, 64) if in_sequence else x, **keywords)
-
-
-def inputs(steps: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Inputs whose blocks are of very different sizes."""
-    for index in range(steps):
-        torch.manual_seed(index)
-        sizes = 2.0 ** torch.randint(-8, 3, (ROWS, 1))
-        yield (torch.randn(ROWS, 64) * sizes).to(dtype).requires_grad_()
-
-
 @pytest.mark.parametrize(("name", "recipe", "dtype"), half(MODULES, RECIPES, (torch.bfloat16, torch.float32)))
 def test_bytes(name: str, recipe: str, dtype: torch.dtype, writes: list[Write], stand_for: Any) -> None:
     capability, make = RECIPES[recipe]
@@ -178,13 +163,6 @@ def test_bytes(name: str, recipe: str, dtype: torch.dtype, writes: list[Write], 
         assert all(bool(parameter.grad.isfinite().all()) for parameter in module.parameters())
 
 
-def _close(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> None:
-    """Up to the order of float32 sums and the rounding of the result."""
-    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
-    error = (actual.double() - expected).abs()
-    assert bool((error <= 1e-6 * bound + rounding * expected.abs()).all()), error.max()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_linear_multiplies_what_was_quantized(
@@ -192,25 +170,7 @@ def test_a_linear_multiplies_what_was_quantized(
 ) -> None:
     capability, make = RECIPES[recipe]
     stand_for(capability)
-    torch.manual_seed(0)
-    module = te.Linear(64, 96).to(dtype)
-    (x,) = inputs(1, dtype)
-    with te.autocast(enabled=True, recipe=make()):
-        out = module(x)
-    grad = torch.randn(ROWS, 96).to(dtype) * (2.0 ** torch.randint(-8, 3, (ROWS, 1))).to(dtype)
-    out.backward(grad)
-    of_input, of_weight, of_grad = writes
-    assert torch.equal(of_input.source, x)
-    assert torch.equal(of_weight.source, module.weight)
-    assert torch.equal(of_grad.source, grad)
-    weight, weight_t = of_weight.numbers(False), of_weight.numbers(True)
-    dy, dy_t = of_grad.numbers(False), of_grad.numbers(True)
-    rows, rows_t = of_input.numbers(False), of_input.numbers(True)
-    bias = module.bias.detach().double()
-    _close(out, rows @ weight.t() + bias, rows.abs() @ weight.abs().t() + bias.abs(), dtype)
-    _close(x.grad, dy @ weight_t, dy.abs() @ weight_t.abs(), dtype)
-    _close(module.weight.grad, dy_t.t() @ rows_t, dy_t.abs().t() @ rows_t.abs(), dtype)
-    _close(module.bias.grad, grad.double().sum(0), grad.double().abs().sum(0), dtype)
+    check_linear(make(), dtype, writes, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(("name", "recipe"), half(MODULES, RECIPES))

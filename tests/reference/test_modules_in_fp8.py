@@ -17,6 +17,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 from te_precision_callbacks.reference.extension import float8
+from tests.combinations import half
+from tests.reference.training import run
 
 MODULES: dict[str, Callable[[], Any]] = {
     "Linear": lambda: te.Linear(32, 48),
@@ -82,11 +84,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Write]]:
 
 def step(module: Any, recipe: Any, x: torch.Tensor, first: bool = True) -> None:
     with te.autocast(enabled=True, recipe=recipe):
-        keywords = {"is_first_microbatch": first}
-        if isinstance(module, te.GroupedLinear):
-            out = module(x, [16, 16], **keywords)
-        else:
-            out = module(x.view(16, 2, 32) if isinstance(module, te.TransformerLayer) else x, **keywords)
+        out = run(module, x, is_first_microbatch=first)
     (10 * out.float().pow(2).mean()).backward()
 
 
@@ -123,14 +121,16 @@ class History:
             self.scale = np.float32(fp8_max * np.float32(2.0**-margin)) / chosen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("algorithm", "margin", "fp8_format"), [("max", 0, Format.HYBRID), ("most_recent", 1, Format.E4M3)]
+    ("name", "options", "dtype"),
+    half(
+        MODULES,
+        [("max", 0, Format.HYBRID), ("most_recent", 1, Format.E4M3)],
+        [torch.float32, torch.bfloat16, torch.float16],
+    ),
 )
-@pytest.mark.parametrize("name", MODULES)
-def test_delayed_scaling(
-    name: str, algorithm: str, margin: int, fp8_format: Format, dtype: torch.dtype, writes: list[Write]
-) -> None:
+def test_delayed_scaling(name: str, options: tuple[str, int, Format], dtype: torch.dtype, writes: list[Write]) -> None:
+    algorithm, margin, fp8_format = options
     length = 3
     recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm, margin=margin, fp8_format=fp8_format)
     torch.manual_seed(0)

@@ -20,8 +20,8 @@ from te_precision_callbacks.reference.extension import nvfp4
 from tests.capability import any_capability, stand_for
 from tests.combinations import half
 from tests.reference import nvfp4_numpy as expected
+from tests.reference.training import check_linear, inputs, run
 
-ROWS = 320  # unlike any dimension of a weight
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 MODULES: dict[str, Callable[..., Any]] = {
     "Linear": lambda **kw: te.Linear(64, 96, **kw),
@@ -82,12 +82,12 @@ class Write:
 
     def codes(self, columnwise: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Codes, scales and multipliers, as they must be."""
-        found = self.columnwise if columnwise else self.rowwise
-        assert found is not None
+        direction = self.columnwise if columnwise else self.rowwise
+        assert direction is not None
         quantizer = self.quantizer
         return expected.quantize(
             self.matrix(columnwise),
-            found.amax.numpy(),
+            direction.amax.numpy(),
             square=quantizer.with_2d_quantization,
             largest_scale=quantizer.nvfp4_e4m3_max,
             better_of_two=quantizer.nvfp4_4over6_err_mode if quantizer.nvfp4_use_4over6 else None,
@@ -95,31 +95,33 @@ class Write:
 
     def numbers(self, columnwise: bool) -> torch.Tensor:
         """What the data stand for: float64, the matrix or its (transformed) transpose."""
-        found = self.columnwise if columnwise else self.rowwise
-        assert found is not None
+        direction = self.columnwise if columnwise else self.rowwise
+        assert direction is not None
         _, scales, _ = self.codes(columnwise)
-        codes = expected.unpack(found.data.reshape(scales.shape[0], -1).numpy())
-        return torch.from_numpy(expected.dequantize(codes, scales, found.amax.numpy(), self.quantizer.nvfp4_e4m3_max))
+        codes = expected.unpack(direction.data.reshape(scales.shape[0], -1).numpy())
+        return torch.from_numpy(
+            expected.dequantize(codes, scales, direction.amax.numpy(), self.quantizer.nvfp4_e4m3_max)
+        )
 
 
 def assert_bytes(write: Write) -> None:
     """Amaxes, scales and data as they lie in memory; where rounding was random, data next to the exact numbers."""
     assert write.rowwise is not None or write.columnwise is not None
-    for columnwise, found in ((False, write.rowwise), (True, write.columnwise)):
-        if found is None:
+    for columnwise, direction in ((False, write.rowwise), (True, write.columnwise)):
+        if direction is None:
             continue
         matrix = write.matrix(columnwise)
         parts = matrix if write.quantizer.row_scaled_nvfp4 else [matrix]
         amax = np.array([expected.amax(part) for part in parts], dtype=np.float32)
         if write.measured_before:  # of the float32 result, before it was rounded to bfloat16
-            np.testing.assert_allclose(found.amax.numpy(), amax, rtol=2**-8)
+            np.testing.assert_allclose(direction.amax.numpy(), amax, rtol=2**-8)
         else:
-            np.testing.assert_array_equal(found.amax.numpy(), amax)
+            np.testing.assert_array_equal(direction.amax.numpy(), amax)
         codes, scales, multiplier = write.codes(columnwise)
-        padded = np.zeros(tuple(found.scales.shape), dtype=np.uint8)
+        padded = np.zeros(tuple(direction.scales.shape), dtype=np.uint8)
         padded[: scales.shape[0], : scales.shape[1]] = scales
-        np.testing.assert_array_equal(found.scales.numpy(), expected.swizzle(padded) if write.swizzled else padded)
-        data = expected.unpack(found.data.reshape(codes.shape[0], -1).numpy())
+        np.testing.assert_array_equal(direction.scales.numpy(), expected.swizzle(padded) if write.swizzled else padded)
+        data = expected.unpack(direction.data.reshape(codes.shape[0], -1).numpy())
         if not write.quantizer.stochastic_rounding:
             np.testing.assert_array_equal(data, codes)
             continue
@@ -149,32 +151,14 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[Write]:
         original(self, quantizer, source, out, noop, amax)
         kept = {}
         for direction in ("rowwise", "columnwise"):
-            data, scales = getattr(out, f"_{direction}_data"), getattr(out, f"_{direction}_scale_inv")
-            there = data is not None
-            found = getattr(out, f"_amax_{direction}")
-            kept[direction] = Direction(data.clone(), scales.clone(), found.clone()) if there else None
+            names = f"_{direction}_data", f"_{direction}_scale_inv", f"_amax_{direction}"
+            buffers = [getattr(out, name) for name in names]
+            kept[direction] = None if buffers[0] is None else Direction(*(buffer.clone() for buffer in buffers))
         swizzled = bool(out._with_gemm_swizzled_scales)
         recorded.append(Write(quantizer, source.clone(), amax is not None, **kept, swizzled=swizzled))
 
     monkeypatch.setattr(nvfp4.Nvfp4Casting, "write", write)
     return recorded
-
-
-def run(module: Any, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    if isinstance(module, te.GroupedLinear):
-        out = module(x, [ROWS // 2, ROWS // 2], **keywords)
-    else:
-        out = module(x.view(ROWS // 2, 2, 64) if isinstance(module, te.TransformerLayer) else x, **keywords)
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-def inputs(steps: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[torch.Tensor]:
-    """Inputs whose blocks are of very different sizes."""
-    for index in range(steps):
-        torch.manual_seed(index)
-        sizes = 2.0 ** torch.randint(-8, 3, (ROWS, 1))
-        yield (torch.randn(ROWS, 64) * sizes).to(dtype).requires_grad_()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +170,7 @@ def test_bytes(name: str, recipe: str, writes: list[Write]) -> None:
     torch.manual_seed(0)
     options = RECIPES[recipe]
     module = MODULES[name](params_dtype=torch.bfloat16)
-    for x in inputs(2):
+    for x in inputs(2, torch.bfloat16):
         writes.clear()
         with te.autocast(enabled=True, recipe=NVFP4BlockScaling(**options)):
             out = run(module, x)
@@ -209,14 +193,6 @@ def test_bytes(name: str, recipe: str, writes: list[Write]) -> None:
         assert all(bool(parameter.grad.any()) for parameter in module.parameters() if parameter.dim() == 2)
 
 
-def close(actual: torch.Tensor | None, wanted: torch.Tensor, bound: torch.Tensor) -> None:
-    """Up to the order of float32 sums, the rounding of its scales, and that of the result."""
-    assert actual is not None
-    rounding = torch.finfo(actual.dtype).eps if actual.dtype != torch.float32 else 0.0
-    error = (actual.double() - wanted).abs()
-    assert bool((error <= 2e-6 * bound + rounding * wanted.abs()).all()), error.max()
-
-
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [
@@ -229,25 +205,8 @@ def close(actual: torch.Tensor | None, wanted: torch.Tensor, bound: torch.Tensor
     ids=str,
 )
 def test_a_linear_multiplies_what_was_quantized(recipe: str, dtype: torch.dtype, writes: list[Write]) -> None:
-    torch.manual_seed(0)
-    module = te.Linear(64, 96, params_dtype=dtype)
-    (x,) = inputs(1, dtype)
-    with te.autocast(enabled=True, recipe=NVFP4BlockScaling(**RECIPES[recipe])):
-        out = module(x)
-    grad = torch.randn(ROWS, 96).to(dtype) * (2.0 ** torch.randint(-8, 3, (ROWS, 1))).to(dtype)
-    out.backward(grad)
-    of_input, of_weight, of_grad = writes
-    assert torch.equal(of_input.source, x)
-    assert torch.equal(of_weight.source, module.weight)
-    assert torch.equal(of_grad.source, grad)
-    rows, weight, dy = (write.numbers(False) for write in writes)
-    rows_t, weight_t, dy_t = (write.numbers(True) for write in writes)
-    bias = module.bias.detach().double()
-    close(out, rows @ weight.t() + bias, rows.abs() @ weight.abs().t() + bias.abs())
-    close(x.grad, dy @ weight_t.t(), dy.abs() @ weight_t.abs().t())
-    # Both transformed along the rows that are summed over: the transform cancels.
-    close(module.weight.grad, dy_t @ rows_t.t(), dy_t.abs() @ rows_t.abs().t())
-    close(module.bias.grad, grad.double().sum(0), grad.double().abs().sum(0))
+    # The tolerance includes the rounding of the scales.
+    check_linear(NVFP4BlockScaling(**RECIPES[recipe]), dtype, writes, tolerance=2e-6)
 
 
 def test_scales_are_in_the_order_of_gemms_in_an_ordinary_step(writes: list[Write]) -> None:

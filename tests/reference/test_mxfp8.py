@@ -13,11 +13,11 @@ from te_precision_callbacks import reference
 
 reference.install()
 
-from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor
-from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.combinations import half
 from tests.reference import block_formats as spec
 
 FORMATS = {"E4M3": (tex.DType.kFloat8E4M3, spec.E4M3), "E5M2": (tex.DType.kFloat8E5M2, spec.E5M2)}
@@ -54,10 +54,7 @@ def _assert_is(out: Any, x: torch.Tensor, fp8: str = "E4M3", two_d: bool = False
         assert torch.equal(scales, expected)
 
 
-@pytest.mark.parametrize("two_d", [False, True], ids=["1d", "2d"])
-@pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("dtype", spec.DTYPES, ids=str)
-@pytest.mark.parametrize("kind", spec.KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "fp8", "two_d"), half(spec.KINDS, spec.DTYPES, FORMATS, (False, True)))
 def test_bytes_and_scales(kind: str, dtype: torch.dtype, fp8: str, two_d: bool) -> None:
     for seed, shape in enumerate(SHAPES):
         x = spec.example(kind, shape, dtype, seed)
@@ -103,36 +100,10 @@ def test_swizzled_scales(dtype: torch.dtype) -> None:
         assert torch.equal(compact._rowwise_scale_inv, before)
 
 
-@pytest.mark.parametrize("internal", [False, True])
-@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
-def test_usages(rowwise: bool, columnwise: bool, internal: bool) -> None:
-    x = spec.example("random", (2, 32, 64), torch.bfloat16)
-    quantizer = _quantizer(rowwise=rowwise, columnwise=columnwise)
-    quantizer.internal = internal
-    out = tex.quantize(x, quantizer)
-    assert type(out) is (MXFP8TensorStorage if internal else MXFP8Tensor)
-    both = tex.quantize(x, _quantizer())
-    for direction, usage in (("rowwise", rowwise), ("columnwise", columnwise)):
-        for name in (f"_{direction}_data", f"_{direction}_scale_inv"):
-            if usage:
-                assert torch.equal(getattr(out, name), getattr(both, name))
-            else:
-                assert getattr(out, name) is None
-
-
-def test_into_a_tensor_that_is_there() -> None:
+def test_an_old_tensor_follows_the_order_of_scales() -> None:
     x, other = (spec.example("random", (32, 64), torch.float32, seed) for seed in (0, 1))
     quantizer = _quantizer()
     out = tex.quantize(other, quantizer)
-    buffers = [out._rowwise_data, out._columnwise_data, out._rowwise_scale_inv, out._columnwise_scale_inv]
-    assert tex.quantize(x, quantizer, out) is out
-    _assert_is(out, x)
-    after = [out._rowwise_data, out._columnwise_data, out._rowwise_scale_inv, out._columnwise_scale_inv]
-    assert all(a is b for a, b in zip(buffers, after, strict=True))
-    quantizer.set_usage(columnwise=False)
-    tex.quantize(other, quantizer, out)
-    assert (out._columnwise_data, out._columnwise_scale_inv) == (None, None)
-    quantizer.set_usage(columnwise=True)
     quantizer.optimize_for_gemm = True
     tex.quantize(x, quantizer, out)
     assert out._with_gemm_swizzled_scales

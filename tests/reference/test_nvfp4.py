@@ -19,12 +19,11 @@ reference.install()
 from transformer_engine.pytorch import NVFP4Quantizer
 from transformer_engine.pytorch.custom_recipes import reference_utils
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
-from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
-from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.combinations import half
 from tests.reference import nvfp4_numpy as expected
 from tests.reference.processes import answers
 
@@ -90,10 +89,7 @@ def check(
     )
 
 
-@pytest.mark.parametrize("square", [False, True], ids=["1d", "2d"])
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "kind", "dtype", "square"), half(SHAPES, INPUTS, TYPES, (False, True)), ids=str)
 def test_bytes_scales_and_amax_are_those_of_the_definitions(
     shape: tuple[int, int], kind: str, dtype: str, square: bool
 ) -> None:
@@ -106,11 +102,10 @@ def test_bytes_scales_and_amax_are_those_of_the_definitions(
         check(quantized, direction, codes, scales, amax)
 
 
-@pytest.mark.parametrize("in_e4m3_units", [False, True], ids=["exact", "fast"])
-@pytest.mark.parametrize("error", ["MAE", "MSE"])
-@pytest.mark.parametrize("largest_scale", [448, 256])
-@pytest.mark.parametrize("square", [False, True], ids=["1d", "2d"])
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(
+    ("kind", "square", "largest_scale", "error", "in_e4m3_units"),
+    half(INPUTS, (False, True), (448, 256), ("MAE", "MSE"), (False, True)),
+)
 def test_four_over_six_takes_the_better_scale(
     kind: str, square: bool, largest_scale: int, error: str, in_e4m3_units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,38 +254,10 @@ def test_optimize_for_gemm_swizzles_the_scales(how: str) -> None:
         torch.testing.assert_close(quantized.dequantize(), compact.dequantize(), rtol=0, atol=0)
 
 
-def test_an_update_in_place_keeps_buffers_and_follows_the_usages() -> None:
-    first, second = (tensor_of("random", (2, 24, 80), torch.float32, seed) for seed in (0, 1))
-    quantized = NVFP4Quantizer(columnwise=False)(first)
-    data = quantized._rowwise_data
-    assert (quantized._columnwise_data, quantized._amax_columnwise) == (None, None)
-    both = NVFP4Quantizer()
-    both.update_quantized(second, quantized)
-    assert quantized._rowwise_data is data
-    wanted = both(second)
-    assert tuple(wanted._rowwise_data.shape) == (2, 24, 40)
-    assert tuple(wanted._columnwise_data.shape) == (80, 24)
-    for name in ("_rowwise_data", "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"):
-        torch.testing.assert_close(getattr(quantized, name), getattr(wanted, name))
-    columnwise = NVFP4Quantizer(rowwise=False)
-    columnwise.update_quantized(first, quantized)
-    assert (quantized._rowwise_data, quantized._rowwise_scale_inv, quantized._amax_rowwise) == (None, None, None)
-    torch.testing.assert_close(quantized._columnwise_data, both(first)._columnwise_data)
-    rows = NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)
-    with pytest.raises(ReferenceBackendError, match="rowwise usage"):
-        tex.quantize(first, NVFP4Quantizer(row_scaled_nvfp4=True, rowwise=False), quantized)
-    target_tensor = NVFP4Quantizer(columnwise=False)(first)
-    rows.update_quantized(first, target_tensor)
-    assert tuple(target_tensor._amax_rowwise.shape) == (48,)
-
-
-@pytest.mark.parametrize("internal", [False, True], ids=["tensor", "storage"])
-def test_dequantize_gives_what_the_definitions_say(internal: bool) -> None:
+def test_dequantize_gives_what_the_definitions_say() -> None:
     source = tensor_of("outliers", (2, 24, 80), torch.float32)
-    quantizer = NVFP4Quantizer()
-    quantizer.internal = internal
-    quantized = quantizer(source)
-    assert type(quantized) is (NVFP4TensorStorage if internal else NVFP4Tensor)
+    quantized = NVFP4Quantizer()(source)
+    assert tuple(quantized._columnwise_data.shape) == (80, 24)
     matrix = as_matrix(source)
     codes, scales, _ = expected.quantize(matrix, expected.amax(matrix))
     wanted = expected.dequantize(codes, scales, expected.amax(matrix), 448)

@@ -14,6 +14,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.replay import replay_folder, shown
+from tests.combinations import half
 from tests.dumps.gemms import RECIPES, train
 from tests.reference import processes
 from tests.replay import faults
@@ -102,8 +103,7 @@ def test_the_script_says_the_same(tmp_path: Path, name: str) -> None:
     assert said == {"good": {(False, False)}, "kernel": {(True, False)}, "quantizer": {(False, True)}}
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "accumulates"), half(RECIPES, (False, True)))
 def test_the_script_runs_the_gemm_now(
     tmp_path: Path, name: str, accumulates: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,8 +21,7 @@ FLOORS = {"nvfp4": (0.08, 0.3), "nvfp4 without": (0.08, 0.3)}
 """The format's share of the error; 0.02 to 0.08 for FP8 (E4M3 3.7 %, E5M2 times E4M3 5 %)."""
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "accumulates"), half(RECIPES, (False, True)))
 def test_healthy(tmp_path: Path, name: str, accumulates: bool) -> None:
     files = train(tmp_path, name, accumulates=accumulates)
     folder = replay_folder(tmp_path)

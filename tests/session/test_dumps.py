@@ -320,6 +320,7 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
     assert max(most[:20]) <= 350
     assert most[20] <= 1000
     assert held.pending == 0
+    held.finish()
 
 
 @pytest.mark.parametrize("strict", [False, True])

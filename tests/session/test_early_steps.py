@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformer_engine.pytorch as te
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.dumps import load
 from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.sinks.step_records import StepRecords
 from tests.conftest import Keeper
-from tests.diagnosis.planted import train
 
 
 def config(**options: Any) -> dict[str, Any]:
@@ -33,8 +35,12 @@ class Steps(Keeper):
 
 
 def due_in(folder: Path, steps: int, config: Any, **keywords: Any) -> list[int]:
-    kept = Steps()
-    train(folder, steps, config=config, sinks=[kept], records="off", statistics_log="off", defect=False, **keywords)
+    kept, layer = Steps(), te.Linear(32, 32)
+    options: dict[str, Any] = {"log_dir": folder, "sinks": [kept], "records": "off", "statistics_log": "off"}
+    with InspectSession(config, model=layer, **options, **keywords) as session:
+        for _ in range(session.iteration, steps):
+            layer(torch.ones(32, 32)).sum().backward()
+            session.step()
     return kept.found
 
 

@@ -29,7 +29,7 @@ FEATURES: Mapping[str, dict[str, Any]] = {
     "FakeQuant": {"quant_format": "FP8E4M3", "gemms": ["fprop", "wgrad"], "tensors": ["activation"]},
     "PerTensorScaling": {"gemms": ["fprop", "dgrad", "wgrad"], "tensors": ["activation", "weight", "gradient"]},
 }
-FLIPPING = [[1, 1], [3, 4]]
+FLIPPING = [[0, 0], [2, 3]]
 CASES = [
     ("delayed", "DisableFP8Layer"),
     ("delayed", "PerTensorScaling"),
@@ -110,14 +110,14 @@ def test_each_step_is_that_of_a_run_that_begins_there(tmp_path: Path, name: str,
     spanned = config(feature, start_end_list=FLIPPING)
     with any_capability():
         stand_for(capability)
-        states, weights = trained(tmp_path / "run", recipe, spanned, range(5))
+        states, weights = trained(tmp_path / "run", recipe, spanned, range(4))
         for number, (state, after) in enumerate(zip(states, weights, strict=True)):
             alone = Training(recipe, state)
             alone.step(number)
             acts = any(first <= number <= last for first, last in FLIPPING)
             assert same(after, alone.weights()) is not acts, number
             if acts:  # the last one resumes in the middle of a span
-                sections = config(feature) if number < 4 else spanned
+                sections = config(feature) if number < 3 else spanned
                 _, always = trained(tmp_path / str(number), recipe, sections, range(number, number + 1), state)
                 assert same(after, always[0]), number
 
@@ -155,7 +155,7 @@ def test_the_scales_of_delayed_scaling_follow_the_amaxes_of_a_span(tmp_path: Pat
     assert [round(57344 / backward, 3) for _, backward in scales] == [8, 8, 2, 4]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", ["DisableFP8Layer", "FakeQuant"])
 def test_a_span_between_due_steps_has_no_statistics(tmp_path: Path, feature: str) -> None:
     """On its debug path in the span, a layer is no longer looked at as on its fused path in the last due step."""
     sections = config(feature, start_step=5, end_step=9)

@@ -57,15 +57,19 @@ def train(model: torch.nn.Module, session: InspectSession, recipe: recipes.Recip
         session.step()
 
 
+_SAVED: dict[str, bytes] = {}
+
+
 def saved(folder: Path, recipe: recipes.Recipe | None, **keywords: Any) -> State:
-    """A checkpoint after three steps, by way of torch's file format."""
-    model = net(recipe or DELAYED, **{"quantized": False, **keywords})
-    with InspectSession(statistics(), model=model, log_dir=folder) as session:
-        train(model, session, recipe, 3)
-        file = io.BytesIO()
-        torch.save({"model": model.state_dict(), "session": session.state_dict()}, file)
-    file.seek(0)
-    loaded: State = torch.load(file)
+    """A checkpoint after three steps, by way of torch's file format; trained once for equal arguments."""
+    key = repr((recipe, keywords))
+    if key not in _SAVED:
+        model, file = net(recipe or DELAYED, **{"quantized": False, **keywords}), io.BytesIO()
+        with InspectSession(statistics(), model=model, log_dir=folder) as session:
+            train(model, session, recipe, 3)
+            torch.save({"model": model.state_dict(), "session": session.state_dict()}, file)
+        _SAVED[key] = file.getvalue()
+    loaded: State = torch.load(io.BytesIO(_SAVED[key]))
     return loaded
 
 

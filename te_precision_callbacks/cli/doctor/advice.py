@@ -20,29 +20,20 @@ _ORDER: tuple[Severity, ...] = ("stops a run", "changes a run")
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """A problem.
-
-    Attributes:
-        severity: the effect on a run.
-        what: the problem.
-        remedy: what to do.
-    """
-
     severity: Severity
     what: str
     remedy: str
 
 
 def findings(machine: Machine) -> tuple[DoctorFinding, ...]:
-    """The problems of a machine, most severe first."""
     engine, torch = machine.transformer_engine, machine.torch
     wanted = next((package.wanted for package in machine.packages if package.name == _ENGINE), "")
     compiled_build = f"pip install --no-build-isolation '{_ENGINE}[pytorch]{wanted}'"
-    found = list(_of_packages(machine.packages, engine, compiled_build))
-    found += _of_engine(engine, compiled_build, with_gpu=not isinstance(torch, str) and bool(torch.gpus))
-    found += _of_torch(torch)
-    found += _of_folder(machine.log_folder)
-    return tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity)))
+    advice = list(_of_packages(machine.packages, engine, compiled_build))
+    advice += _of_engine(engine, compiled_build, with_gpu=not isinstance(torch, str) and bool(torch.gpus))
+    advice += _of_torch(torch)
+    advice += _of_folder(machine.log_folder)
+    return tuple(sorted(advice, key=lambda finding: _ORDER.index(finding.severity)))
 
 
 def _of_packages(

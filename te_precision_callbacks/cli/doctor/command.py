@@ -1,10 +1,5 @@
 """``te-precision doctor``: versions, Transformer Engine, GPUs, variables and the log folder on one screen.
 
-Usage::
-
-    te-precision doctor
-    te-precision doctor --log-dir logs --json
-
 The exit code is 0 without findings, 1 with findings, and 2 for wrong use.
 """
 
@@ -39,19 +34,19 @@ def doctor_command(
     from te_precision_callbacks.cli.doctor.machine import examine
 
     machine = examine(log_dir)
-    found = findings(machine)
+    advice = findings(machine)
     if as_json:
-        terminal.show_json({**vars(machine), "findings": found})
+        terminal.show_json({**vars(machine), "findings": advice})
     else:
-        _show(machine, found)
-    raise typer.Exit(1 if found else 0)
+        _show(machine, advice)
+    raise typer.Exit(1 if advice else 0)
 
 
 _INDENT = 3
 """The indent of the lines of a finding below its number."""
 
 
-def _show(machine: Machine, found: tuple[DoctorFinding, ...]) -> None:
+def _show(machine: Machine, advice: tuple[DoctorFinding, ...]) -> None:
     terminal.show_text(f"te-precision doctor on {machine.platform}")
     _title("Packages")
     table = terminal.table("package", "installed", "works with", "")
@@ -76,10 +71,10 @@ def _show(machine: Machine, found: tuple[DoctorFinding, ...]) -> None:
     _line("can be written to", f"no: {folder.why_not_writable}" if folder.why_not_writable else "yes")
     _line("free space", f"{folder.free_bytes / 2**30:,.1f} GiB")
     _title("Findings")
-    for number, finding in enumerate(found, 1):
+    for number, finding in enumerate(advice, 1):
         terminal.show_text(f"{number}. ({finding.severity}) {finding.what}", hanging=_INDENT)
         terminal.show_text(f"-> {finding.remedy}", _INDENT, hanging=_INDENT)
-    if not found:
+    if not advice:
         terminal.show("none")
 
 

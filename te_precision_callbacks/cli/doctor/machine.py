@@ -28,14 +28,9 @@ _FOR_DEVELOPMENT = ("dev", "docs")
 
 @dataclass(frozen=True)
 class Package:
-    """A package, or Python itself.
+    """A package, or Python itself: its state is ``ok``, ``outside`` of the supported versions, or ``missing``.
 
-    Attributes:
-        name: its name in pip.
-        version: the installed version; None if it is not installed.
-        wanted: the supported versions, as in pyproject.toml.
-        extra: the extra that requires it; empty if it is always required.
-        state: ``ok``, ``outside`` of the range, or ``missing``.
+    ``version`` is None if it is not installed, ``extra`` empty if it is always required.
     """
 
     name: str
@@ -47,15 +42,7 @@ class Package:
 
 @dataclass(frozen=True)
 class LogFolder:
-    """A log folder, which need not exist yet.
-
-    Attributes:
-        path: the folder.
-        exists: whether it exists.
-        why_not_writable: the error of writing there; empty without one.
-        why_full: why dumps find no room there; empty if they do.
-        free_bytes: the free space on its disk.
-    """
+    """A log folder, which need not exist yet; the reasons are empty where there is nothing to say."""
 
     path: str
     exists: bool
@@ -77,7 +64,6 @@ class Machine:
 
 
 def examine(log_dir: Path) -> Machine:
-    """Examine this machine and a log folder."""
     torch: Torch | str
     try:
         torch = torch_facts()  # before the search for Transformer Engine, since torch warns about GPUs only once

@@ -38,8 +38,7 @@ class Recipes:
     Attributes:
         place: ``this GPU``, or the emulated compute capability.
         refusals: recipe -> why it does not run.
-        default: the class of the default recipe of ``te.autocast()``; empty if there is none.
-        why_no_default: the exception that Transformer Engine raises instead; empty without one.
+        default: the class of the default recipe of ``te.autocast()``; or ``why_no_default``, its exception.
         failure: the exception of the checks; empty without one.
     """
 
@@ -52,15 +51,10 @@ class Recipes:
 
 @dataclass(frozen=True)
 class TransformerEngine:
-    """The Transformer Engine of this machine.
+    """The Transformer Engine of this machine; the reasons are empty where they do not apply.
 
-    Attributes:
-        installed: package -> version, of the packages of Transformer Engine.
-        backend: the ``compiled`` build, the ``reference`` backend, or ``none``.
-        description: the backend in words.
-        why_not_compiled: the error of importing the compiled build; empty without one.
-        why_no_reference: why the reference backend cannot replace it; empty if it can, or need not.
-        recipes: the recipes that run; None if neither backend can be used.
+    ``backend`` is the ``compiled`` build, the ``reference`` backend, or ``none``; ``recipes`` is None if neither can be
+    used.
     """
 
     installed: Mapping[str, str]

@@ -1,13 +1,6 @@
 """``te-precision features`` and ``te-precision statistics``: reference of configs.
 
-Usage::
-
-    te-precision features
-    te-precision features FakeQuant
-    te-precision statistics
-    te-precision statistics mxfp8_underflows%_columnwise
-
-The exit code is 0, or 2 for an unknown name. ``--json`` prints one JSON object.
+The exit code is 0, or 2 for an unknown name.
 """
 
 from __future__ import annotations
@@ -134,7 +127,6 @@ def _explain_statistic(statistic: Explained) -> None:
 
 
 def _facts(statistic: Explained) -> Iterator[tuple[str, str]]:
-    """Headings and texts beside the formula."""
     yield "unit", statistic["unit"]
     yield "computed from", statistic["of"]
     if statistic["is_histogram"]:

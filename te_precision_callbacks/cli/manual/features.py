@@ -18,10 +18,9 @@ from pydantic.fields import FieldInfo
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.config.effects import BASE, NAMESPACE
 from te_precision_callbacks.config.fields import names, words
-from te_precision_callbacks.config.known import is_of_upstreams_tests, known_features
 from te_precision_callbacks.config.levels import FeatureSchema, levels
 from te_precision_callbacks.config.problems import suggestion
-from te_precision_callbacks.config.schemas import schema_of
+from te_precision_callbacks.config.schemas import is_of_upstreams_tests, known_features, schema_of
 
 
 class UnknownFeatureError(PrecisionDebugError, LookupError):
@@ -30,16 +29,7 @@ class UnknownFeatureError(PrecisionDebugError, LookupError):
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a feature.
-
-    Attributes:
-        name: as in a config.
-        where: the levels that take the key, outermost first.
-        values: the values, in words.
-        required: whether the key must be given.
-        default: the default; None without one.
-        meaning: the effect of the key.
-    """
+    """A key of a feature: ``where`` are the levels that take it, outermost first; ``default`` None means none."""
 
     name: str
     where: tuple[tuple[str, ...], ...]
@@ -50,7 +40,6 @@ class Key:
 
     @property
     def places(self) -> str:
-        """The levels that take the key, in words."""
         return ", ".join(dict.fromkeys(f"items of `{path[-1]}`" if path else "feature" for path in self.where))
 
 
@@ -62,8 +51,7 @@ class FeatureEntry:
         name: as registered; configs may write it in any case.
         namespace: the key of a section that contains it; :data:`BASE` for the section itself.
         paragraphs: its description, first in brief.
-        tensors: its tensors; empty for a feature of whole GEMMs.
-        gemms: its GEMMs; empty for a feature of whole tensors.
+        tensors, gemms: empty for a feature of whole GEMMs, and of whole tensors.
         keys: its keys, with the keys of its items; empty if they are not checked.
         example: a section of a config, as YAML; may be empty.
     """
@@ -78,7 +66,6 @@ class FeatureEntry:
 
     @property
     def place(self) -> str:
-        """The place of the feature in a config."""
         return "the section" if self.namespace == BASE else f"{self.namespace}:"
 
 
@@ -107,7 +94,6 @@ def find(name: str) -> tuple[FeatureEntry, ...]:
 
 
 def keys_of(model: type[FeatureSchema]) -> tuple[Key, ...]:
-    """The keys of a feature and of its items."""
     keys: dict[str, Key] = {}
     for path, level in levels(model).items():
         for name, field in level.model_fields.items():

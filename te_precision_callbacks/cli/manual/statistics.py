@@ -1,9 +1,4 @@
-"""Reference of statistics, read from their table, the grammar of names and the schemas.
-
-statistics()                                # one for each row of the table
-find("mxfp8_mse_columnwise")["recipe"]      # {"name": "mxfp8", ...}
-find("mxfp8_mse_columnwise")["example"]     # "stats: [mxfp8_mse_columnwise]"
-"""
+"""Reference of statistics, read from their table, the grammar of names and the schemas."""
 
 from __future__ import annotations
 
@@ -106,7 +101,6 @@ def find(name: str) -> Explained:
 
 
 def _takes(model: type[FeatureSchema], entry: Any) -> bool:
-    """Return whether a feature takes an entry of its ``stats``."""
     try:
         _stats_of(model).validate_python([entry])
     except ValidationError:

@@ -1,51 +1,9 @@
 """A stand-in for Transformer Engine's compiled module ``transformer_engine_torch``, in plain PyTorch.
 
-Usage::
-
-    import sys
-
-    from te_precision_callbacks.reference import extension
-
-    sys.modules["transformer_engine_torch"] = extension  # what reference.install() does, with the seams around it
-
 The public names are all names that Transformer Engine 2.20.2's Python looks up in the compiled module. A function
 either replaces the compiled function, on any device, slowly and exactly, or raises
-:class:`~te_precision_callbacks.reference.errors.MissingFunctionError`. A name that the compiled module does not have is
-an AttributeError. Transformer Engine is not imported until a function needs one of its tensor classes.
-
-============================ ==========================================================================================
-file                         content
-============================ ==========================================================================================
-``enums.py``                 enumerations
-``scaling.py``               amax, and the update of delayed scaling
-``quantizers.py``            which implementation serves which quantizer
-``autocast.py``              no function sees torch's autocast
-``casting.py``               what these implementations have in common
-``buffers.py``               making the tensors that quantizers write to
-``float8.py``                per-tensor FP8
-``float8_block.py``          FP8 in blocks of 128 or 128 x 128
-``mxfp8.py``                 FP8 in blocks of 32
-``nvfp4.py``                 FP4 in blocks of 16, and its transposes
-``swizzling.py``             the order of scales that a GEMM reads
-``partial_cast.py``          quantizing shards of master weights to MXFP8
-``quantization.py``          quantize, dequantize and their relatives
-``operands.py``, ``gemm.py`` matrix products
-``grouped.py``               grouped tensors, and their GEMMs
-``normalization.py``         LayerNorm, RMSNorm
-``activation.py``            GELU, SwiGLU and their relatives
-``softmax.py``               scaled and masked softmax
-``attention.py``             moving the tokens of attention between layouts
-``attention_support.py``     what fused attention can do
-``attention_heads.py``       the tensors of attention as batches of heads
-``attention_products.py``    its products and roundings
-``fused_attention.py``       attention in FP8
-``rope.py``                  rotary position embedding
-``padding.py``               padding for grouped GEMMs
-``multi_tensor.py``          scaling and norms of lists of tensors
-``optimizers.py``            Adam, SGD
-``versions.py``              version queries
-``missing.py``               functions that are missing
-============================ ==========================================================================================
+:class:`~te_precision_callbacks.reference.errors.MissingFunctionError` (``missing.py``). A name that the compiled module
+does not have is an AttributeError. Transformer Engine is not imported until a function needs one of its tensor classes.
 """
 
 # ruff: noqa: F401  # all that is imported is exported

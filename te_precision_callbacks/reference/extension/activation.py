@@ -1,11 +1,5 @@
 """Activations, gated ones too, forward and backward, with the quantization that follows them.
 
-Usage::
-
-    hidden = gelu(tensor, None)  # a plain tensor
-    hidden = swiglu(tensor, quantizer)  # [..., 2 * hidden] to [..., hidden], quantized
-    grad = dswiglu(grad, tensor, None)
-
 All are computed in float32 (``common/util/math.h`` and ``common/util/vectorized_pointwise.h``, TE 2.20). GELU is the
 tanh approximation. A gated activation splits the last dimension in half: the first half goes through the activation,
 the second half multiplies it.
@@ -34,20 +28,13 @@ QUICK_GELU_ALPHA = 1.702
 
 @dataclass(frozen=True)
 class Activation:
-    """A pointwise function and its gradient, float32 to float32.
-
-    Attributes:
-        value: x to f(x).
-        gradient: (g, x) to g * f'(x).
-    """
+    """A pointwise function, x to f(x), and its gradient, (g, x) to g * f'(x), float32 to float32."""
 
     value: Callable[[torch.Tensor], torch.Tensor]
     gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def quick_gelu(alpha: float) -> Activation:
-    """x * sigmoid(alpha * x)."""
-
     def gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gate = torch.sigmoid(alpha * x)
         return grad * (alpha * x * gate * (1.0 - gate) + gate)
@@ -78,7 +65,6 @@ def _where_positive(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def clamped_quick_gelu(limit: float, alpha: float) -> Activation:
-    """x, at most ``limit``, through x * sigmoid(alpha * x)."""
     inner = quick_gelu(alpha)
 
     def clamped(x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +78,6 @@ def clamped_quick_gelu(limit: float, alpha: float) -> Activation:
 
 
 def clamped_offset(limit: float, offset: float) -> Activation:
-    """x, within [-limit, limit], plus ``offset``."""
     return Activation(
         # NaN becomes -limit, as upstream's min and max make it.
         lambda x: torch.fmin(torch.fmax(x, torch.full_like(x, -limit)), torch.full_like(x, limit)) + offset,
@@ -184,9 +169,8 @@ def clamped_swiglu(
     alpha: float = QUICK_GELU_ALPHA,
     glu_linear_offset: float = 1.0,
 ) -> Any:
-    """``x * sigmoid(alpha * x)`` of the first half, times the second half plus an offset.
-
-    The first half is at most ``limit``, the second half within [-limit, limit].
+    """``x * sigmoid(alpha * x)`` of the first half, at most ``limit``, times the second half, within [-limit, limit],
+    plus an offset.
     """
     up = clamped_offset(limit, glu_linear_offset)
     return _gated(clamped_quick_gelu(limit, alpha), input, quantizer, up)
@@ -200,6 +184,5 @@ def clamped_dswiglu(
     alpha: float = QUICK_GELU_ALPHA,
     glu_linear_offset: float = 1.0,
 ) -> Any:
-    """Gradient of :func:`clamped_swiglu`."""
     up = clamped_offset(limit, glu_linear_offset)
     return _gated_backward(clamped_quick_gelu(limit, alpha), grad, fwd_input, quantizer, up)

@@ -1,10 +1,4 @@
-"""Moving the tokens of attention between layouts.
-
-Usage::
-
-    padded = convert_thd_to_bshd(tokens, cu_seqlens, batch, max_length)
-    (heads,) = multi_tensor_transpose_to_bhsd([tensor], "sbhd")
-"""
+"""Moving the tokens of attention between layouts."""
 
 from __future__ import annotations
 
@@ -18,16 +12,11 @@ from te_precision_callbacks.reference.errors import ReferenceBackendError
 
 @torch.no_grad()
 def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int) -> torch.Tensor:
-    """Convert concatenated sequences to a batch of sequences padded with zeros.
+    """Convert concatenated sequences [tokens, heads, head size] to [b, max_seq_len, heads, head size], padded with
+    zeros.
 
-    Args:
-        tensor: [tokens, heads, head size].
-        cu_seqlens: int32, [b + 1]: where each sequence starts, and where the last one ends.
-        b: number of sequences.
-        max_seq_len: length to pad to; longer sequences are cut.
-
-    Returns:
-        [b, max_seq_len, heads, head size].
+    ``cu_seqlens``, int32, [b + 1], has where each sequence starts, and where the last one ends. Longer sequences are
+    cut.
     """
     padded = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
     starts = cu_seqlens.tolist()
@@ -39,16 +28,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
 
 @torch.no_grad()
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
-    """The inverse of :func:`convert_thd_to_bshd`.
-
-    Args:
-        tensor: [b, max_seq_len, heads, head size].
-        cu_seqlens: int32, [b + 1].
-        t: number of tokens.
-
-    Returns:
-        [t, heads, head size]; zeros beyond the last sequence.
-    """
+    """The inverse of :func:`convert_thd_to_bshd`: [t, heads, head size], zeros beyond the last sequence."""
     tokens = tensor.new_zeros(t, *tensor.shape[2:])
     starts = cu_seqlens.tolist()
     for index in range(tensor.shape[0]):
@@ -61,13 +41,10 @@ def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) 
 def multi_tensor_transpose_to_bhsd(
     inputs: Sequence[torch.Tensor | None], original_format: str, outputs: Sequence[torch.Tensor | None] = ()
 ) -> list[torch.Tensor | None]:
-    """Batches of heads, contiguous, from batches or sequences of tokens.
+    """Batches of heads, contiguous, from tensors of 4 dimensions in the format "bshd" or "sbhd"; None is passed on.
 
-    Args:
-        inputs: 4 dimensions each, in the format ``original_format``; None is passed on.
-        original_format: "bshd" or "sbhd".
-        outputs: to write to, [batch, heads, tokens, at least the input's last dimension], with zeros behind; a new
-            tensor where there is none.
+    ``outputs`` are [batch, heads, tokens, at least the input's last dimension], filled up with zeros; a new tensor
+    where there is none.
 
     Raises:
         ReferenceBackendError: another format, or not as many outputs as inputs.

@@ -1,12 +1,5 @@
 """The tensors of attention as batches of heads, whatever their order in memory.
 
-Usage::
-
-    format_of(NVTE_QKV_Layout.NVTE_BS3HD)  # "bshd"
-    q = read(query, "bshd")
-    q.numbers, q.factor  # float32, [batch, heads, tokens, head size], and the factor that they lack
-    dq, dk, dv = unwritten_gradients(layout, [q_shape, k_shape, v_shape], torch.bfloat16, device)
-
 A format is the order of the dimensions b (batch), s (tokens), h (heads) and d (head size), as in the names of
 ``NVTE_QKV_Format``. ``pytorch/csrc/extensions/attention.cpp`` (packed gradients) and ``mxfp8_quantize_fast_path`` of
 ``pytorch/attention/dot_product_attention/utils.py`` (the scales of MXFP8), TE 2.20.
@@ -47,7 +40,6 @@ def format_of(layout: int) -> str:
 
 
 def name_of(qkv_format: int) -> str:
-    """The name of a format: ``"bshd"``."""
     return NVTE_QKV_Format(qkv_format).name.removeprefix("NVTE_").lower()
 
 
@@ -58,8 +50,8 @@ def read(tensor: Any, form: str, *, along_tokens: bool = False) -> Heads:
         tensor: 4 dimensions in the format ``form``, maybe a part of a packed buffer. The scales of MXFP8 are those of
             the data in the format bhsd, with batch, heads and tokens merged, in the order that a GEMM reads.
         form: the format.
-        along_tokens: for MXFP8, which holds different numbers in both directions: whether to read the data whose blocks
-            lie along the tokens (columnwise), not along the head (rowwise).
+        along_tokens: for MXFP8: whether to read the data whose blocks lie along the tokens (columnwise), not along the
+            head (rowwise).
 
     Raises:
         ReferenceBackendError: data that the kernel would read are missing, or of a format that it does not have.
@@ -81,14 +73,10 @@ def read(tensor: Any, form: str, *, along_tokens: bool = False) -> Heads:
 def unwritten_gradients(
     layout: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """dQ, dK and dV, unwritten: views of one buffer where the layout packs them.
+    """dQ, dK and dV, unwritten: views of one buffer where the layout packs them (bs3hd all three, bshd_bs2hd dK and
+    dV).
 
     Transformer Engine's Python puts packed gradients together again by their addresses, without a copy.
-
-    Args:
-        layout: of the gradients; bs3hd packs all three, bshd_bs2hd packs dK and dV.
-        shapes: of dQ, dK and dV, 4 dimensions each.
-        dtype, device: of the buffers.
     """
     gradients: list[torch.Tensor] = []
     for part in _parts(layout):

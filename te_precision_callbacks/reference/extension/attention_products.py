@@ -38,16 +38,13 @@ from te_precision_callbacks.reference.extension.attention_heads import Heads
 class Rounding:
     """Rounding of S, or dP, to an operand of the next product.
 
-    Attributes:
-        round: float32 to float32.
-        scale: float32, [1]: multiplies before the rounding; its inverse multiplies the products.
+    ``scale``, float32, [1], multiplies before the rounding; its inverse multiplies the products.
     """
 
     round: Callable[[torch.Tensor], torch.Tensor]
     scale: torch.Tensor
 
     def operand(self, values: torch.Tensor) -> Heads:
-        """The rounded values."""
         return Heads(self.round(values * self.scale), torch.reciprocal(self.scale))
 
 
@@ -86,16 +83,13 @@ def visible_pairs(
     causal: bool,
     padding: bool,
 ) -> torch.Tensor:
-    """Visibility of keys to queries.
+    """Visibility of keys to queries: bool, to be broadcast over [batch, heads, query tokens, key tokens].
 
     Args:
         cu_seqlens_q, cu_seqlens_kv: int32, [batch + 1]: their differences are the sequences' lengths; for ``padding``.
         q_tokens, kv_tokens: the padded lengths.
         causal: a query sees the keys up to its own place, counted from the first token of both.
         padding: no query or key beyond its sequence's length counts.
-
-    Returns:
-        bool, to be broadcast over [batch, heads, query tokens, key tokens].
     """
     queries = torch.arange(q_tokens, device=cu_seqlens_q.device).view(1, 1, -1, 1)
     keys = torch.arange(kv_tokens, device=cu_seqlens_q.device).view(1, 1, 1, -1)
@@ -140,16 +134,9 @@ def attend_backward(
 ) -> Gradients:
     """The gradients of :func:`attend`.
 
-    ``dP = S * (dO @ V.T - sum(dO * O)) * attn_scale``, with S from the scores and ``stats``; ``dV = S.T @ dO``,
-    ``dQ = dP @ K`` and ``dK = dP.T @ Q``.
-
-    Args:
-        q, k, v, o, do: the operands of the products over the head, and O.
-        stats: of the forward.
-        attn_scale, visible, rounding_of_s: as in the forward.
-        rounding_of_dp: of dP.
-        q_for_dk, k_for_dq, do_for_dv: operands of the products over tokens, which differ in MXFP8.
-        do_for_sums: dO in ``sum(dO * O)``.
+    ``dP = S * (dO @ V.T - sum(dO * O)) * attn_scale``, with S from the scores and the forward's ``stats``; ``dV = S.T @
+    dO``, ``dQ = dP @ K`` and ``dK = dP.T @ Q``. ``q_for_dk``, ``k_for_dq`` and ``do_for_dv`` are operands of the
+    products over tokens, which differ in MXFP8; ``do_for_sums`` is dO in ``sum(dO * O)``.
     """
     sums = (do_for_sums.numbers * o.numbers).sum(dim=-1, keepdim=True) * do_for_sums.factor * o.factor
     s = torch.exp(_scores(q, k, attn_scale) - stats).masked_fill(~visible, 0.0)

@@ -1,17 +1,12 @@
 """Support of the reference backend's fused attention: FP8, within the limits of the emulated GPU.
 
-Usage::
-
-    get_fused_attn_backend(params)  # (NVTE_Fused_Attn_Backend.NVTE_FP8, "")
-    get_fused_attn_backend(params)  # (NVTE_Fused_Attn_Backend.NVTE_No_Backend, "The reference backend has no ...")
-
 Transformer Engine queries it to select an attention (``pytorch/attention/dot_product_attention/utils.py:
 get_attention_backend``, TE 2.20.2), after its own filters of recipes, environment variables, the compute capability and
 the version of cuDNN. Attention in high precision is Transformer Engine's unfused attention, which is pure torch.
 
 The limits of a GPU are those of ``common/fused_attn/fused_attn.cpp: nvte_get_fused_attn_backend`` (TE 2.20) and of
-cudnn-frontend 1.23 (``node/sdpa_support_surface.h``, ``node/sdpa_fp8_bwd.h``). They hold here too, so that an attention
-which runs here also runs on that GPU.
+cudnn-frontend 1.23 (``node/sdpa_support_surface.h``, ``node/sdpa_fp8_bwd.h``), so that an attention which runs here
+also runs on that GPU.
 """
 
 from __future__ import annotations
@@ -40,13 +35,8 @@ _FORMATS = ("bshd", "sbhd", "bhsd")
 
 
 def get_fused_attn_backend(params: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """The fused attention for a configuration.
-
-    Args:
-        params: ``FusedAttentionParams`` of Transformer Engine.
-
-    Returns:
-        ``NVTE_FP8`` and an empty text, or ``NVTE_No_Backend`` and the reason.
+    """The fused attention for Transformer Engine's ``FusedAttentionParams``: ``NVTE_FP8`` and an empty text, or
+    ``NVTE_No_Backend`` and the reason.
     """
     missing = _missing(params)
     if missing is None:
@@ -59,10 +49,7 @@ def missing_option(
 ) -> str | None:
     """The option of a call that FP8 attention does not have here, to follow "no fused attention"; None if it has all.
 
-    Args:
-        layout, bias, mask, softmax: members of the extension's enumerations.
-        window: number of visible keys to the left and right of a query; -1 for all.
-        dropout: the probability.
+    ``window`` is the number of visible keys to the left and right of a query; -1 for all.
     """
     if format_of(layout) not in _FORMATS:
         return f"for the layout {_name(NVTE_QKV_Layout(layout))}"
@@ -100,7 +87,6 @@ def _missing(params: Any) -> str | None:
 
 
 def _beyond_the_gpu(params: Any) -> str | None:
-    """Return the reason if cuDNN refuses the configuration on the emulated GPU."""
     d_qk, d_v = params.head_dim_qk, params.head_dim_v
     gpu = "of compute capability {}.{}".format(*capability())
     if params.num_attn_heads % params.num_gqa_groups:

@@ -1,13 +1,5 @@
-"""Converts the extension's element types to torch's, and to the formats.
-
-Usage::
-
-    torch_dtype(DType.kBFloat16)  # torch.bfloat16
-    fp8_format(quantizer.dtype)  # E4M3 or E5M2
-
-Transformer Engine's Python hands over its own enumeration of the same values (``pytorch/constants.py``), or the
-extension's; both convert with ``int()``.
-"""
+"""Converts the extension's element types, or Transformer Engine's own of the same values, to torch's, and to the
+formats."""
 
 from __future__ import annotations
 
@@ -37,10 +29,10 @@ def torch_dtype(dtype: SupportsInt) -> torch.dtype:
     Raises:
         ReferenceBackendError: torch has no such type.
     """
-    found = _TORCH.get(int(dtype))
-    if found is None:
+    known = _TORCH.get(int(dtype))
+    if known is None:
         raise ReferenceBackendError(f"{dtype!r} is not an element type of a torch tensor.")
-    return found
+    return known
 
 
 def fp8_format(dtype: SupportsInt) -> FloatFormat:
@@ -49,7 +41,7 @@ def fp8_format(dtype: SupportsInt) -> FloatFormat:
     Raises:
         ReferenceBackendError: ``dtype`` is not an FP8 type.
     """
-    found = _FP8.get(int(dtype))
-    if found is None:
+    known = _FP8.get(int(dtype))
+    if known is None:
         raise ReferenceBackendError(f"{dtype!r} is not an FP8 type: kFloat8E4M3 or kFloat8E5M2 is needed here.")
-    return found
+    return known

@@ -1,14 +1,8 @@
 """The enumerations of the compiled extension, with its names and its values.
 
-Usage::
-
-    from te_precision_callbacks.reference.extension import DType
-
-    DType.kFloat8E4M3  # 7
-
-Names and values equal Transformer Engine 2.20.2's (``pytorch/csrc/extensions/pybind.cpp`` and the C headers that
-it binds). On import, Transformer Engine's Python compares the member names of :class:`DType` and
-:class:`NVTE_Fused_Attn_Backend` with its own: they must be the same.
+They equal Transformer Engine 2.20.2's (``pytorch/csrc/extensions/pybind.cpp`` and the C headers that it binds). On
+import, Transformer Engine's Python compares the member names of :class:`DType` and :class:`NVTE_Fused_Attn_Backend`
+with its own.
 """
 
 from __future__ import annotations
@@ -57,8 +51,6 @@ class FP8BwdTensors(IntEnum):
 
 
 class FP8TensorMeta:
-    """Scales, inverse scales and amax history of a group of tensors under delayed scaling."""
-
     scale: torch.Tensor
     scale_inv: torch.Tensor
     amax_history: torch.Tensor
@@ -87,8 +79,6 @@ class NVTE_QKV_Format(IntEnum):
 
 
 class NVTE_QKV_Layout(IntEnum):
-    """Memory layouts of query, key and value, packed or separate."""
-
     NVTE_SB3HD = 0
     NVTE_SBH3D = 1
     NVTE_SBHD_SB2HD = 2
@@ -119,8 +109,6 @@ class NVTE_QKV_Layout(IntEnum):
 
 
 class NVTE_Bias_Type(IntEnum):
-    """Attention bias."""
-
     NVTE_NO_BIAS = 0
     NVTE_PRE_SCALE_BIAS = 1
     NVTE_POST_SCALE_BIAS = 2
@@ -128,8 +116,6 @@ class NVTE_Bias_Type(IntEnum):
 
 
 class NVTE_Mask_Type(IntEnum):
-    """Attention mask."""
-
     NVTE_NO_MASK = 0
     NVTE_PADDING_MASK = 1
     NVTE_CAUSAL_MASK = 2
@@ -139,16 +125,12 @@ class NVTE_Mask_Type(IntEnum):
 
 
 class NVTE_Softmax_Type(IntEnum):
-    """Attention softmax."""
-
     NVTE_VANILLA_SOFTMAX = 0
     NVTE_OFF_BY_ONE_SOFTMAX = 1
     NVTE_LEARNABLE_SOFTMAX = 2
 
 
 class NVTEScalingMode(IntEnum):
-    """Scaling of a quantized tensor."""
-
     NVTE_DELAYED_TENSOR_SCALING = 0
     NVTE_MXFP8_1D_SCALING = 1
     NVTE_BLOCK_SCALING_1D = 2

@@ -1,23 +1,15 @@
 """Per-tensor FP8: one scale for a whole tensor, under delayed and under current scaling.
 
-Usage::
-
-    casting = CurrentScaling()
-    out = casting.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
-    casting.write(quantizer, tensor, out)
-    out._data  # uint8, the shape of tensor
-    out._transpose  # uint8, [last dimension, *leading dimensions]
-    out._scale_inv  # float32, [1], for both
-
-``pytorch/csrc/quantizer.cpp`` (TE 2.20). On a GPU whose FP8 GEMM takes only one layout (Hopper) columnwise usage is a
+``_data`` is uint8 in the shape of the tensor, ``_transpose`` is uint8, [last dimension, *leading dimensions], and
+``_scale_inv`` is float32, [1], for both. On a GPU whose FP8 GEMM takes only one layout (Hopper) columnwise usage is a
 stored transpose. On a GPU whose FP8 GEMM takes all layouts (Blackwell) the data serves both usages and is always
-stored, and a transpose never is.
+stored, and a transpose never is (``pytorch/csrc/quantizer.cpp``, TE 2.20).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,21 +18,13 @@ from te_precision_callbacks.base.numerics.gemm_shapes import takes_any_layout
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
-from te_precision_callbacks.reference.extension.buffers import (
-    build,
-    empty,
-    is_noop,
-    matrix_shape,
-    overwrite,
-    transposed_shape,
-)
-from te_precision_callbacks.reference.extension.casting import Casting
+from te_precision_callbacks.reference.extension.buffers import is_noop, matrix_shape, overwrite, transposed_shape
+from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.target import capability
 
 
 def has_any_layout_gemm() -> bool:
-    """Return whether the emulated GPU multiplies FP8 in any layout, not only with A transposed."""
     return takes_any_layout(capability())
 
 
@@ -50,63 +34,37 @@ def transposed(data: torch.Tensor) -> torch.Tensor:
 
 
 class _PerTensorScaling(Casting):
-    """The buffers, which both kinds of scaling share."""
-
     modes = (PER_TENSOR,)
+    attributes: ClassVar = {"data_transpose": "_transpose", "fp8_scale_inv": "_scale_inv"}
+    data = "_data", "_transpose"
+    renewed = ("fp8_dtype",)
 
-    def create(
-        self,
-        quantizer: Any,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        pin_memory: bool = False,
-    ) -> Any:
-        """A Float8Tensor, or its storage class for an internal quantizer, with unwritten buffers."""
+    def classes(self) -> tuple[type, type]:
         from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
         from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-        with_data, with_transpose = _usages(quantizer)
-        shape = list(shape)
-        data = empty(shape, torch.uint8, device, pin_memory) if with_data else None
-        transpose = empty(transposed_shape(shape), torch.uint8, device, pin_memory) if with_transpose else None
-        return build(
-            Float8Tensor,
-            Float8TensorStorage,
-            quantizer,
-            shape,
-            dtype,
-            device,
-            data=data,
-            data_transpose=transpose,
-            fp8_scale_inv=empty([1], torch.float32, device, pin_memory),
-            fp8_dtype=quantizer.dtype,
-        )
+        return Float8Tensor, Float8TensorStorage
 
-    def _fit(self, quantizer: Any, out: Any) -> None:
+    def buffers(self, quantizer: Any, shape: Sequence[int]) -> Buffers:
         with_data, with_transpose = _usages(quantizer)
-        data, transpose = out._data, out._transpose
-        if data is None and transpose is None:
-            raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
-        if not (with_data or with_transpose):
-            raise ReferenceBackendError(f"The {type(quantizer).__name__} has neither rowwise nor columnwise usage.")
-        shape = list(data.shape) if data is not None else [*transpose.shape[1:], *transpose.shape[:1]]
-        device = (data if data is not None else transpose).device
-        if not with_data:
-            out._data = None
-        elif data is None:
-            out._data = empty(shape, torch.uint8, device)
-        if not with_transpose:
-            out._transpose = None
-        elif transpose is None:
-            out._transpose = empty(transposed_shape(shape), torch.uint8, device)
-        out._transpose_invalid = not with_transpose
+        return {
+            "data": Buffer(shape) if with_data else None,
+            "data_transpose": Buffer(transposed_shape(shape)) if with_transpose else None,
+            "fp8_scale_inv": Buffer([1], torch.float32),
+        }
+
+    def settings(self, quantizer: Any, shape: Sequence[int]) -> dict[str, Any]:
         # A quantizer's dtype is of Transformer Engine's own enumeration, which a tensor needs too.
-        out._fp8_dtype = quantizer.dtype
+        return {"fp8_dtype": quantizer.dtype}
+
+    def fit(self, quantizer: Any, out: Any) -> None:
+        if not any(_usages(quantizer)):
+            raise ReferenceBackendError(f"The {type(quantizer).__name__} has neither rowwise nor columnwise usage.")
+        super().fit(quantizer, out)
+        out._transpose_invalid = out._transpose is None
 
     @staticmethod
     def cast(quantizer: Any, source: torch.Tensor, scale: torch.Tensor, out: Any) -> None:
-        """Write data, transpose and inverse scale."""
         if out._data is None and out._transpose is not None:
             raise MissingFunctionError(
                 "Columnwise-only per-tensor FP8 quantization is not implemented, neither here nor in the compiled "
@@ -134,7 +92,6 @@ class DelayedScaling(_PerTensorScaling):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize with ``quantizer.scale``; raise ``quantizer.amax`` to the amax of ``source``."""
         if source.numel() == 0 or is_noop(noop):
             return
         measured = amax_of(source) if amax is None else amax
@@ -149,10 +106,7 @@ def raise_amax(quantizer: Any, measured: torch.Tensor) -> None:
 
 
 class CurrentScaling(_PerTensorScaling):
-    """The scale comes from the tensor's own amax."""
-
     def takes_amax(self, quantizer: Any) -> bool:
-        """Yes."""
         return True
 
     def write(

@@ -1,18 +1,9 @@
 """FP8 block scaling: a float32 scale for each 128 elements (1D blocks) or for each 128 x 128 (2D blocks).
 
-Usage::
-
-    casting = BlockScaling()
-    out = casting.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
-    casting.write(quantizer, tensor, out)
-    out._rowwise_data  # uint8, the shape of tensor
-    out._columnwise_data  # uint8, [last dimension, *leading dimensions]: the transpose
-    out._rowwise_scale_inv  # float32; with R rows and C columns of data: 1D [C / 128, R], 2D [R / 128, C / 128]
-    out._columnwise_scale_inv  # the same for the transpose
-
-Quotients are rounded up, the second dimension of scales to a multiple of 4. Sources: ``pytorch/csrc/quantizer.cpp``,
-``common/transpose/quantize_transpose_vector_blockwise.cu``, ``..._square_blockwise.cu`` and
-``common/recipe/recipe_common.cuh`` (TE 2.20).
+Rowwise data is uint8 in the shape of the tensor, columnwise data its transpose. With R rows and C columns of data, the
+scales are float32: 1D [C / 128, R], 2D [R / 128, C / 128], rounded up, the second dimension to a multiple of 4.
+``pytorch/csrc/quantizer.cpp``, ``common/transpose/quantize_transpose_vector_blockwise.cu``,
+``..._square_blockwise.cu`` and ``common/recipe/recipe_common.cuh`` (TE 2.20).
 """
 
 from __future__ import annotations
@@ -27,10 +18,6 @@ from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D
 from te_precision_callbacks.base.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
-    Shapes,
-    build,
-    directions,
-    fit_directions,
     is_noop,
     matrix_shape,
     overwrite,
@@ -39,7 +26,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     transposed_shape,
     written,
 )
-from te_precision_callbacks.reference.extension.casting import Casting
+from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting, by_usage
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
 from te_precision_callbacks.reference.target import capability
 
@@ -48,46 +35,31 @@ BLOCK = 128
 
 
 class Float8BlockCasting(Casting):
-    """Quantizing to FP8 in blocks."""
-
     modes = (BLOCK_1D, BLOCK_2D)
 
-    def create(
-        self,
-        quantizer: Any,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        pin_memory: bool = False,
-    ) -> Any:
-        """A Float8BlockwiseQTensor, or its storage class for an internal quantizer: data not written, scales 0."""
+    def classes(self) -> tuple[type, type]:
         from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
         from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
             Float8BlockwiseQTensorStorage,
         )
 
+        return Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+
+    def buffers(self, quantizer: Any, shape: Sequence[int]) -> Buffers:
+        rows, columns = matrix_shape(shape)
         is_2d = _is_2d(quantizer)
-        return build(
-            Float8BlockwiseQTensor,
-            Float8BlockwiseQTensorStorage,
+        return by_usage(
             quantizer,
-            shape,
-            dtype,
-            device,
-            **directions(quantizer, device, _shapes(shape, is_2d), torch.float32, pin_memory),
-            fp8_dtype=quantizer.dtype,
-            is_2D_scaled=is_2d,
+            {
+                "rowwise_data": Buffer(shape),
+                "rowwise_scale_inv": _scales(rows, columns, is_2d),
+                "columnwise_data": Buffer(transposed_shape(shape)),
+                "columnwise_scale_inv": _scales(columns, rows, is_2d),
+            },
         )
 
-    def _fit(self, quantizer: Any, out: Any) -> None:
-        if out._rowwise_data is not None:
-            shape, device = list(out._rowwise_data.shape), out._rowwise_data.device
-        elif out._columnwise_data is not None:
-            transposed = list(out._columnwise_data.shape)
-            shape, device = transposed[1:] + transposed[:1], out._columnwise_data.device
-        else:
-            raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
-        fit_directions(quantizer, out, device, _shapes(shape, _is_2d(quantizer)), torch.float32)
+    def settings(self, quantizer: Any, shape: Sequence[int]) -> dict[str, Any]:
+        return {"fp8_dtype": quantizer.dtype, "is_2D_scaled": _is_2d(quantizer)}
 
     def write(
         self,
@@ -140,18 +112,10 @@ def _quantized(
     return encoded(matrix, scale, block, fmt), torch.reciprocal(scale)
 
 
-def scale_shape(shape: Sequence[int], columnwise: bool, is_2d: bool) -> tuple[int, int]:
-    """The shape of the scales of a tensor of ``shape``, padding included."""
-    rows, columns = matrix_shape(shape)
-    if columnwise:
-        rows, columns = columns, rows
+def _scales(rows: int, columns: int, is_2d: bool) -> Buffer:
     along = -(-columns // BLOCK)
-    return (-(-rows // BLOCK), round_up(along, 4)) if is_2d else (along, round_up(rows, 4))
-
-
-def _shapes(shape: Sequence[int], is_2d: bool) -> Shapes:
-    rowwise, columnwise = (scale_shape(shape, columnwise, is_2d) for columnwise in (False, True))
-    return {"rowwise": (shape, rowwise), "columnwise": (transposed_shape(shape), columnwise)}
+    shape = (-(-rows // BLOCK), round_up(along, 4)) if is_2d else (along, round_up(rows, 4))
+    return Buffer(shape, torch.float32, zero=True)
 
 
 def _is_2d(quantizer: Any) -> bool:

@@ -1,13 +1,7 @@
 """Fused attention in FP8: delayed scaling, current scaling and MXFP8.
 
-Usage::
-
-    # With te.autocast(recipe=DelayedScaling(fp8_dpa=True)), Transformer Engine's FusedAttnFunc calls
-    output, stats, rng_state = fused_attn_fwd(...)
-    dq, dk, dv, _, _ = fused_attn_bwd(...)
-
-``pytorch/csrc/extensions/attention.cpp`` and ``common/fused_attn/fused_attn_fp8.cu`` (TE 2.20) define
-the role of each tensor in cuDNN's graph. The graph, and assumptions about cuDNN's kernels, are in
+``pytorch/csrc/extensions/attention.cpp`` and ``common/fused_attn/fused_attn_fp8.cu`` (TE 2.20) define the role of each
+tensor in cuDNN's graph. The graph, and assumptions about cuDNN's kernels, are in
 :mod:`~te_precision_callbacks.reference.extension.attention_products`.
 
 ============ ======================================== ========================= ======================================
@@ -28,9 +22,8 @@ dQ, dK, dV   FP8, by the scale of their quantizer,    of the nominal type       
 
 Transformer Engine gives S and dP quantizers of delayed scaling under current scaling too, and none under MXFP8. Amaxes
 are of float32 results before rounding. dQ, dK and dV share a quantizer: it is assumed that its amax becomes the largest
-of the three.
-
-With ``NVTE_FP8_DPA_BWD=0`` the backward gets high-precision tensors, and S and dP are rounded to their type.
+of the three. With ``NVTE_FP8_DPA_BWD=0`` the backward gets high-precision tensors, and S and dP are rounded to their
+type.
 """
 
 from __future__ import annotations
@@ -105,27 +98,21 @@ def fused_attn_fwd(
 
     Args:
         max_seqlen_q, max_seqlen_kv: padded lengths of the sequences.
-        is_training: has no effect.
         attn_scale: multiplies the scores.
         p_dropout: must be 0.
-        set_zero: has no effect: it is for concatenated sequences.
         qkv_layout, o_format: bshd, sbhd or bhsd; Q, K and V may be parts of a packed buffer.
-        qkv_scale_inv_format: has no effect: the scales of MXFP8 are in the format bhsd.
         bias_type, softmax_type: no bias, vanilla.
         attn_mask_type: no mask, causal, padding or both.
         window_size: all keys, or all up to a query's own place.
-        bottom_right_diagonal: has no effect on these masks.
         cu_seqlens_q, cu_seqlens_kv: int32, [batch + 1]: the lengths, for padding.
-        Q: FP8, 4 dimensions.
-        K, V: FP8, as Q, with as many heads or a divisor of them.
+        Q, K, V: FP8, 4 dimensions; K and V with as many heads or a divisor of them.
         fake_dtype: type of a plain output, nominal type of a quantized one.
-        cu_seqlens_q_padded, cu_seqlens_kv_padded: have no effect: they are for concatenated sequences.
         page_table_k, page_table_v, Bias, SoftmaxOffset: must be None.
         s_quantizer: of delayed scaling; None for MXFP8.
         o_quantizer: of delayed scaling for an FP8 output, otherwise of current scaling or MXFP8.
-        rng_gen, rng_elts_per_thread: have no effect: nothing is drawn.
         return_max_logit: must be False.
-        cuda_graph: has no effect.
+        the others: have no effect. They are for concatenated sequences and random numbers; the scales of MXFP8 are in
+            the format bhsd.
 
     Returns:
         O, in ``o_format``; the softmax statistics, float32, [batch, heads, padded query length, 1]; the state of the
@@ -195,16 +182,14 @@ def fused_attn_bwd(
 
     Args:
         Q, K, V, O: of the forward, quantized or not; O is plain under current scaling by default, and under MXFP8.
-        dO: the gradient of O: FP8 if Q is.
-        do_format: the format of ``dO``.
+        dO, do_format: the gradient of O, FP8 if Q is, and its format.
         dqkv_layout: the layout of the gradients, which may pack them.
-        do_scale_inv_format, deterministic: have no effect.
         fake_dtype: type of plain gradients, nominal type of quantized ones.
         Aux_CTX_Tensors: the softmax statistics and the state of the generator; for MXFP8 also ``dO`` not quantized.
         s_quantizer, dp_quantizer: of delayed scaling; None for MXFP8 and in high precision. The scale of S is the
             forward's.
         dqkv_quantizer: of delayed scaling for FP8 gradients.
-        the others: as in :func:`fused_attn_fwd`.
+        the others: as in :func:`fused_attn_fwd`, or without effect.
 
     Returns:
         dQ, dK, dV, and None for the gradients of a bias and of a softmax offset.
@@ -240,7 +225,6 @@ def fused_attn_bwd(
 
 
 def _gradients(values: Sequence[torch.Tensor], layout: int, dtype: torch.dtype, quantizer: Any) -> list[Any]:
-    """The gradients in their layout, plain or in FP8."""
     form = format_of(layout)
     values = [from_heads(value, form) for value in values]
     is_fp8 = recipe_of(quantizer) == "fp8_delayed_scaling"
@@ -260,14 +244,7 @@ def _gradients(values: Sequence[torch.Tensor], layout: int, dtype: torch.dtype, 
 
 
 def _rounding(quantizer: Any, like: Any, device: torch.device, *, in_forward: bool = False) -> Rounding:
-    """Return the rounding of S to the type of Q, or of dP to the type of dO.
-
-    Args:
-        quantizer: of S or dP.
-        like: Q or dO.
-        device: of the tensors.
-        in_forward: whether this is S in the forward, which is also rounded in MXFP8.
-    """
+    """The rounding of S to the type of Q, in the forward also in MXFP8; or of dP to the type of dO."""
     if scaling_mode(like) == layouts.PER_TENSOR:
         if recipe_of(quantizer) != "fp8_delayed_scaling":
             raise MissingFunctionError(

@@ -1,22 +1,15 @@
 """Matrix products with the extension's extras: bias, GELU, their gradients, accumulation, quantization.
 
-Usage::
-
-    # y = x @ w.T + bias, the forward of a linear layer (layout "TN")
-    y, _, _, _ = generic_gemm(w, True, x, False, None, None, DType.kBFloat16, bias, DType.kBFloat16, False, None, False,
-                              workspace, workspace.shape[0], False, False)
-
 The extension is column-major: in row-major terms, and with A and B as matrices whose leading dimensions are merged, the
 result is ``op(B) @ op(A)``. ``pytorch/csrc/extensions/gemm.cpp`` and ``common/gemm/cublaslt_gemm.cu`` (TE 2.20).
 
 Operands are read in the direction that the GPU reads, as float32 times the scales of their blocks; products and sums
-are float32, and the scale of a whole tensor multiplies the sums, as in cuBLAS. Two operands of bfloat16 with a result
-of bfloat16 go to torch as they are where the processor multiplies bfloat16, whose products and sums are float32 too;
-there large products of FP8, FP4 and bfloat16 go to ``products.py``.
-FP8 blocks on Hopper are summed block by block, and the scales multiply these sums, which are mostly exact, as described
-for cuBLAS in ``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's repository. The order
-of other sums is torch's, so a result is not bit-equal to a GPU's. Operands that cuBLAS refuses are refused too, as far
-as the operands show that.
+are float32, and the scale of a whole tensor multiplies the sums, as in cuBLAS. Where the processor multiplies bfloat16
+with float32 sums, products of bfloat16 with a result of bfloat16 go to torch as they are, and large products of FP8,
+FP4 and bfloat16 to ``products.py``. FP8 blocks on Hopper are summed block by block, and the scales multiply these sums,
+which are mostly exact (``tests/pytorch/references/blockwise_fp8_gemm_reference.py`` of Transformer Engine's
+repository). The order of other sums is torch's, so a result is not bit-equal to a GPU's. Operands that cuBLAS refuses
+are refused too, as far as the operands show that.
 """
 
 from __future__ import annotations
@@ -73,10 +66,8 @@ def generic_gemm(
     """``D = alpha * op(B) @ op(A) + beta * D``, with bias, GELU and quantization.
 
     Args:
-        A: plain or quantized; the rowwise data is read if ``transA``, else the columnwise data.
-        transA: whether A is transposed.
-        B: plain or quantized; the columnwise data is read if ``transB``, else the rowwise data.
-        transB: whether B is transposed.
+        A, transA: plain or quantized; the rowwise data is read if transposed, else the columnwise data.
+        B, transB: plain or quantized; the columnwise data is read if transposed, else the rowwise data.
         D: result to write to; a new one if None.
         quantizer: for the result; None leaves it plain.
         output_dtype: type of the result, or its nominal type if it is quantized; None takes the type of A.
@@ -85,16 +76,13 @@ def generic_gemm(
         gelu: apply GELU to the result; with ``grad``, multiply the result by the gradient of GELU at ``gelu_in``.
         gelu_in: shape of D.
         grad: whether this is a backward product.
-        workspace: has no effect.
-        workspace_size: has no effect.
         accumulate: add to D, in place.
         use_split_accumulator: sums are float32 either way; FP8 blocks on Hopper need it.
         comm_overlap: must be None.
-        comm_type: has no effect.
         extra_output: returned unchanged.
-        bulk_overlap: has no effect.
         alpha: multiplies the product.
         beta: multiplies D; 1 if None and ``accumulate``.
+        the others: have no effect.
 
     Returns:
         D; the bias gradient or None; the input of GELU or None; ``extra_output``.
@@ -189,26 +177,13 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int = 0,
 ) -> list[torch.Tensor]:
-    """:func:`generic_gemm` for each pair of A and B, with results in ``D``.
+    """:func:`generic_gemm` for each pair of A and B, with results in ``D``. Arguments as there, except for these.
 
     Args:
-        A: operands, as in :func:`generic_gemm`.
-        transa: whether each A is transposed.
-        B: operands, as in :func:`generic_gemm`.
-        transb: whether each B is transposed.
         D: a result for each pair, or one for all pairs with their rows concatenated (``single_output``).
-        D_type: type of the results.
-        m_splits: rows of each pair.
         bias: for each pair; a tensor without elements for none. With ``grad``, the bias gradients are written here.
-        bias_type: has no effect.
-        single_output: whether ``D[0]`` holds all results.
         pre_gelu_out: for each pair the input of GELU, written, or read with ``grad``; without elements for no GELU.
-        grad: whether these are backward products.
-        workspace: has no effect.
-        workspace_size: has no effect.
-        accumulate: add to D.
-        use_split_accumulator: as in :func:`generic_gemm`.
-        math_sm_count: has no effect.
+        m_splits, bias_type, math_sm_count: have no effect.
 
     Returns:
         ``bias``.
@@ -322,9 +297,9 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     rows, columns = (decoded(part.codes, part.element_format, None, part.block, dtype) for part in (a.part, b.part))
     if in_bfloat16:
         factors = scales_b.squeeze(2), scales_a.squeeze(1)
-        found = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)
-        if found is not None:
-            return found.mul_(alpha) if alpha != 1.0 else found
+        sums = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)
+        if sums is not None:
+            return sums.mul_(alpha) if alpha != 1.0 else sums
         rows, columns = rows.float(), columns.float()
     total = rows.new_zeros(columns.shape[0], rows.shape[0])
     rounds_once = _are_exact_factors(first, second)

@@ -1,13 +1,8 @@
 """Grouped tensors: matrices of one width that lie in one buffer, such as the rows of all experts.
 
-Usage::
-
-    grouped = group_quantize(tensor, quantizer, 3, torch.tensor([16, 0, 48]))
-    te_general_grouped_gemm_for_discrete_in(weights, True, grouped, False, out, None, None, one, zero, ...)
-
 ``group_quantize`` and its kin of ``pytorch/csrc/extensions/cast.cpp``, the last functions of ``gemm.cpp``, and the
-offsets of ``misc.cpp`` (TE 2.20). Each matrix is quantized and multiplied as it would be alone; what is grouped is
-where the results lie. On a GPU these functions never read on the host how many rows a matrix has; here they do.
+offsets of ``misc.cpp`` (TE 2.20). Each matrix is quantized and multiplied as it would be alone. On a GPU these
+functions never read on the host how many rows a matrix has; here they do.
 """
 
 from __future__ import annotations
@@ -39,12 +34,8 @@ _ATTRIBUTES = {"data": "rowwise_data"}
 
 
 def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
-    """The first element of each matrix, and the number of all: int64, [matrices + 1].
-
-    Args:
-        first_dims: the rows of each matrix, int64.
-        logical_last_dim: the columns of all.
-    """
+    """The first element of each matrix, and the number of all: int64, [matrices + 1], from the rows of each and their
+    columns."""
     return _offsets(first_dims, logical_last_dim, leading_zero=True).to(torch.int64)
 
 
@@ -57,15 +48,10 @@ def splits_to_offsets_multi(
     dtypes: Sequence[torch.dtype],
     bulk_allocate: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The rows of each matrix as int64, and their running sums, each multiplied by a stride.
+    """The rows of each matrix as int64, and for each stride, leading zero and dtype their running sums times the
+    stride.
 
-    Args:
-        split_sizes: the rows of each matrix.
-        device: of the results.
-        strides: a factor for each result.
-        include_leading_zero: for each result, whether it begins with 0.
-        dtypes: of the results.
-        bulk_allocate: has no effect, since each result has its own memory here.
+    ``bulk_allocate`` has no effect, since each result has its own memory here.
     """
     sizes = split_sizes.to(device=device, dtype=torch.int64)
     wanted = zip(strides, include_leading_zero, dtypes, strict=True)
@@ -93,14 +79,13 @@ def group_quantize(
     noop_flag: torch.Tensor | None = None,
     output: Any = None,
 ) -> Any:
-    """Quantize the matrices in a tensor, each with its own scales, into a grouped tensor.
+    """Quantize the concatenated matrices in a tensor of two dimensions, each with its own scales, into a grouped
+    tensor.
 
     Args:
-        tensor: two dimensions; concatenated matrices. The rest is not read.
-        quantizer: of all matrices.
+        tensor: the matrices; the rest is not read.
         num_tensors: how many they are.
-        first_dims: the rows of each, int64; None where all have the same.
-        last_dims: the columns of each.
+        first_dims, last_dims: the rows and the columns of each, int64; None where all have the same.
         tensor_offsets: the first element of each; kept in the result.
         noop_flag: float32, [1]; 1 leaves the data of ``output`` as they are.
         output: a grouped tensor to write to.
@@ -146,7 +131,6 @@ def bgrad_group_quantize(
 def _parts(
     tensor: torch.Tensor, num_tensors: int, first_dims: torch.Tensor | None, last_dims: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """The matrices, as views of the tensor."""
     rows, columns = tensor.shape
     if first_dims is None and last_dims is None:
         rows = rows // num_tensors
@@ -157,11 +141,10 @@ def _parts(
 
 
 def _dims(dims: torch.Tensor | None, common: int, count: int) -> list[int]:
-    return [common] * count if dims is None else [int(one) for one in dims.tolist()]
+    return [common] * count if dims is None else [int(size) for size in dims.tolist()]
 
 
 def _quantized(tensor: torch.Tensor, parts: Sequence[torch.Tensor], quantizer: Any) -> dict[str, torch.Tensor | None]:
-    """The buffers of the quantized matrices."""
     current_scaling = "Float8CurrentScalingQuantizer" in class_names(quantizer)
     if current_scaling and not quantizer.rowwise_usage:
         # Unlike the kernel of one tensor, the grouped one writes the columnwise direction alone too.
@@ -171,30 +154,29 @@ def _quantized(tensor: torch.Tensor, parts: Sequence[torch.Tensor], quantizer: A
         writing = quantizer
     quantized = [quantize(part, writing) for part in parts]
     if writing is not quantizer:
-        for one in quantized:
-            one.update_usage(rowwise_usage=False)
-    found = {name: _packed(quantized, names) for name, names in _BUFFERS.items()}
+        for matrix in quantized:
+            matrix.update_usage(rowwise_usage=False)
+    buffers = {name: _packed(quantized, names) for name, names in _BUFFERS.items()}
     for data, scale_inv in (("data", "scale_inv"), ("columnwise_data", "columnwise_scale_inv")):
-        codes = found[data]
+        codes = buffers[data]
         if codes is None:
-            found[scale_inv] = None
+            buffers[scale_inv] = None
         else:  # as long as the tensor, also where the matrices do not fill it
             left = tensor.numel() - sum(part.numel() for part in parts)
             left = left * codes.numel() // max(1, tensor.numel() - left)
-            found[data] = torch.nn.functional.pad(codes, (0, left))
+            buffers[data] = torch.nn.functional.pad(codes, (0, left))
     if current_scaling:
         zero = torch.zeros(1, device=tensor.device)
         amax = torch.cat([amax_of(part).view(1) if part.numel() else zero for part in parts])
         settings = {"power_of_two": quantizer.force_pow_2_scales, "epsilon": quantizer.amax_epsilon}
         scale = fp8_scale(amax, fp8_format(quantizer.dtype).max, **settings)
-        found |= {"amax": amax, "scale": scale}
+        buffers |= {"amax": amax, "scale": scale}
         for name in ("scale_inv", "columnwise_scale_inv"):  # that of a matrix without elements too
-            found[name] = None if found[name] is None else torch.reciprocal(scale)
-    return found
+            buffers[name] = None if buffers[name] is None else torch.reciprocal(scale)
+    return buffers
 
 
 def _packed(parts: Sequence[Any], names: Iterable[str]) -> torch.Tensor | None:
-    """Return a buffer of all matrices, concatenated; None without buffers."""
     for name in names:
         pieces = [piece for part in parts if (piece := getattr(part, name, None)) is not None]
         if pieces:
@@ -255,13 +237,10 @@ def te_general_grouped_gemm_for_grouped_tensor(
 
     Args:
         A, B: grouped tensors, or a list of matrices.
-        transa, transb: whether each matrix is transposed.
         D: takes the results: a grouped tensor in high precision, or a list of tensors.
-        bias: a grouped tensor of rows, or None.
-        bias_scale: a factor for the bias of each row of D, or None.
+        bias, bias_scale: a grouped tensor of rows, or None, and a factor for each row of D, or None.
         alpha, beta: float32, a number for each matrix, or one for all.
         workspace_setup, workspace_cublas, math_sm_count: have no effect.
-        use_split_accumulator: as in :func:`generic_gemm`.
 
     Returns:
         ``D``.

@@ -1,11 +1,4 @@
-"""The functions of the compiled extension that the reference backend lacks; each raises when it is used.
-
-Usage::
-
-    moe_permute_fwd()  # MissingFunctionError: moe_permute_fwd is not in the reference backend ...
-
-Looking up a name, or testing for an attribute, works as with the compiled extension; only a call raises.
-"""
+"""The functions of the compiled extension that the reference backend lacks: looking up a name works, a call raises."""
 
 from __future__ import annotations
 
@@ -127,7 +120,6 @@ MISSING: dict[str, tuple[str, ...]] = {
 
 
 def refuse(name: str, purpose: str) -> NoReturn:
-    """Raise the error for a name."""
     raise MissingFunctionError(
         f"{name} is not in the reference backend ({purpose}). Use the compiled Transformer Engine on a GPU for it, or "
         "change the model so that it is not needed."
@@ -163,8 +155,6 @@ CommOverlapHelper, CommOverlap, CommOverlapP2P = (
 
 
 class _Submodule:
-    """A submodule of the compiled extension: not in the reference backend."""
-
     def __init__(self, name: str, purpose: str) -> None:
         self._name = name
         self._purpose = purpose

@@ -1,12 +1,7 @@
-"""One operation over lists of tensors: scaling and norms.
+"""Scaling and norms of lists of tensors: ``common/multi_tensor`` (TE 2.20).
 
-Usage::
-
-    multi_tensor_scale(2048, noop_flag, [gradients, gradients], 1.0 / loss_scale)
-    norm, _ = multi_tensor_l2norm(2048, noop_flag, [gradients], False)
-
-``common/multi_tensor`` (TE 2.20). ``chunk_size`` divides the work of a GPU and has no effect here. ``tensor_lists``
-holds several lists of the same length; the tensors at one place of each belong together.
+``chunk_size`` divides the work of a GPU and has no effect here. The tensors at one place of each of ``tensor_lists``
+belong together.
 """
 
 from __future__ import annotations
@@ -48,17 +43,14 @@ def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists:
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the Euclidean norm of a list of tensors and, optionally, of each tensor.
+    """The Euclidean norm of a list of tensors, float32 [1], and of each tensor, float32 [number of tensors] or [0].
 
     ``noop_flag`` becomes 1 if a norm is not finite.
-
-    Returns:
-        float32 [1]; float32 [number of tensors], or [0].
     """
     norms = [torch.sqrt(tensor.float().square().sum()) for (tensor,) in groups(tensor_lists, (1,))]
-    each = torch.stack(norms) if norms else torch.empty(0, dtype=torch.float32, device=noop_flag.device)
-    _note_nonfinite(each, noop_flag)
-    return torch.sqrt(each.square().sum()).reshape(1), each if per_tensor else each[:0]
+    of_tensors = torch.stack(norms) if norms else torch.empty(0, dtype=torch.float32, device=noop_flag.device)
+    _note_nonfinite(of_tensors, noop_flag)
+    return torch.sqrt(of_tensors.square().sum()).reshape(1), of_tensors if per_tensor else of_tensors[:0]
 
 
 @torch.no_grad()

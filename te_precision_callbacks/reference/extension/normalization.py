@@ -1,10 +1,5 @@
 """LayerNorm and RMSNorm, forward and backward, with the quantization that follows them.
 
-Usage::
-
-    out, mu, rsigma = layernorm_fwd(x, weight, bias, 1e-5, None, quantizer, DType.kBFloat16, 0, False)
-    dx, dweight, dbias = layernorm_bwd(dout, x, mu, rsigma, weight, 0, False)
-
 ``pytorch/csrc/extensions/normalization.cpp`` and ``common/normalization`` (TE 2.20). Rows are all dimensions but the
 last one. All is computed in float32: the variance is the biased one, ``rsigma = 1 / sqrt(variance + eps)``, and 1 is
 added to a zero-centred gamma. Delayed scaling quantizes the float32 result; other recipes quantize the result rounded
@@ -38,8 +33,7 @@ def layernorm_fwd(
 
     Args:
         input: [..., hidden].
-        weight: gamma, [hidden].
-        bias: beta, [hidden], or None for 0.
+        weight, bias: gamma and beta, [hidden]; None is 0.
         eps: added to the variance.
         ln_out: tensor to write to, quantized if ``quantizer`` is given; a new one if None.
         quantizer: None for a plain result.
@@ -67,19 +61,9 @@ def layernorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of :func:`layernorm_fwd`.
+    """Gradients of :func:`layernorm_fwd`: of the input (its type), of gamma and of beta (gamma's type).
 
-    Args:
-        dz: gradient of the result, [..., hidden].
-        x: the input of the forward.
-        mu: the mean of each row.
-        rsigma: ``rsigma`` of each row.
-        gamma: [hidden].
-        sm_margin: has no effect.
-        zero_centered_gamma: whether gamma is stored minus 1.
-
-    Returns:
-        gradients of the input (its type), of gamma and of beta (gamma's type).
+    ``dz``, [..., hidden], is the gradient of the result; ``x``, ``mu`` and ``rsigma`` are of the forward.
     """
     rows, hidden = _rows(x), x.shape[-1]
     scale = _gamma(gamma, zero_centered_gamma)
@@ -107,9 +91,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """``x * rsigma * gamma`` with ``rsigma = 1 / sqrt(mean(x**2) + eps)``.
-
-    Arguments as in :func:`layernorm_fwd`.
+    """``x * rsigma * gamma`` with ``rsigma = 1 / sqrt(mean(x**2) + eps)``; arguments as in :func:`layernorm_fwd`.
 
     Returns:
         the result; None; rsigma of each row, float32, [rows].
@@ -130,10 +112,7 @@ def rmsnorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of :func:`rmsnorm_fwd`: of the input (its type) and of gamma (its type).
-
-    Arguments as in :func:`layernorm_bwd`.
-    """
+    """Gradients of :func:`rmsnorm_fwd`: of the input and of gamma, in their types."""
     dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     return [dx.to(x.dtype), dgamma.to(gamma.dtype)]
 

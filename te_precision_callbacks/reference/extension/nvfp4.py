@@ -1,23 +1,12 @@
 """NVFP4: E2M1 data, an E4M3 scale for 16 elements, and a float32 amax for the whole tensor.
 
-Usage::
-
-    casting = BlockScaling()
-    out = casting.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
-    casting.write(quantizer, tensor, out)
-    out._rowwise_data  # uint8, [..., columns / 2]: two codes a byte, the even one in the low half
-    out._columnwise_data  # uint8, [columns, rows / 2]: the transpose, quantized by itself
-    out._rowwise_scale_inv  # E4M3 as uint8, padded with zeros to multiples of 128 x 4
-
-    # The blocks of a weight are square, so its transpose needs no requantization.
-    columnwise_data = nvfp4_data_transpose(out._rowwise_data, out=None)
-    nvfp4_2d_scale_transpose(out._rowwise_scale_inv, columnwise_scale_inv, rows // 16, columns // 16)
+``_rowwise_data`` is uint8, [..., columns / 2], with two codes a byte, the even one in the low half;
+``_columnwise_data``, [columns, rows / 2], is the transpose, quantized by itself. Scales are E4M3 as uint8, padded with
+zeros to multiples of 128 x 4. The blocks of a weight are square, so its transpose needs no requantization.
 
 ``pytorch/csrc/quantizer.cpp``, ``NVFP4Quantizer``, and ``pytorch/csrc/extensions/transpose.cpp`` (TE 2.20). The
-arithmetic of the kernels is in :mod:`te_precision_callbacks.base.numerics.nvfp4`.
-
-``NVTE_USE_FAST_MATH=1``, with which the GPU divides approximately, changes nothing here;
-``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1`` has the same effect as upstream.
+arithmetic is in :mod:`te_precision_callbacks.base.numerics.nvfp4`. ``NVTE_USE_FAST_MATH=1``, with which the GPU divides
+approximately, changes nothing here; ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1`` has the same effect as upstream.
 """
 
 from __future__ import annotations
@@ -40,86 +29,58 @@ from te_precision_callbacks.base.numerics.layouts import (
 from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantized
 from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.buffers import (
-    build,
-    empty,
-    is_noop,
-    matrix_shape,
-    overwrite,
-    round_up,
-    usages,
-    zeros,
-)
-from te_precision_callbacks.reference.extension.casting import Casting
+from te_precision_callbacks.reference.extension.buffers import is_noop, matrix_shape, overwrite, round_up
+from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting, by_usage
 from te_precision_callbacks.reference.extension.swizzling import as_stored
 from te_precision_callbacks.reference.target import capability
 
 
 class Nvfp4Casting(Casting):
-    """NVFP4 with all options of its quantizer."""
-
     modes = (NVFP4,)
+    codes_per_byte = 2
+    renewed = "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"
 
     def takes_amax(self, quantizer: Any) -> bool:
         """Yes, unless the amax is measured after the Hadamard transform, or for each row."""
         return not (quantizer.with_rht or quantizer.row_scaled_nvfp4)
 
-    def create(
-        self,
-        quantizer: Any,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        pin_memory: bool = False,
-    ) -> Any:
-        """An NVFP4Tensor, or its storage class for an internal quantizer: scales and amaxes 0, data not written.
-
-        Raises:
-            ReferenceBackendError: rows or columns are not a multiple of 16; row-scaled without rowwise usage.
-        """
+    def classes(self) -> tuple[type, type]:
         from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
         from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
-        _check_usage(quantizer)
-        _check_shape(shape)
-        buffers: dict[str, torch.Tensor | None] = {}
-        for direction, wanted in usages(quantizer).items():
-            buffers |= {
-                name: _buffer(quantizer, name, shape, device, pin_memory) if wanted else None
-                for name in _names(direction)
-            }
-        return build(
-            NVFP4Tensor,
-            NVFP4TensorStorage,
+        return NVFP4Tensor, NVFP4TensorStorage
+
+    def buffers(self, quantizer: Any, shape: Sequence[int]) -> Buffers:
+        """Rows and columns have to be multiples of 16. Columnwise data is a matrix, whatever the leading dimensions."""
+        if quantizer.row_scaled_nvfp4 and not quantizer.rowwise_usage:
+            raise ReferenceBackendError("Row-scaled NVFP4 quantization requires rowwise usage.")
+        rows, columns = matrix_shape(shape)
+        if rows % BLOCK or columns % BLOCK:
+            raise ReferenceBackendError(
+                f"NVFP4 needs rows and columns that are multiples of {BLOCK}; a tensor of shape {tuple(shape)} has "
+                f"{rows} x {columns}."
+            )
+        by_row = quantizer.row_scaled_nvfp4
+        return by_usage(
             quantizer,
-            shape,
-            dtype,
-            device,
-            **buffers,
-            fp4_dtype=quantizer.dtype,
-            with_gemm_swizzled_scales=_writes_swizzled(quantizer, shape),
-            row_scaled_nvfp4=quantizer.row_scaled_nvfp4,
-            nvfp4_use_4over6=quantizer.nvfp4_use_4over6,
-            nvfp4_e4m3_max=quantizer.nvfp4_e4m3_max,
+            {
+                "rowwise_data": Buffer([*shape[:-1], columns // 2]),
+                "rowwise_scale_inv": _scales(rows, columns),
+                "amax_rowwise": Buffer([rows if by_row else 1], torch.float32, zero=True),
+                "columnwise_data": Buffer([columns, rows // 2]),
+                "columnwise_scale_inv": _scales(columns, rows),
+                "amax_columnwise": Buffer([columns if by_row else 1], torch.float32, zero=True),
+            },
         )
 
-    def _fit(self, quantizer: Any, out: Any) -> None:
-        data = out._rowwise_data if out._rowwise_data is not None else out._columnwise_data
-        if data is None:
-            raise ReferenceBackendError(f"The {type(out).__name__} to quantize into has no data.")
-        shape = _logical_shape(out)
-        _check_usage(quantizer)
-        _check_shape(shape)
-        for direction, wanted in usages(quantizer).items():
-            for name in _names(direction):
-                there = getattr(out, f"_{name}")
-                if not wanted:
-                    setattr(out, f"_{name}", None)
-                elif there is None or ("amax" in name and there.numel() != _amax_length(quantizer, direction, shape)):
-                    setattr(out, f"_{name}", _buffer(quantizer, name, shape, data.device))
-        out._row_scaled_nvfp4 = quantizer.row_scaled_nvfp4
-        out._nvfp4_use_4over6 = quantizer.nvfp4_use_4over6
-        out._nvfp4_e4m3_max = quantizer.nvfp4_e4m3_max
+    def settings(self, quantizer: Any, shape: Sequence[int]) -> dict[str, Any]:
+        return {
+            "fp4_dtype": quantizer.dtype,
+            "with_gemm_swizzled_scales": _writes_swizzled(quantizer, shape),
+            "row_scaled_nvfp4": quantizer.row_scaled_nvfp4,
+            "nvfp4_use_4over6": quantizer.nvfp4_use_4over6,
+            "nvfp4_e4m3_max": quantizer.nvfp4_e4m3_max,
+        }
 
     def write(
         self,
@@ -129,19 +90,13 @@ class Nvfp4Casting(Casting):
         noop: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize all directions that have buffers in ``out``.
+        """Quantize all directions that have buffers in ``out``; the Hadamard transform needs bfloat16.
 
-        Stochastic rounding draws from torch's generator of the tensor's device, so ``torch.manual_seed`` makes it
-        repeatable: a number is rounded up with a probability equal to its distance from the next smaller E2M1 number,
-        to 24 bits. A GPU draws from Philox with its own seed and offset, with as few as 8 bits a number, so its
-        bytes differ, with the same distribution.
+        Stochastic rounding draws from torch's generator of the tensor's device: a number is rounded up with a
+        probability equal to its distance from the next smaller E2M1 number, to 24 bits. A GPU draws from Philox with
+        its own seed and offset, with as few as 8 bits a number, so its bytes differ, with the same distribution.
 
-        Args:
-            quantizer: the quantizer.
-            source: float32, float16 or bfloat16; bfloat16 for the Hadamard transform.
-            out: the tensor to write to.
-            noop: float32, [1]; 1 leaves data and scales, and without a Hadamard transform also amaxes, unchanged.
-            amax: float32, [1], of the source, if :meth:`takes_amax`.
+        With ``noop`` 1, data and scales, and without a Hadamard transform also amaxes, are unchanged.
 
         Raises:
             ReferenceBackendError: options that upstream does not support together, or not for this source.
@@ -213,7 +168,6 @@ def _writes_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
 def _measure(
     quantizer: Any, matrix: torch.Tensor, transposed: torch.Tensor | None, out: Any, amax: torch.Tensor | None
 ) -> None:
-    """Write the amax of each direction."""
     if quantizer.row_scaled_nvfp4:
         overwrite(out._amax_rowwise, _row_amaxes(matrix))
         if transposed is not None:
@@ -247,52 +201,8 @@ def _store(out: Any, direction: str, codes: torch.Tensor, scales: torch.Tensor) 
     overwrite(scale_inv, as_stored(scales, scale_inv.shape, along_columns=False, swizzled=swizzled))
 
 
-def _names(direction: str) -> tuple[str, str, str]:
-    return f"{direction}_data", f"{direction}_scale_inv", f"amax_{direction}"
-
-
-def _buffer(
-    quantizer: Any, name: str, shape: Sequence[int], device: torch.device, pin_memory: bool = False
-) -> torch.Tensor:
-    direction = "columnwise" if "columnwise" in name else "rowwise"
-    rows, columns = matrix_shape(shape)
-    if direction == "columnwise":
-        rows, columns = columns, rows
-    if "amax" in name:
-        return zeros([_amax_length(quantizer, direction, shape)], torch.float32, device, pin_memory)
-    if "scale" in name:
-        scale_shape = [round_up(rows, SWIZZLE_ROWS), round_up(columns // BLOCK, SWIZZLE_COLUMNS)]
-        return zeros(scale_shape, torch.uint8, device, pin_memory)
-    # Columnwise data is a matrix, whatever the leading dimensions.
-    leading = [rows] if direction == "columnwise" else shape[:-1]
-    return empty([*leading, columns // 2], torch.uint8, device, pin_memory)
-
-
-def _amax_length(quantizer: Any, direction: str, shape: Sequence[int]) -> int:
-    if not quantizer.row_scaled_nvfp4:
-        return 1
-    return matrix_shape(shape)[0 if direction == "rowwise" else 1]
-
-
-def _logical_shape(out: Any) -> list[int]:
-    if out._rowwise_data is not None:
-        *leading, half = out._rowwise_data.shape
-        return [*leading, half * 2]
-    columns, *leading, half = out._columnwise_data.shape
-    return [*leading, half * 2, columns]
-
-
-def _check_shape(shape: Sequence[int]) -> None:
-    if any(size % BLOCK for size in matrix_shape(shape)):
-        raise ReferenceBackendError(
-            f"NVFP4 needs rows and columns that are multiples of {BLOCK}; a tensor of shape {tuple(shape)} has "
-            f"{' x '.join(str(size) for size in matrix_shape(shape))}."
-        )
-
-
-def _check_usage(quantizer: Any) -> None:
-    if quantizer.row_scaled_nvfp4 and not quantizer.rowwise_usage:
-        raise ReferenceBackendError("Row-scaled NVFP4 quantization requires rowwise usage.")
+def _scales(rows: int, columns: int) -> Buffer:
+    return Buffer([round_up(rows, SWIZZLE_ROWS), round_up(columns // BLOCK, SWIZZLE_COLUMNS)], zero=True)
 
 
 def _check_options(quantizer: Any, matrix: torch.Tensor, out: Any) -> None:
@@ -331,12 +241,7 @@ def _check_options(quantizer: Any, matrix: torch.Tensor, out: Any) -> None:
 
 @torch.no_grad()
 def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
-    """The transpose of packed E2M1 codes.
-
-    Args:
-        input: uint8, [rows, columns / 2], an even number of rows.
-        out: uint8, [columns, rows / 2], to write to; a new tensor if None.
-    """
+    """The transpose of packed E2M1 codes: uint8, [rows, columns / 2], rows even, to [columns, rows / 2]."""
     if input.dim() != 2 or input.shape[0] % 2:
         raise ReferenceBackendError(
             f"nvfp4_data_transpose takes a matrix with an even number of rows, not {list(input.shape)}."
@@ -350,14 +255,12 @@ def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None) -> to
 
 @torch.no_grad()
 def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles: int, K_tiles: int) -> None:
-    """The scales of the transpose of a tensor with square blocks.
+    """The scales of the transpose of a tensor with ``M_tiles`` x ``K_tiles`` square blocks.
 
     Args:
         input: E4M3 as uint8, [padded rows, padded columns / 16], each scale on the 16 rows of its block.
         output: E4M3 as uint8, [padded columns, padded rows / 16]; its padding becomes 0 below the blocks, and does not
             change beside them.
-        M_tiles: blocks along the rows.
-        K_tiles: blocks along the columns.
     """
     of_blocks = input[: M_tiles * BLOCK : BLOCK, :K_tiles].t()
     valid = output[:, :M_tiles]

@@ -1,15 +1,8 @@
 """Reading tensors, quantized or not, as matrices of float32.
 
-Usage::
-
-    matrix = operand(tensor, rowwise=True, name="A")
-    matrix.values  # float32, [rows, columns], without the scale of the whole tensor
-    matrix.part  # the codes and scales of the values
-    dequantized(tensor)  # float32, the logical shape
-
 A block-scaled tensor holds different numbers rowwise and columnwise, so a reader always names the direction. Per-tensor
-FP8 holds the same numbers in both, in one layout or two. :mod:`te_precision_callbacks.base.numerics.layouts` describes
-the memory layout of each format.
+FP8 holds the same numbers in both, in one layout or two. The memory layouts are in
+:mod:`te_precision_callbacks.base.numerics.layouts`.
 """
 
 from __future__ import annotations
@@ -58,12 +51,10 @@ class Operand:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         return matrix_shape(self.shape)
 
     @property
     def leading_dimension(self) -> int:
-        """Elements from one row to the next in memory."""
         transposed = self.part is not None and self.part.transposed
         return self.matrix_shape[0 if transposed else 1]
 
@@ -74,12 +65,10 @@ class Operand:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Type of a plain tensor."""
         return self.source.dtype if self.part is None else None
 
     @property
     def element_format(self) -> FloatFormat | None:
-        """The format of a quantized tensor's codes."""
         return None if self.part is None else self.part.element_format
 
     @property
@@ -89,7 +78,6 @@ class Operand:
 
     @property
     def is_fp8(self) -> bool:
-        """Return whether the matrix comes from FP8 codes, with any scaling."""
         return self.element_format is not None and self.element_format.bits == 8
 
     @property
@@ -100,7 +88,6 @@ class Operand:
 
     @property
     def kind(self) -> str:
-        """The kind of the operand, for errors."""
         return self.mode or str(self.dtype)
 
 
@@ -147,7 +134,6 @@ def dequantized(tensor: Any) -> torch.Tensor:
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
-    """The logical shape of a tensor."""
     return layouts.logical_shape(tensor) if is_quantized(tensor) else tuple(_plain(tensor).shape)
 
 

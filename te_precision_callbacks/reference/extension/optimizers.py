@@ -1,9 +1,5 @@
 """The steps of Adam and SGD over lists of tensors, for Transformer Engine's FusedAdam and FusedSGD.
 
-Usage::
-
-    multi_tensor_adam(2048, noop_flag, [grads, params, exp_avgs, exp_avg_sqs], lr, 0.9, 0.999, 1e-8, step, 1, 1, 0.01)
-
 ``common/multi_tensor/adam.cu`` and ``sgd.cu`` (TE 2.20). Computed in float32, and rounded to the type of each tensor.
 ``mode`` 0 is Adam with L2 regularization, 1 is AdamW. ``chunk_size`` has no effect.
 """
@@ -94,18 +90,9 @@ def multi_tensor_sgd(
 ) -> None:
     """One step of SGD for lists [gradients, weights, momenta], and copies of the weights as a fourth.
 
-    Args:
-        chunk_size: has no effect.
-        noop_flag: nothing happens if it is not 0.
-        tensor_lists: as above.
-        wd: weight decay.
-        momentum: factor of the momentum; 0 for none.
-        dampening: reduces the gradient's contribution to the momentum.
-        lr: learning rate.
-        nesterov: Nesterov's momentum.
-        first_run: the momentum starts as the gradient.
-        wd_after_momentum: apply weight decay after the momentum.
-        scale: multiplies the gradients.
+    Nothing happens if ``noop_flag`` is not 0. ``wd`` is the weight decay, applied after the momentum if
+    ``wd_after_momentum``; ``dampening`` reduces the gradient's contribution to the momentum, which starts as the
+    gradient in the ``first_run``; ``scale`` multiplies the gradients.
     """
     if bool(noop_flag.view(-1)[0] != 0):
         return

@@ -1,10 +1,4 @@
-"""Pads each expert's rows to the multiple that FP8 needs, and removes the padding.
-
-Usage::
-
-    fused_multi_row_padding(rows, padded, [3, 5], [16, 16])
-    fused_multi_row_unpadding(padded, rows, [16, 16], [3, 5])
-"""
+"""Pads each expert's rows to the multiple that FP8 needs, and removes the padding."""
 
 from __future__ import annotations
 
@@ -24,11 +18,8 @@ def fused_multi_row_padding(
 ) -> None:
     """Copy groups of rows, with zeros as padding after each group.
 
-    Args:
-        input: [sum of ``input_row_list``, columns].
-        output: [sum of ``padded_input_row_list``, columns], written.
-        input_row_list: rows of each group.
-        padded_input_row_list: rows of each group with its padding. A group without rows is not written, as upstream.
+    The lists have the rows of each group without and with its padding. A group without rows is not written, as
+    upstream.
     """
     _check(input_row_list, padded_input_row_list)
     source = target = 0
@@ -46,14 +37,8 @@ def fused_multi_row_unpadding(
     input_row_list: Sequence[int],
     unpadded_input_row_list: Sequence[int],
 ) -> None:
-    """Copy groups of rows without the padding between them.
-
-    Args:
-        input: [sum of ``input_row_list``, columns].
-        output: [sum of ``unpadded_input_row_list``, columns], written.
-        input_row_list: rows of each group with its padding.
-        unpadded_input_row_list: rows of each group.
-    """
+    """Copy groups of rows without the padding between them. The lists have the rows of each group with and without
+    padding."""
     _check(input_row_list, unpadded_input_row_list)
     source = target = 0
     for padded, rows in zip(input_row_list, unpadded_input_row_list, strict=True):

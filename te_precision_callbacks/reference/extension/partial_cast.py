@@ -1,15 +1,9 @@
 """Casting a shard of a master weight into its place in an MXFP8 model weight, for distributed optimizers.
 
-Usage::
-
-    # On each rank, for its part of the weight; then the amaxes are reduced over the ranks.
-    mxfp8_scaling_compute_partial_amax(shard, amax_rowwise, amax_columnwise, rows, columns, start_offset)
-    multi_tensor_compute_scale_inv_e8m0(2048, None, [[amax], [scale_inv]])
-    mxfp8_scaling_partial_cast(shard, rowwise, columnwise, scale_rowwise, scale_columnwise, rows, columns, start_offset)
-
+A shard is flat: some consecutive elements of a weight [rows, columns], from ``start_offset`` on. Each rank computes the
+amaxes of its part, which are then reduced over the ranks, turned into scales, and used for the cast.
 ``common/recipe/mxfp8_scaling.cu`` and ``common/multi_tensor/compute_scale.cu`` (TE 2.20); ``pytorch/tensor/utils.py``
-calls them. A shard is flat: some consecutive elements of a weight [rows,
-columns], from ``start_offset`` on.
+calls them.
 """
 
 from __future__ import annotations
@@ -34,15 +28,10 @@ def mxfp8_scaling_compute_partial_amax(
     cols: int,
     start_offset: int,
 ) -> None:
-    """The amax of each block of 32 of a weight, in both directions, over the elements in a shard.
+    """The amax of each block of 32 of a weight, in both directions, over the elements in a shard of any float type.
 
-    Args:
-        input: the shard, any float type.
-        amax_rowwise: the type of ``input``, [at least rows, at least cols / 32], written; padding becomes 0.
-        amax_colwise: the same, [at least rows / 32, at least cols].
-        rows: of the weight.
-        cols: of the weight.
-        start_offset: of the shard's first element in the weight.
+    ``amax_rowwise`` is of the type of ``input``, [at least rows, at least cols / 32], written; padding becomes 0.
+    ``amax_colwise`` is the same, [at least rows / 32, at least cols].
     """
     _check_mxfp8(rows, cols)
     weight = _in_place(input.float(), rows, cols, start_offset)
@@ -54,12 +43,7 @@ def mxfp8_scaling_compute_partial_amax(
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, noop_flag: torch.Tensor | None, tensor_lists: TensorLists
 ) -> None:
-    """The MXFP8 scale for each amax, for E4M3, of lists [amaxes (bfloat16), scales (uint8)].
-
-    Args:
-        chunk_size: has no effect.
-        noop_flag: has no effect, as upstream.
-        tensor_lists: the two lists.
+    """The MXFP8 scale for each amax, for E4M3, of lists [amaxes (bfloat16), scales (uint8)]; the rest has no effect.
 
     Raises:
         ReferenceBackendError: amaxes of another type.
@@ -81,17 +65,10 @@ def mxfp8_scaling_partial_cast(
     cols: int,
     start_offset: int,
 ) -> None:
-    """Quantize a shard to E4M3 with the scales of its blocks of 32, in both directions.
+    """Quantize a shard of any float type to E4M3 with the scales of its blocks of 32, in both directions.
 
-    Args:
-        input: the shard, any float type.
-        output_rowwise: uint8, as many elements, written.
-        output_colwise: the same.
-        scale_inv_rowwise: uint8, E8M0, [at least rows, at least cols / 32].
-        scale_inv_colwise: uint8, E8M0, [at least rows / 32, at least cols].
-        rows: of the weight.
-        cols: of the weight.
-        start_offset: of the shard's first element in the weight.
+    The outputs are uint8 with as many elements; the scales are E8M0 as uint8, [at least rows, at least cols / 32] and
+    [at least rows / 32, at least cols].
     """
     _check_mxfp8(rows, cols)
     row, column = _places(input, rows, cols, start_offset)
@@ -104,7 +81,6 @@ def mxfp8_scaling_partial_cast(
 
 
 def _places(shard: torch.Tensor, rows: int, columns: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row and the column of each element of a shard."""
     if start < 0 or start + shard.numel() > rows * columns:
         raise ReferenceBackendError(
             f"A shard of {shard.numel()} elements from {start} on is not within a weight of {rows} x {columns}."
@@ -114,7 +90,6 @@ def _places(shard: torch.Tensor, rows: int, columns: int, start: int) -> tuple[t
 
 
 def _in_place(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
-    """Return the weight with zeros outside the shard, which begins at element ``start``."""
     weight = shard.new_zeros(rows, columns)
     weight[_places(shard, rows, columns, start)] = shard.reshape(-1)
     return weight

@@ -61,8 +61,7 @@ def product(
     """``left @ right.t()``, where each sum of a block is multiplied by two factors if there are any.
 
     Args:
-        left: bfloat16, [rows, depth]; numbers below 2^-126 count as 0.
-        right: bfloat16, [columns, depth].
+        left, right: bfloat16, [rows, depth] and [columns, depth]; numbers of ``left`` below 2^-126 count as 0.
         block: numbers that are summed from zero: an even number.
         factors: float32, [blocks, rows] and [blocks, columns].
         rows_first: a sum is multiplied by the row's factor and rounded; the product of that with the column's factor is
@@ -74,7 +73,7 @@ def product(
     (rows, depth), columns = left.shape, right.shape[0]
     out = torch.empty(rows, columns, dtype=torch.float32, device=left.device)
     done = ctypes.c_int(0)
-    of_rows, of_columns = (None, None) if factors is None else (each.contiguous() for each in factors)
+    of_rows, of_columns = (None, None) if factors is None else (factor.contiguous() for factor in factors)
     PRODUCT.function(
         *(left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride()),
         *(out.data_ptr(), rows, columns, depth, block),

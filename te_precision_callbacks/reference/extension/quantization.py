@@ -1,13 +1,6 @@
 """Quantizing and dequantizing tensors.
 
-Usage::
-
-    out = quantize(tensor, quantizer)  # a new quantized tensor
-    quantize(tensor, quantizer, out)  # into an old one
-    dequantize(out, DType.kFloat32)
-
-``pytorch/csrc/extensions/cast.cpp`` and ``bias.cpp`` (TE 2.20). Each family of quantizers, with its storage format,
-has its own file (``float8.py``, ``float8_block.py``, ``mxfp8.py``, ``nvfp4.py``); ``quantizers.py`` picks it.
+``pytorch/csrc/extensions/cast.cpp`` and ``bias.cpp`` (TE 2.20). ``quantizers.py`` picks the family of quantizers.
 """
 
 from __future__ import annotations
@@ -70,7 +63,6 @@ def dequantize(input: Any, otype: SupportsInt) -> torch.Tensor:
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False
 ) -> Any:
-    """A quantized tensor with unwritten buffers."""
     device = torch.device(device)
     if quantizer is None:
         return torch.empty(list(shape), dtype=dtype, device=device)
@@ -82,12 +74,8 @@ def quantize_result(
 ) -> Any:
     """Convert a kernel's float32 result: round it to ``dtype``, quantize it, or both in this order.
 
-    Args:
-        value: float32.
-        dtype: type of a plain result, nominal type of a quantized one.
-        quantizer: None for a plain tensor.
-        out: tensor to write to; a new one if None.
-        measure_first: take amax before the result is rounded to ``dtype``, if the quantizer's family takes one.
+    ``out`` is written to, or a new tensor. With ``measure_first``, amax is taken before the result is rounded, if the
+    quantizer's family takes one.
     """
     if quantizer is None:
         return value.to(dtype) if out is None else out.copy_(value)
@@ -105,21 +93,14 @@ def quantize_result(
 
 @torch.no_grad()
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """A bias gradient and the quantized output gradient.
-
-    Args:
-        input: output gradient, [..., features].
-        quantizer: None leaves the gradient unchanged.
-
-    Returns:
-        the sum over all rows ([features], the type of ``input``, summed in float32), and the quantized tensor.
+    """The sum of an output gradient [..., features] over all rows ([features], its type, summed in float32), and the
+    quantized gradient; without a quantizer the gradient itself.
     """
     source = input.detach().contiguous()
     return [row_sum(source).to(source.dtype), _cast(source, quantizer)]
 
 
 def row_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all dimensions but the last one, in float32."""
     return tensor.reshape(-1, tensor.shape[-1]).sum(dim=0, dtype=torch.float32)
 
 
@@ -135,13 +116,10 @@ def split_quantize(
     quantizer_list: Sequence[Any],
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:
-    """Split a tensor along its first dimension and quantize each part with its quantizer.
+    """Split a tensor [rows, ...] along its first dimension, possibly into empty parts; quantize each with its
+    quantizer.
 
-    Args:
-        tensor: [rows, ...].
-        split_sections: rows of each part; 0 is allowed.
-        quantizer_list: one quantizer per part.
-        disable_bulk_allocation: has no effect, since each part has its own memory here.
+    ``disable_bulk_allocation`` has no effect, since each part has its own memory here.
     """
     parts = torch.split(tensor.detach(), [int(rows) for rows in split_sections])
     return multi_tensor_quantize(parts, quantizer_list)
@@ -149,13 +127,7 @@ def split_quantize(
 
 @torch.no_grad()
 def fp8_transpose(input: torch.Tensor, dtype: SupportsInt, *, out: torch.Tensor | None) -> torch.Tensor:
-    """The transpose of FP8 data.
-
-    Args:
-        input: uint8, [..., columns].
-        dtype: E4M3 or E5M2; the bytes only move, whichever it is.
-        out: uint8, [columns, ...], to write to; a new tensor if None.
-    """
+    """The transpose of FP8 data: uint8, [..., columns] to [columns, ...]."""
     result = transposed(input)
     return result if out is None else out.copy_(result.view(out.shape))
 
@@ -163,10 +135,6 @@ def fp8_transpose(input: torch.Tensor, dtype: SupportsInt, *, out: torch.Tensor 
 @torch.no_grad()
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """The first two dimensions exchanged, contiguous.
-
-    Args:
-        tensor: at least 2 dimensions.
-        out: to write to; a new tensor if None.
 
     Raises:
         ReferenceBackendError: fewer dimensions.

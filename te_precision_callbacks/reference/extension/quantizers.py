@@ -1,10 +1,5 @@
 """Assigns an implementation to each of Transformer Engine's quantizers.
 
-Usage::
-
-    out = casting_for(quantizer).create(quantizer, (4, 32), torch.bfloat16, tensor.device)
-    casting_for(quantizer).write(quantizer, tensor, out)
-
 A quantizer is recognised by the name of its class or of a class that it derives from, so Transformer Engine is not
 imported here, and a user's subclass is served like its parent.
 """

@@ -1,11 +1,5 @@
 """Rotary position embedding, which Transformer Engine's attention modules apply through the extension.
 
-Usage::
-
-    freqs = te.attention.RotaryPositionEmbedding(head_size)(length)  # [length, 1, 1, rotated dimensions], float32
-    rotated = fused_rope_forward(query, freqs, None, NVTE_QKV_Format.NVTE_SBHD, False, None, 1, 0)
-    dquery = fused_rope_backward(drotated, freqs, None, NVTE_QKV_Format.NVTE_SBHD, False, None, 1, 0)
-
 ``x * cos(freqs) + rotate(x) * sin(freqs)`` over the first dimensions of each head, in float32, rounded once; the other
 dimensions do not change (``common/fused_rope/fused_rope.cu``, TE 2.20). ``rotate`` swaps the two halves of these
 dimensions, or each even one with the next odd one (``interleaved``), and negates those that are then first.
@@ -44,7 +38,6 @@ def fused_rope_forward(
         interleaved: whether neighbours or halves are swapped.
         cu_seqlens: for THD, [batch + 1]: where each sequence starts.
         cp_size: 1; the backend has no context parallelism.
-        cp_rank: has no effect.
 
     Returns:
         contiguous, the shape and type of ``input``.
@@ -81,18 +74,11 @@ def fused_qkv_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split query, key and value, and rotate query and key.
+    """Split query, key and value, and rotate query and key; other arguments as in :func:`fused_rope_forward`.
 
     Args:
         qkv_input: [sequence, batch, groups, query + key + value], or with sequence and batch swapped.
-        q_freqs: of the query, as in :func:`fused_rope_forward`.
-        k_freqs: of the key.
-        start_positions: as in :func:`fused_rope_forward`.
         qkv_split_arg_list: dimensions of query (all heads of the group), key and value.
-        qkv_format: SBHD or BSHD.
-        interleaved: as in :func:`fused_rope_forward`.
-        cp_size: as in :func:`fused_rope_forward`.
-        cp_rank: as in :func:`fused_rope_forward`.
 
     Returns:
         query [..., heads, head size], key and value [..., groups, head size].
@@ -182,7 +168,6 @@ def _rotate(tensor: torch.Tensor, angles: torch.Tensor, interleaved: bool, *, ba
 
 
 def _swap(x: torch.Tensor, interleaved: bool, sign: float) -> torch.Tensor:
-    """(first, second) to (-sign * second, sign * first)."""
     if interleaved:
         return torch.stack([-sign * x[..., 1::2], sign * x[..., ::2]], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)

@@ -1,10 +1,4 @@
-"""Measuring amax, and the update of delayed scaling, in place. The arithmetic is in ``base/numerics/scaling.py``.
-
-Usage::
-
-    # Once a step, for all modules together:
-    fused_amax_and_scale_update_after_reduction(amaxes, histories, scales, "max", DType.kFloat8E4M3, 0.0)
-"""
+"""Measuring amax, and the update of delayed scaling, in place. The arithmetic is in ``base/numerics/scaling.py``."""
 
 from __future__ import annotations
 
@@ -35,15 +29,13 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: SupportsInt,
     margin: float,
 ) -> None:
-    """Roll the amax histories and renew the scales of delayed scaling, in place.
+    """Roll the amax histories and renew the scales of delayed scaling, once a step for all modules, in place.
 
-    ``common/recipe/delayed_scaling.cu``, ``kernel_bulk`` (TE 2.20). Each tensor is updated as in
-    :func:`~te_precision_callbacks.base.numerics.scaling.delayed_scaling`, all with histories of one length together.
+    ``common/recipe/delayed_scaling.cu``, ``kernel_bulk`` (TE 2.20). Histories of one length are updated together.
 
     Args:
         amax_reduction_buffer: float32, the newest amaxes of all modules, concatenated.
-        amax_histories: for each module float32 [history length, number of tensors].
-        scales: for each module float32 [number of tensors].
+        amax_histories, scales: for each module float32 [history length, number of tensors], and [number of tensors].
         amax_compute_algo: "max" (over the history) or "most_recent".
         fp8_dtype: E4M3 or E5M2.
         margin: the scale is lowered by this power of two.
@@ -75,8 +67,8 @@ def fused_amax_and_scale_update_after_reduction(
             most_recent=amax_compute_algo == "most_recent",
             largest_number=scaled_max,
         )
-        counts = [len(each) for each in newest]
-        of_each = (torch.split(each, counts, dim=-1) for each in updated)
-        for history, scale, new_history, new_scale in zip(histories, own_scales, *of_each, strict=True):
+        counts = [len(amaxes) for amaxes in newest]
+        by_module = (torch.split(values, counts, dim=-1) for values in updated)
+        for history, scale, new_history, new_scale in zip(histories, own_scales, *by_module, strict=True):
             overwrite(history, new_history)
             overwrite(scale, new_scale.view(scale.shape))

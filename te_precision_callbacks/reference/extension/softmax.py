@@ -1,10 +1,5 @@
 """Scaled and masked softmax of attention scores, forward and backward.
 
-Usage::
-
-    probabilities = scaled_masked_softmax_forward(scores, mask, 0.125)
-    dscores = scaled_masked_softmax_backward(dprobabilities, probabilities, 0.125)
-
 ``common/fused_softmax`` (TE 2.20): computed in float32, returned in the type of the input. Scores that a mask masks are
 set to -10000 after scaling, and a row that is masked throughout becomes zeros. Causally masked scores become zeros.
 """
@@ -24,12 +19,9 @@ def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Te
 
 
 def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """softmax of the scaled and masked scores.
+    """softmax of the scaled and masked scores: [batch, heads, queries, keys], float16 or bfloat16.
 
-    Args:
-        input: [batch, heads, queries, keys], float16 or bfloat16.
-        mask: [batch or 1, 1, queries, keys], bool or uint8; 1 where a score is masked.
-        scale_factor: multiplies the scores.
+    ``mask`` is [batch or 1, 1, queries, keys], bool or uint8; 1 where a score is masked.
     """
     scores = _scaled(input, scale_factor, 4).masked_fill(mask.bool(), MASKED_SCORE)
     result = torch.softmax(scores, dim=-1)

@@ -1,11 +1,6 @@
-"""The order of scales that a GEMM of MXFP8 or NVFP4 reads.
+"""The order of scales that a GEMM of MXFP8 or NVFP4 reads: ``pytorch/csrc/extensions/swizzle.cpp`` (TE 2.20).
 
-Usage::
-
-    swizzle_scales_for_gemm_(tensor)  # both directions, and the tensor's flag
-
-``pytorch/csrc/extensions/swizzle.cpp`` (TE 2.20). The order itself is in
-:mod:`te_precision_callbacks.base.numerics.layouts`. Padding of the scales becomes 0.
+The order itself is in :mod:`te_precision_callbacks.base.numerics.layouts`. Padding of the scales becomes 0.
 """
 
 from __future__ import annotations
@@ -21,14 +16,10 @@ from te_precision_callbacks.reference.extension.buffers import padded
 
 
 def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool, swizzled: bool) -> torch.Tensor:
-    """Return scales as stored: padded, and optionally swizzled.
+    """Return scales, uint8, one for each block, as stored in ``shape``: padded, and optionally swizzled.
 
-    Args:
-        scales: uint8, one for each block.
-        shape: the shape in memory.
-        along_columns: whether the blocks that a GEMM sums over follow one another along the rows of ``scales``
-            (MXFP8's columnwise data), so that its transpose is swizzled.
-        swizzled: whether they are in the order of a GEMM.
+    With ``along_columns``, the blocks that a GEMM sums over follow one another along the rows of ``scales`` (MXFP8's
+    columnwise data), so that its transpose is swizzled.
     """
     out = padded(scales, shape)
     if not swizzled or not out.numel():
@@ -48,14 +39,9 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
 
 @torch.no_grad()
 def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
-    """Swizzle the scales of one direction of several tensors.
+    """Swizzle the scales of exactly one direction of several tensors; skip tensors marked as swizzled.
 
     The tensors' flags do not change, as in the compiled extension: the caller sets them after both directions.
-
-    Args:
-        tensors: all of one format; tensors marked as swizzled are skipped.
-        rowwise_usage: whether the rowwise scales are swizzled.
-        columnwise_usage: whether the columnwise scales are; exactly one of the two.
 
     Raises:
         ReferenceBackendError: both directions, or neither.

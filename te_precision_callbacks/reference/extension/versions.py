@@ -1,13 +1,8 @@
 """Versions and constants that Transformer Engine reads from the extension.
 
-Usage::
-
-    get_cublasLt_version()  # 120905
-
-cuBLAS is reported as 12.9.5: new enough for FP8 on every GPU that the backend emulates, and older than what
-Transformer Engine needs for its GEMM of grouped tensors (13.3 to 13.6). The environment variable
-``TE_PRECISION_REFERENCE_CUBLASLT`` sets another version, such as ``130600``. cuDNN is reported as 9.21.0, the first
-with attention in MXFP8.
+cuBLAS is reported as 12.9.5: new enough for FP8 on every GPU that the backend emulates, and older than Transformer
+Engine's GEMM of grouped tensors needs (13.3 to 13.6). ``TE_PRECISION_REFERENCE_CUBLASLT`` sets another version, such as
+``130600``. cuDNN is reported as 9.21.0, the first with attention in MXFP8.
 """
 
 from __future__ import annotations
@@ -34,7 +29,6 @@ def get_cublasLt_version() -> int:
 
 
 def get_cudnn_version() -> int:
-    """9.21.0: major * 10000 + minor * 100 + patch. Transformer Engine reads it when it looks for a fused attention."""
     return 92100
 
 
@@ -44,7 +38,6 @@ def get_num_cublas_streams() -> int:
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """No multicast: userbuffers are not in the reference backend."""
     return False
 
 
@@ -54,10 +47,8 @@ def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
 
 
 def ubuf_built_with_mpi() -> bool:
-    """No MPI: userbuffers are not in the reference backend."""
     return False
 
 
 def nvte_built_with_cublasmp() -> bool:
-    """No cuBLASMp: it is not in the reference backend."""
     return False

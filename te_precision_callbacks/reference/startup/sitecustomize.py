@@ -1,7 +1,6 @@
 """Runs at the start of every Python process with this folder in PYTHONPATH; see ``reference/children.py``.
 
-Python imports only one ``sitecustomize``. This one hides the next on the path, so it removes its own folder from the
-path and imports the next one afterwards.
+Python imports only one ``sitecustomize``: this one removes its own folder from the path and imports the next one.
 """
 
 import contextlib
