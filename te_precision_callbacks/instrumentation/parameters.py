@@ -354,9 +354,11 @@ class ParameterWatch:
                 parameter.note_changed(iteration, 1.0)
                 continue
             if gradient is not None and (now := sample(weight)) is not None:
-                should_move = functools.partial(_should_move, held.group, now.relative)
+                squares = _mean_squares(optimizer, held)
+                should_move = functools.partial(_should_move, held.group, now.relative, len(squares))
                 note = functools.partial(parameter.note_expected, iteration)
-                batches.add((id(held.group), now.relative), should_move, now.beside(gradient), note)
+                tensors = (now.values, gradient, *squares, *now.beside(gradient)[2:])
+                batches.add((id(held.group), now.relative, len(squares)), should_move, tensors, note)
         for (parameter, _), copy in zip(first, copies([elements for _, elements in first]), strict=True):
             parameter.reference, parameter.still_since = copy, iteration
 
@@ -588,17 +590,41 @@ def _is_nonzero(gradient: torch.Tensor) -> torch.Tensor:
     return gradient != 0
 
 
+def _mean_squares(optimizer: Optimizer, held: _Held) -> tuple[torch.Tensor, ...]:
+    """Return a sample of Adam's mean squares of a parameter's gradients; nothing without them."""
+    state = optimizer.state.get(held.tensor, {})
+    squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+    if not isinstance(squares, torch.Tensor) or squares.dtype not in (torch.float32, torch.bfloat16):
+        return ()  # others are scaled
+    own = local(squares)
+    return (view(own),) if own.shape == local(held.parameter.weight).shape else ()
+
+
 def _should_move(
     group: Mapping[str, Any],
     relative: float,
+    has_squares: int,
     values: torch.Tensor,
     gradient: torch.Tensor,
-    absolute: torch.Tensor | None = None,
+    *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Return where a gradient's update far exceeds the weight's resolution: bool, of the same shape."""
+    """Return where a gradient's update far exceeds the weight's resolution: bool, of the same shape.
+
+    Args:
+        group: the options of the optimizer.
+        relative: the relative rounding error of the weight's format.
+        has_squares: whether the mean squares of gradients before this step are among the other tensors.
+        values, gradient: the samples.
+        *others: the mean squares; the rounding error near 0 of a quantized weight.
+    """
     size = gradient.float().abs()
-    if "betas" in group:  # Adam and its variants: at most the learning rate
-        size = size / (size + float(group.get("eps") or 0.0))
+    absolute = others[-1] if len(others) > has_squares else None
+    if "betas" in group:  # Adam and its variants: at most the learning rate, and less after larger gradients
+        usual = size
+        if has_squares:
+            decay = float(group["betas"][1])
+            usual = torch.maximum(size, (decay * others[0].float() + (1 - decay) * size.square()).sqrt())
+        size = size / (usual + float(group.get("eps") or 0.0))
     unit = torch.finfo(values.dtype).eps if absolute is None else 2 * relative
     floor = LIKELY * unit * values.float().abs()
     floor = floor if absolute is None else floor + 4 * LIKELY * absolute

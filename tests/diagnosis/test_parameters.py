@@ -670,3 +670,22 @@ def test_quantized_shards_and_their_masters(two_ranks: list[dict[str, Any]], cas
         assert [each[:3] for each in found] == [["frozen-weight", "error", ["1"]]] * ("restored" in case)
         assert all("by more than rounding" in each[3] for each in found)
         assert checked == ["frozen-weight"]
+
+
+@pytest.mark.parametrize("optimizer_of", [adamw, lambda model: FusedAdam(model.parameters(), lr=1e-3)])
+def test_a_session_after_gradients_have_become_small(tmp_path: Path, optimizer_of: Callable[..., Any]) -> None:
+    """Adam divides by the gradients of up to a thousand steps, so weights in bfloat16 may stand still for a while."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(te.Linear(32, 32, params_dtype=torch.bfloat16) for _ in range(2)))
+    optimizer = optimizer_of(model)
+    inputs = torch.randn(32, 32, dtype=torch.bfloat16)
+
+    def loss(step: int) -> torch.Tensor:
+        value: torch.Tensor = model(inputs).float().square().mean() * (100.0 if step < 20 else 1e-3)
+        return value
+
+    for step in range(150):
+        loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not of_parameters(train(tmp_path, model, optimizer, loss=lambda step: loss(150), steps=20))
