@@ -80,7 +80,7 @@ PARTS = (
     Part("planted", 300),
     Part("healthy", 240),
     Part("kernels", 200, needs_transformer_engine=False),
-    Part("blocks", 200, needs_transformer_engine=False),
+    Part("blocks", 300, needs_transformer_engine=False),
     Part("parity", 120),
     Part("capture", 120),
     Part("launches", 60),
