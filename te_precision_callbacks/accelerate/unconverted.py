@@ -159,7 +159,7 @@ def converts(accelerator: Accelerator) -> bool:
 
 
 def expects_low_precision(accelerator: Accelerator) -> str:
-    """Return the setting with which an accelerator asks for low precision; empty if there is none."""
+    """Return the setting that turns on low precision in an accelerator; empty if there is none."""
     if accelerator.mixed_precision == "fp8":
         return "Accelerate's mixed_precision is 'fp8'"
     names = [name for name in os.environ if name.startswith("ACCELERATE_FP8_")]

@@ -21,7 +21,7 @@ def held_ids(optimizer: Any) -> Iterator[int]:
 def after_closure(
     args: tuple[Any, ...], keywords: Mapping[str, Any], act: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments of ``optimizer.step`` whose closure is followed by ``act``; None without a closure.
+    """Return arguments of ``optimizer.step`` that run ``act`` after the closure; None without a closure.
 
     Lightning, and an optimizer such as LBFGS, run forward and backward inside the step.
     """

@@ -1,4 +1,4 @@
-"""What modules of Transformer Engine refuse because of their options and the recipe.
+"""The inputs and settings that modules of Transformer Engine refuse because of their options and the recipe.
 
     for refusal in refusals_of(module, recipe):
         refusal.text, refusal.remedy

@@ -41,7 +41,7 @@ class Contract:
         shares: conditions on shares of the multiply-adds.
         layers: pattern of layer names -> the precision of all their GEMMs.
         state: subject -> dtype, as torch names it: ``float32``.
-        by_step: the number of steps after which the contract must hold, and stay valid.
+        by_step: the number of steps until the contract must hold, and stay valid.
         on_broken: by default the integration's keyword ``on_broken``.
     """
 

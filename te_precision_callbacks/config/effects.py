@@ -31,7 +31,7 @@ class Effect:
         quantizes: whether replacements are quantized.
         high_precision: GEMMs that run in high precision.
         needs_recipe: the required recipe of the layer, if any.
-        schedules: GEMM and tensor -> the steps in which the feature acts, an empty name for all. Empty: every step.
+        schedules: GEMM and tensor -> the steps when the feature acts, an empty name for all. Empty: every step.
     """
 
     modifies: tuple[Pair, ...] = ()

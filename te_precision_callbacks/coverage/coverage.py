@@ -231,7 +231,7 @@ class Coverage(tuple[Product, ...]):
 
     @property
     def has_backward(self) -> bool:
-        """Whether products of a backward ran, counted or not."""
+        """Return whether products of a backward ran, counted or not."""
         return any(product.backward and product.runs != "never" for product in self)
 
     @property
@@ -240,7 +240,7 @@ class Coverage(tuple[Product, ...]):
 
     @property
     def is_estimate(self) -> bool:
-        """Whether the shares are an estimate, because something uncounted ran."""
+        """Return whether the shares are an estimate, because something uncounted ran."""
         return any(product.runs == "uncounted" for product in self)
 
     @property

@@ -29,7 +29,7 @@ _Span = tuple[int, int | None]
 
 
 class ProductSpan(NamedTuple):
-    """A product over the steps in which it is unchanged: its place in its step, the precision of its GEMM (None if
+    """A product over the steps that leave it unchanged: its place in its step, the precision of its GEMM (None if
     unknown by layer), the first and the last iteration (None while it holds).
     """
 

@@ -209,7 +209,7 @@ class CountedKinds:
         return self._counted[kind].sizes == self._counted[other].sizes
 
     def put_failed(self, kind: Kind, seen: Iterable[SeenProduct]) -> None:
-        """Keep the products of a step in which counting failed; the form of the kind is the reason."""
+        """Keep the products of a step where counting failed; the form of the kind is the reason."""
         self._put(kind, seen, 1, 1, False)
 
     def _put(self, kind: Kind, products: Iterable[SeenProduct], calls: int, backwards: int, lacks: bool) -> None:

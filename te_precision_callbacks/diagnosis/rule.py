@@ -100,7 +100,7 @@ class Rule:
         condition: the condition, with thresholds.
         silent: healthy cases that do not count.
         severity: the worst severity of its findings.
-        recipes: the recipes to which it applies; empty for all.
+        recipes: the recipes it applies to; empty for all.
         source: of the rule and its thresholds.
         disproof: evidence that there is no problem.
         cost: of the remedy; empty if there is none.

@@ -61,7 +61,7 @@ class Wanted:
     """The options of DumpTensors for a tensor.
 
     Attributes:
-        schedule: the steps in which to dump.
+        schedule: the steps to dump.
         conditions: at least one must hold; without conditions, the tensor is always dumped.
         limits: the budget.
         gemm: the GEMM, for a record of a GEMM; empty for a tensor.

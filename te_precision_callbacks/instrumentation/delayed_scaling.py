@@ -39,7 +39,7 @@ class DelayedScalingLayers:
             self._looks[id(module)] = _Look(states[0].scale, iteration, is_empty)
 
     def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Collection[str]) -> frozenset[str]:
-        """Return the layers whose state was new in a step, and empty.
+        """Return the layers with a new, empty state in a step.
 
         Args:
             layers: the layers with statistics; layers of other ranks count if one of this rank does.

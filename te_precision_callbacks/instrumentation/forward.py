@@ -106,7 +106,7 @@ class ForwardHooks:
             refused: the ids of modules that must not take the debug path.
             operations: ``te.ops`` operations with GEMMs.
             fused: ids of modules observed on their fused path -> steps that change their precision.
-            roots: the models in which CUDA graphs are searched.
+            roots: the models that are searched for CUDA graphs.
         """
         self._release()
         self.answers.forget_modules()
@@ -208,12 +208,12 @@ class ForwardHooks:
 
     @property
     def has_entered_regions(self) -> bool:
-        """Whether the iteration has entered a ``te.autocast`` region."""
+        """Return whether the iteration has entered a ``te.autocast`` region."""
         return self._regions.has_entered
 
     @property
     def has_enabled_regions(self) -> bool:
-        """Whether any ``te.autocast(enabled=True)`` region was entered so far."""
+        """Return whether any ``te.autocast(enabled=True)`` region was entered so far."""
         return self._regions.has_enabled
 
     def install(self) -> None:

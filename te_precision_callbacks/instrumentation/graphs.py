@@ -63,7 +63,7 @@ def _original(forward: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Captured:
-    """Precision in which a graph's layers were captured.
+    """Precision of a graph's layers during the capture.
 
     Attributes:
         fp8: whether a layer ran in low precision.

@@ -68,7 +68,7 @@ class RestingLayers:
         self._new.append(module)
 
     def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:
-        """Return the modules that rested for the first time in the last step, in which ``armed`` did not rest."""
+        """Return the modules that rested for the first time in the last step, when ``armed`` did not rest."""
         new, self._new = self._new, []
         return [module for module in new if id(module) not in armed]
 

@@ -138,7 +138,7 @@ class Running:
         self.here = _Here()
 
     def in_layer(self) -> bool:
-        """Whether this thread runs a layer's GEMMs: all products inside have events."""
+        """Return whether this thread runs a layer's GEMMs: all products inside have events."""
         return self.here.inside or self.here.running is not None
 
     def call(self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

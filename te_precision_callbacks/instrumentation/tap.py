@@ -7,7 +7,7 @@ Read from Transformer Engine 2.20.2. While installed, the tap replaces:
   modules.
 - The modules' ``prepare_forward`` and ``end_forward``, and ``forward`` and ``backward`` of their autograd Functions.
   The layer is stored in the autograd context, since a backward runs in another thread.
-- ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) likewise, and ``forward`` and
+- ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) too, and ``forward`` and
   ``backward`` of ``FusedAttnFunc``.
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``unfused.py``).
 - The modules' ``materialize_weight_for_forward``, which gathers distributed weights.
@@ -309,7 +309,7 @@ class GemmTap:
         return backward
 
     def _around_gather(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the gathering of distributed weights, of which the forward gets shards."""
+        """Wrap the gathering of distributed weights: the forward gets shards."""
 
         @functools.wraps(upstream)
         def materialize_weight_for_forward(weights: Any) -> Any:

@@ -394,7 +394,7 @@ class Inspector:
 
     @property
     def ended(self) -> bool:
-        """Whether the script has called ``debug_api.end_debug()``."""
+        """Return whether the script has called ``debug_api.end_debug()``."""
         import nvdlfw_inspect.api as debug_api
 
         return self._manager is not None and debug_api.DEBUG_MANAGER is not self._manager

@@ -9,7 +9,7 @@ from te_precision_callbacks.base.numerics.layouts import has_scale
 
 
 class Watched(NamedTuple):
-    """A tensor in the moment in which a layer computes with it.
+    """A tensor at the moment when a layer computes with it.
 
     Attributes:
         values: the tensor in high precision; None for a weight that exists only in quantized form.

@@ -16,7 +16,7 @@ class ActivationOverflowError(PrecisionDebugError, RuntimeError):
         batch: the batch number, counted from 0 in the training; in an evaluation since the last training batch, or
             since the start.
         evaluation: whether the overflow happened in an evaluation: a forward without gradients.
-        rank: the rank on which it happened.
+        rank: the rank where it happened.
         report: the whole report.
     """
 

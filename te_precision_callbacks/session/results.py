@@ -104,7 +104,7 @@ class Results:
 
     @property
     def precision(self) -> Precision:
-        """The precision in which each GEMM ran so far. ``session.precision(at=120)`` gives the precision of one
+        """The precision of each GEMM so far. ``session.precision(at=120)`` gives the precision of one
         iteration, and raises a LookupError if that has not run.
         """
         history = self._results.audit.history
@@ -144,7 +144,7 @@ class Results:
 
     @property
     def healthy(self) -> bool:
-        """Whether no problems were found and enough was checked; ``findings.state`` has three states."""
+        """Return whether no problems were found and enough was checked; ``findings.state`` has three states."""
         return self.findings.healthy
 
     @property

@@ -8,7 +8,7 @@
 ``te/worst_underflows%``               the worst of the step, of any layer and tensor; also ``worst_overflows%``,
                                        ``worst_sqnr_db`` and ``nonfinite_num``
 ``te/findings``                        the number of errors and warnings so far; also ``te/findings/<rule>``
-``te/all/<tensor>/<statistic>/max``    over the layers, in steps in which all layers have the statistic; also ``min``
+``te/all/<tensor>/<statistic>/max``    over the layers, in steps where all layers have the statistic; also ``min``
                                        and ``median``
 =====================================  ================================================================================
 

@@ -82,7 +82,7 @@ class Group:
 
     Args:
         store: provides keys for this group only.
-        timeout: seconds in which all ranks must have connected.
+        timeout: seconds for all ranks to connect.
         longest: timeout of an operation in seconds; callers give up earlier.
 
     Raises:

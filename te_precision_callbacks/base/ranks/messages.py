@@ -335,7 +335,7 @@ class Messages:
     # ------------------------------------------------------------------ together again
 
     def tick(self, iteration: int, optimizer_steps: int) -> int | None:
-        """Look for the other ranks, at the end of a step in which this rank is separated; costs almost nothing.
+        """Look for the other ranks, at the end of a step while this rank is separated; costs almost nothing.
 
         Ranks that are ready announce it in the store. The last one sets the step in which they connect: an optimizer
         step, which all ranks count equally, or else an iteration.

@@ -42,7 +42,7 @@ class Package:
 
 @dataclass(frozen=True)
 class LogFolder:
-    """A log folder, which need not exist yet; the reasons are empty where there is nothing to say."""
+    """A log folder, which need not exist yet; the reasons are empty if there are none."""
 
     path: str
     exists: bool

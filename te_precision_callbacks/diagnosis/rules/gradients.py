@@ -96,7 +96,7 @@ class DeadGradient(Judge):
 
 
 class Rhythms:
-    """Periodic schedules that explain in which collection steps a layer has trained."""
+    """Periodic schedules that explain the collection steps when a layer has trained."""
 
     def __init__(self) -> None:
         self._periods, self._places = np.array(

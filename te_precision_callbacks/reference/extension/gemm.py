@@ -315,7 +315,7 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
 
 
 def _are_exact_factors(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether a sum of a block, times the first scale, times the second has no rounding of the second product in
+    """Return whether a sum of a block, times the first scale, times the second has no rounding of the second product in
     float32: that scale is a power of two, as by default, and neither is so small or large that a sum of 128 products of
     FP8 numbers, which are multiples of 2^-32 below 2^39, could leave float32's normal numbers.
 

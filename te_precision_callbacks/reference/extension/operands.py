@@ -82,8 +82,8 @@ class Operand:
 
     @property
     def is_exact_in_bfloat16(self) -> bool:
-        """Whether bfloat16 holds each of :attr:`values`: FP8 and FP4 have few digits, and so do the scales of blocks
-        that multiply them, except FP8's of float32, which are not all powers of two."""
+        """Return whether bfloat16 holds each of :attr:`values`: FP8 and FP4 have few digits, and so do the scales of
+        blocks that multiply them, except FP8's of float32, which are not all powers of two."""
         return self.mode not in FP8_BLOCKS and (self.part is not None or self.dtype == torch.bfloat16)
 
     @property

@@ -192,7 +192,7 @@ class LossComparison:
         floor: the largest magnitude of ``relative`` of a baseline.
         spike: a spike that the running median hides; None if the noise has as much.
         precisions: the low precision of A and B, or else the most frequent one; empty if unknown.
-        lost_a, lost_b: the steps in which the loss of A and of B is lost.
+        lost_a, lost_b: the steps where the loss of A and of B is lost.
     """
 
     name: str
