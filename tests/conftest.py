@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -228,10 +227,6 @@ def nothing_left_behind() -> Iterator[None]:
     from transformer_engine.pytorch import distributed
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    # Once, in one of two runs of the whole suite, a session's handler was left here, and all later tests of the process
-    # failed. Which test leaves it is not known.
-    if getattr(signal.getsignal(signal.SIGTERM), "__name__", "") == "_handle":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     before = global_state()
     yield
     after = global_state()

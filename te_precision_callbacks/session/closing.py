@@ -18,6 +18,7 @@ from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles, Sinks
+from te_precision_callbacks.session.endings import Uninterrupted
 from te_precision_callbacks.session.results import Results
 
 logger = logging.getLogger(__name__)
@@ -52,10 +53,11 @@ class ClosingReport:
                 logger.info("%s.", text)
                 self._context.inspector.log(text)
 
-    def write_page(self, error: BaseException | None, sinks: Sinks) -> None:
+    def write_page(self, error: BaseException | None, sinks: Sinks, guard: Uninterrupted) -> None:
         """Log the command that makes a page of the run; write the page if that is wanted and no error ended the run."""
         if (run_id := self._files.log_command()) and self._context.options.report and error is None:
-            self._files.write_page(run_id, sinks)
+            with guard.interruptible():
+                self._files.write_page(run_id, sinks)
 
     def write_summary(self) -> None:
         from te_precision_callbacks.session.summary import write_summary

@@ -27,6 +27,8 @@ from te_precision_callbacks.base.threads import started
 
 logger = logging.getLogger(__name__)
 
+_Handler = Callable[[int, FrameType | None], Any]
+
 GRACE = 2.0
 """Seconds in which the main thread must begin to handle SIGTERM."""
 
@@ -136,21 +138,67 @@ def _end_by_sigint() -> None:
         exec("raise KeyboardInterrupt")
 
 
-@contextlib.contextmanager
-def without_ctrl_c() -> Iterator[None]:
-    """Delay Ctrl-C to the end of a block that undoes changes. Outside the main thread, a no-op."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not _is_main_thread() or not callable(handler):
-        yield
-        return
-    came: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(signal.SIGINT, came[0])
+class Uninterrupted:
+    """A block that Ctrl-C interrupts only in parts that allow it; other signals are handled at the end of the block.
+
+    with Uninterrupted(termination) as guard:
+        try:
+            with guard.interruptible():
+                ...         # may wait: Ctrl-C ends it
+        finally:
+            ...             # runs to its end
+
+    An interruption ends the current part, or, if it comes between two parts, the block around it. So ``finally`` always
+    runs to its end. SIGTERM waits for the end of the block. Outside the main thread the block does nothing.
+
+    Args:
+        termination: the handler of SIGTERM until the end of the block.
+    """
+
+    def __init__(self, termination: Termination | None) -> None:
+        self._termination = termination
+        self._handlers: dict[int, _Handler] = {}
+        self._came: list[int] = []
+        self._may_interrupt = False
+
+    def __enter__(self) -> Uninterrupted:
+        if _is_main_thread():
+            if self._termination is not None:
+                self._termination.begin_stop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in reversed(self._handlers.items()):  # Ctrl-C last: it may come again at once
+            if number == signal.SIGINT and self._termination is not None:
+                self._termination.remove()
+            signal.signal(number, handler)
+            if number in self._came:
+                handler(number, None)
+        if self._termination is not None:
+            self._termination.remove()
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        try:
+            self._may_interrupt = True
+            yield
+        finally:
+            self._may_interrupt = False
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._may_interrupt and number == signal.SIGINT:
+            self._may_interrupt = False  # code after the part, on the way out, is not interrupted again
+            self._handlers[number](number, frame)
+            self._may_interrupt = True  # the handler has raised nothing
+        else:
+            self._came.append(number)
 
 
 class Termination:
@@ -165,7 +213,7 @@ class Termination:
         self._stop = stop
         self._flush = flush
         self._process = os.getpid()
-        self._has_begun = self._ends_after_stop = False
+        self._has_begun = self._is_handling = False
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._set_action = _signal_of_c()
@@ -173,17 +221,15 @@ class Termination:
         self._watch()
 
     def begin_stop(self) -> None:
-        """Note that the main thread stops the session: a SIGTERM that comes now ends the process after it."""
+        """Note that the main thread stops the session: a SIGTERM that comes now waits for it."""
         self._has_begun = self._is_set
 
     def remove(self) -> None:
-        """Restore the default action after the stop, unless other code has set a handler since."""
+        """Restore the default action, unless other code has set a handler since."""
         if _is_main_thread():
             self.unwatch()
             if self._is_set:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if self._ends_after_stop:
-                os.kill(os.getpid(), signal.SIGTERM)
 
     @property
     def _is_set(self) -> bool:
@@ -191,9 +237,9 @@ class Termination:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_own = os.getpid() == self._process  # a forked process ends at once
-        if is_own and self._has_begun:
-            self.came = self._ends_after_stop = True
-            return
+        if is_own and self._is_handling:
+            return  # it has come again
+        self._is_handling = True
         try:
             if is_own:
                 self.came = self._has_begun = True

@@ -48,7 +48,7 @@ from te_precision_callbacks.session.closing import ClosingReport
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
 from te_precision_callbacks.session.context import LoopFacts, RunContext
 from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event
-from te_precision_callbacks.session.endings import ProcessEnds, Terminated, without_ctrl_c
+from te_precision_callbacks.session.endings import ProcessEnds, Terminated, Uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
@@ -432,12 +432,10 @@ class Run:
         ended_by = error or sys.exc_info()[1]
         explain_failure(ended_by, layers.modules, layers.other_names)
         explain_checkpoint(ended_by, layers.modules)
+        termination = None if self._ends is None else self._ends.termination
         attached, leads_all = self.model.attached, own_rank() == 0
         summarizes = attached and leads_all
-        with without_collections(), ExitStack() as stack:
-            if self._ends is not None and self._ends.termination is not None:
-                self._ends.termination.begin_stop()
-                stack.callback(self._ends.termination.remove)
+        with Uninterrupted(termination) as guard, without_collections(), ExitStack() as stack:
             if ended_by is not None and not self._loop_checks.has_trained:
                 context.results.audit.abandon()
             if not attached and ended_by is None:
@@ -447,16 +445,16 @@ class Run:
                 )
             parts: list[tuple[str, str, bool, Callable[[], None]]] = [
                 ("ending", "the profile", True, lambda: self._profiling.close(context.iteration)),
-                ("handing over", "the last statistics", attached, lambda: self._hand_over(error, logging_step)),
+                ("handing over", "the last statistics", attached, lambda: self._hand_over(error, logging_step, guard)),
                 ("checking", "the parameters", attached, self._check_parameters),
                 ("checking", "the precision contract", True, lambda: self._check_contract(ended_by)),
                 ("stopping", "the run", ended_by is None, self._rules.stop_at_the_end),
                 ("sending", "the end", attached, lambda: self._send_end(error)),
                 ("checking", "what the run has not reached", attached, lambda: self._warn_never_due(ended_by)),
-                ("closing", "the sinks", True, lambda: self._close_sinks(error)),
+                ("closing", "the sinks", True, lambda: self._close_sinks(error, guard)),
                 ("checking", "the whole run", leads_all, self._check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
-                ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks)),
+                ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks, guard)),
                 ("writing", "the summary", summarizes, self._closing.write_summary),
                 (
                     "printing",
@@ -465,7 +463,7 @@ class Run:
                     lambda: self._closing.print_verdict(ended_by, self._profiling.trace),
                 ),
                 ("undoing", "what the session has changed", True, self._put_back),
-                ("closing", "the dumps", True, lambda: self._close_dumps(error)),
+                ("closing", "the dumps", True, lambda: self._close_dumps(error, guard)),
                 ("leaving", "the other ranks", True, context.ranks.end),
             ]
             stack.callback(context.failures.summarize)
@@ -485,7 +483,7 @@ class Run:
             except Exception:  # with strict=True, where the run has ended already
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
-    def _hand_over(self, error: BaseException | None, logging_step: int | None) -> None:
+    def _hand_over(self, error: BaseException | None, logging_step: int | None, guard: Uninterrupted) -> None:
         collector, from_device = self._collector, self._may_read_device
         self.model.warn_of_refused()
         self._loop_checks.end()
@@ -495,10 +493,12 @@ class Run:
         try:
             if collector.ending is not None:
                 collector.read_local(collector.ending, from_device=from_device)
-                self._deliver(collector.ending)
+                with guard.interruptible():
+                    self._deliver(collector.ending)
             ending = collector.remainder(logging_step)
             collector.read_local(ending, from_device=from_device)
-            self._deliver(ending)
+            with guard.interruptible():
+                self._deliver(ending)
         except ObservationError as failure:
             logger.error(
                 "The statistics gathered since the last step could not be written, and are lost.", exc_info=failure
@@ -578,24 +578,27 @@ class Run:
         if not self._is_terminated:
             self._closing.check_whole_run()
 
-    def _close_sinks(self, error: BaseException | None) -> None:
+    def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
         self._send_pending()
         try:
-            self._sinks.close(error)
+            with guard.interruptible():
+                self._sinks.close(error)
         except KeyboardInterrupt:  # try the others once more: only a second Ctrl-C leaves a file open
-            self._sinks.close(error)
+            with guard.interruptible():
+                self._sinks.close(error)
             raise
 
-    def _close_dumps(self, error: BaseException | None) -> None:
+    def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
         """Before a signal ends the process, only queued dumps are written."""
         try:
             if self._may_read_device:
                 self.overflow.close(error, self.observation.recorder)
         finally:
-            self.observation.recorder.close(decides=self._may_read_device)
+            with guard.interruptible():
+                self.observation.recorder.close(decides=self._may_read_device)
 
     def _put_back(self) -> None:
-        with without_ctrl_c(), ExitStack() as then:
+        with ExitStack() as then:
             then.callback(self._classify.end)
             then.callback(self.context.inspector.stop)
             then.callback(self.hooks.remove)

@@ -43,13 +43,11 @@ class Lines:
 
     Args:
         at: the number of that line; None: no Ctrl-C.
-        code: the files whose lines count.
     """
 
-    def __init__(self, at: int | None = None, code: tuple[str, ...] = _CODE) -> None:
+    def __init__(self, at: int | None = None) -> None:
         self.count = 0
         self._at = at
-        self._code = code
 
     def __call__(self, call: Callable[[], Any]) -> bool:
         """Whether the call was interrupted."""
@@ -72,7 +70,7 @@ class Lines:
         return False
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self._code):
+        if not frame.f_code.co_filename.startswith(_CODE):
             return None
         if event == "line":
             if self.count == self._at:
@@ -123,8 +121,7 @@ def test_ctrl_c_in_any_line_of_the_end_leaves_nothing_patched(tmp_path: Path, en
     modules, before = module_state(net), global_state()
 
     def end(at: int | None, folder: Path) -> Lines:
-        # Not in the lines of an ExitStack between two calls: its other calls would then wait for another stop().
-        keeper, lines = Keeper(), Lines(at, _CODE[:-1])
+        keeper, lines = Keeper(), Lines(at)
         session = InspectSession(statistics(), model=net, log_dir=folder, sinks=[keeper]).start()
         for step in range(2):
             net(batch(step)).sum().backward()
