@@ -12,6 +12,17 @@ from te_precision_callbacks.reference import target
 
 
 @contextmanager
+def extension_of(capability: tuple[int, int]) -> Iterator[None]:
+    """Let the extension emulate a GPU, without the facts that Transformer Engine's Python caches about it."""
+    before = target.capability()
+    target.choose(capability)
+    try:
+        yield
+    finally:
+        target.choose(before)
+
+
+@contextmanager
 def any_capability() -> Iterator[None]:
     """Within it :func:`stand_for` may be called; after it the GPU is the one of before."""
     before = target.capability()

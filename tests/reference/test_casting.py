@@ -20,8 +20,8 @@ from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8
 from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 from te_precision_callbacks.reference import extension as tex
-from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.capability import extension_of
 
 E4M3, CPU = tex.DType.kFloat8E4M3, torch.device("cpu")
 SHAPE = (2, 32, 64)
@@ -68,10 +68,8 @@ FAMILIES = {
 @pytest.fixture(autouse=True)
 def hopper() -> Iterator[None]:
     """Where columnwise per-tensor FP8 is a buffer of its own."""
-    before = target.capability()
-    target.choose((9, 0))
-    yield
-    target.choose(before)
+    with extension_of((9, 0)):
+        yield
 
 
 def buffers(tensor: Any, names: Sequence[str]) -> list[torch.Tensor]:

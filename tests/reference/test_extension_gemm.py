@@ -24,9 +24,9 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from te_precision_callbacks.reference import extension as tex
-from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension import products
+from tests.capability import extension_of
 from tests.reference import block_formats as spec
 
 KIND = {torch.float32: tex.DType.kFloat32, torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16}
@@ -37,10 +37,8 @@ M, N, K = 48, 32, 64
 
 @pytest.fixture(params=[(9, 0), (10, 0)], ids=["hopper", "blackwell"])
 def either_gpu(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    before = target.capability()
-    target.choose(request.param)
-    yield request.param
-    target.choose(before)
+    with extension_of(request.param):
+        yield request.param
 
 
 def _gemm(a: Any, b: Any, layout: str, **options: Any) -> list[Any]:

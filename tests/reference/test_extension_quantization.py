@@ -21,7 +21,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
 from te_precision_callbacks.reference import extension as tex
-from te_precision_callbacks.reference import target
+from tests.capability import extension_of
 
 E4M3, E5M2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
 TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -31,19 +31,14 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.fixture
 def hopper() -> Iterator[None]:
-    yield from _standing_for((9, 0))
+    with extension_of((9, 0)):
+        yield
 
 
 @pytest.fixture
 def blackwell() -> Iterator[None]:
-    yield from _standing_for((10, 0))
-
-
-def _standing_for(capability: tuple[int, int]) -> Iterator[None]:
-    before = target.capability()
-    target.choose(capability)
-    yield
-    target.choose(before)
+    with extension_of((10, 0)):
+        yield
 
 
 def _delayed(dtype: tex.DType = E4M3, scale: float = 1.0, **usages: bool) -> Any:

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.capability import extension_of
 from tests.combinations import half
 from tests.reference import block_formats as spec
 
@@ -27,10 +28,8 @@ SHAPES = [(128, 128), (256, 384), (1, 16), (130, 257), (2, 3, 50, 72), (300,)]
 
 @pytest.fixture(autouse=True)
 def hopper() -> Iterator[None]:
-    before = target.capability()
-    target.choose((9, 0))
-    yield
-    target.choose(before)
+    with extension_of((9, 0)):
+        yield
 
 
 def _quantizer(fp8: str = "E4M3", dim: int = 1, **options: Any) -> Any:

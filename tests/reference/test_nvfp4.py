@@ -21,8 +21,8 @@ from transformer_engine.pytorch.custom_recipes import reference_utils
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
 
 from te_precision_callbacks.reference import extension as tex
-from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from tests.capability import extension_of
 from tests.combinations import half
 from tests.reference import nvfp4_numpy as expected
 from tests.reference.processes import answers
@@ -36,10 +36,8 @@ SHAPES = [(16, 16), (48, 80), (112, 176), (256, 272)]
 
 @pytest.fixture(autouse=True)
 def blackwell() -> Iterator[None]:
-    before = target.capability()
-    target.choose((10, 0))
-    yield
-    target.choose(before)
+    with extension_of((10, 0)):
+        yield
 
 
 def tensor_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

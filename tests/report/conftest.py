@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,17 @@ class Look:
             plot.locator("xpath=self::*[@data-drawn='yes']").wait_for()
             assert plot.locator("svg.main-svg").count() >= 2
         return plots.count()
+
+    def open_in_the_dark(self, report: Path, plots_of: Mapping[str, int]) -> None:
+        """Open all pages of a report (address -> its plots) in the dark, and see that each is drawn whole."""
+        self.open(report, "page=nowhere", dark=True)
+        for address, plots in plots_of.items():
+            self.turn(f"page={address}")
+            assert self.everything_drawn() == plots
+            background = self.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert sum(map(int, re.findall(r"\d+", background))) < 200
+            assert self.page.locator("[role=alert]").count() == 0
+            assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
 
     def plot(self, script: str) -> Any:
         """What a script gives for the first plot, ``plot``, when it is drawn."""

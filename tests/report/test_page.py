@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from urllib.parse import quote
 
@@ -31,15 +30,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_plot_of_every_page_is_drawn(look: Look, report: Path) -> None:
     """In the dark: the tests below draw those of all pages in the light."""
-    look.open(report, "page=nowhere", dark=True)
     plots_of = {"findings": 0, "heatmap": 1, "layer": 10, "profile": 1, "speed": 0, "config": 0, "summary": 2}
-    for page, plots in plots_of.items():
-        look.turn(f"page={page}")
-        assert look.everything_drawn() == plots
-        background = look.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert sum(map(int, re.findall(r"\d+", background))) < 200
-        assert look.page.locator("[role=alert]").count() == 0
-        assert look.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+    look.open_in_the_dark(report, plots_of)
 
 
 def test_the_summary_names_the_worst_and_leads_there(look: Look, report: Path) -> None:

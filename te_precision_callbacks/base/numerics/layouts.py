@@ -232,10 +232,8 @@ def stored(tensor: Any, *, columnwise: bool) -> Stored | None:
 
 def codes_of_tensor(tensor: Any) -> torch.Tensor | None:
     """Return the codes of per-tensor FP8 in the tensor's shape; None if it has no data."""
-    if tensor._data is not None:
-        return tensor._data  # type: ignore[no-any-return]
-    transpose = None if tensor._transpose_invalid else tensor._transpose
-    return None if transpose is None else transpose.movedim(0, -1)
+    data, transposed = _per_tensor_data(tensor, columnwise=False)
+    return data.movedim(0, -1) if data is not None and transposed else data
 
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
@@ -271,10 +269,15 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def _per_tensor(tensor: Any, columnwise: bool) -> Stored | None:
+def _per_tensor_data(tensor: Any, *, columnwise: bool) -> tuple[torch.Tensor | None, bool]:
+    """Return the codes of per-tensor FP8, and whether they are transposed."""
     transpose = None if tensor._transpose_invalid else tensor._transpose
     transposed = tensor._data is None or (columnwise and transpose is not None)
-    data = transpose if transposed else tensor._data
+    return (transpose if transposed else tensor._data), transposed
+
+
+def _per_tensor(tensor: Any, columnwise: bool) -> Stored | None:
+    data, transposed = _per_tensor_data(tensor, columnwise=columnwise)
     if data is None:
         return None
     codes = _matrix(data, transposed)
