@@ -22,7 +22,6 @@ from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.runs.trace_files import new_trace_file
 from te_precision_callbacks.session.context import RunContext
-from te_precision_callbacks.sinks.loggers import LoggerSink
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
 
@@ -90,10 +89,6 @@ class Sinks:
         if self._to_close is None:
             self._to_close = list(self._sinks) if self._begun else []
         self._each("closing", self._to_close, lambda sink: sink.close(error))
-
-    def report(self, path: Path) -> None:
-        reporting = [sink for sink in self._sinks if isinstance(sink, LoggerSink)]
-        self._each("handing the report to", reporting, lambda sink: sink.report(path))
 
     def _each(self, doing: str, left: list[SinkT], call: Callable[[SinkT], None]) -> None:
         failed: list[tuple[SinkT, Exception]] = []
@@ -222,13 +217,12 @@ class RunFiles:
             return f"te-precision speed {quoted_run(self._log_dir, run_id)}"
         return f"te-precision speed --trace {shlex.quote(str(trace))}"
 
-    def write_page(self, run_id: str, sinks: Sinks) -> None:
+    def write_page(self, run_id: str) -> None:
         from te_precision_callbacks.views.report import write_report
 
         path = write_report(open_run(self._log_dir / FOLDER / run_id), self._log_dir / REPORT_FILE)
         logger.info("The report of this run: %s", path)
         self.page = str(path)
-        sinks.report(path)
 
 
 def quoted_run(log_dir: Path, run_id: str) -> str:

@@ -454,7 +454,7 @@ class Run:
                 ("closing", "the sinks", True, lambda: self._close_sinks(error, guard)),
                 ("checking", "the whole run", leads_all, self._check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
-                ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks, guard)),
+                ("writing", "the report", leads_all, lambda: self._closing.write_page(error, guard)),
                 ("writing", "the summary", summarizes, self._closing.write_summary),
                 (
                     "printing",
