@@ -1,8 +1,8 @@
 """Ignores, with a warning, a script's calls of nvidia-dlfw-inspect's API during a session.
 
 A script written for nvidia-dlfw-inspect initializes it, names layers, sets a group and calls ``step``. The session does
-that; a second ``step()`` would silently skip every other iteration. ``end_debug`` ends the observation, after
-delivering the collected statistics. A script's layer names count until the session assigns its own. Read from
+that; a second ``step()`` would silently skip every other iteration. A script's layer names count until the session
+assigns its own. Read from
 nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
 """
 
@@ -20,6 +20,7 @@ _INSTEAD = {
     "initialize": "The session has started nvidia-dlfw-inspect, with the session's config=.",
     "initialize_training_step": "start_step= or session.iteration sets the debug iteration.",
     "step": "The session's own step() counts the debug iterations.",
+    "end_debug": "The session ends nvidia-dlfw-inspect when it stops.",
     "infer_and_assign_layer_names": "The layers have the names of session.layers; layer_names='upstream' gives them the"
     " names of this function, and names that it assigns before attach() select layers, too.",
     "set_tensor_reduction_group": "process_group= is the group over which statistics are reduced.",
@@ -33,13 +34,9 @@ _NAMING = "infer_and_assign_layer_names"
 
 
 class StrayCalls:
-    """Replaces the functions while a session runs.
+    """Replaces the functions while a session runs."""
 
-    Args:
-        before_end: called before the script ends the debug manager.
-    """
-
-    def __init__(self, manager: Any, before_end: Callable[[], None]) -> None:
+    def __init__(self, manager: Any) -> None:
         import nvdlfw_inspect.api as debug_api
 
         self._notices = Notices()
@@ -48,14 +45,7 @@ class StrayCalls:
         for name in _INSTEAD:
             if name != _NAMING:
                 setattr(manager if name in _OF_THE_MANAGER else debug_api, name, self._ignored(name))
-
-        def close() -> None:
-            try:
-                before_end()
-            finally:
-                type(manager).close(manager)
-
-        manager.close = close
+        manager.close = self._ignored("end_debug")  # of a reference that the script holds
 
     def keep_names(self) -> None:
         import nvdlfw_inspect.api as debug_api

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -199,12 +199,11 @@ class Inspector:
         self._stray_calls: StrayCalls | None = None
         self._last_iteration = 0
 
-    def start(self, observation: Observation, scalars: ScalarBuffer, before_end: Callable[[], None]) -> None:
+    def start(self, observation: Observation, scalars: ScalarBuffer) -> None:
         """Start upstream with all features and without a config.
 
         Args:
             scalars: receives scalars that users' features log.
-            before_end: called before the script ends upstream.
 
         Raises:
             SessionError: upstream already runs; or, with ``strict``, the log folder is not writable.
@@ -230,7 +229,7 @@ class Inspector:
             self._initialize(debug_api, scalars)
         manager: Any = debug_api.DEBUG_MANAGER
         self._manager = manager
-        self._stray_calls = StrayCalls(manager, before_end)
+        self._stray_calls = StrayCalls(manager)
         manager._tensor_reduction_group = self._options.process_group
         self._api.begin(observation, reduce=self._options.reduce)
         # Otherwise modules built from now on would raise that debugging started too late. Modules built before take
@@ -393,13 +392,6 @@ class Inspector:
             self._snapshot.restore_module_names()
 
     @property
-    def ended(self) -> bool:
-        """Return whether the script has called ``debug_api.end_debug()``."""
-        import nvdlfw_inspect.api as debug_api
-
-        return self._manager is not None and debug_api.DEBUG_MANAGER is not self._manager
-
-    @property
     def iteration(self) -> int:
         if self._manager is not None:
             self._last_iteration = int(self._manager._trainer_iteration_count)
@@ -415,9 +407,12 @@ class Inspector:
         """
         type(self._manager).step(self._manager)  # see stray_calls.py
 
-    @property
-    def runs(self) -> bool:
-        return self._manager is not None and not self.ended
+    def keep(self) -> None:
+        """Keep the debug manager: a reference to ``end_debug`` that a script holds drops it."""
+        import nvdlfw_inspect.api as debug_api
+
+        if self._manager is not None:
+            debug_api.DEBUG_MANAGER = self._manager
 
     def log_local_buffers(self) -> None:
         """Let users' features log this rank's statistics, without a collective."""
@@ -434,8 +429,8 @@ class Inspector:
             self._stray_calls.remove()
             self._stray_calls = None
         try:
-            if not self.ended:
-                debug_api.end_debug()
+            self.keep()
+            debug_api.end_debug()
         finally:
             debug_api.DEBUG_MANAGER = self._manager = None
             # A failed start has no manager to end, but may have reached the namespace's features.

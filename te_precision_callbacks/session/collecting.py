@@ -81,9 +81,8 @@ class StepCollector:
         self._observation.take(ending.iteration, self._receive, reduce=reduce, optimizer_steps=optimizer_steps)
 
     def collect_own(self) -> None:
-        if self._inspector.runs:
-            self._observation.take(self._inspector.iteration, self._receive, reduce=False)
-            self._inspector.log_local_buffers()
+        self._observation.take(self._inspector.iteration, self._receive, reduce=False)
+        self._inspector.log_local_buffers()
 
     def collect_local(self) -> None:
         """Collect this rank's statistics, unless the statistics of the step were already collected."""
@@ -92,9 +91,9 @@ class StepCollector:
             self.collect_own()
         except Exception as error:
             logger.error("The statistics gathered since the last step cannot be read, and are lost.", exc_info=error)
-        if received and not self._inspector.ended:
+        if received:
             self._measured = received
-        else:  # also what was collected when the script ended upstream
+        else:
             self._is_local = self._context.ranks.several
 
     def read(self, ending: EndingStep) -> StepRecords | None:

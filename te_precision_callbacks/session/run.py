@@ -139,7 +139,7 @@ class Run:
     def start(self, ends: ProcessEnds) -> None:
         self.live = True
         self._ends = ends
-        self.context.inspector.start(self.observation, self._scalars, self._before_script_ends)
+        self.context.inspector.start(self.observation, self._scalars)
         self.hooks.install()
         self.context.inspector.iteration = self.context.failures.iteration = self.context.options.start_step or 0
 
@@ -187,8 +187,7 @@ class Run:
     def step(self, logging_step: int | None) -> StepRecords | None:
         try:
             if is_capturing():
-                self._log_once(
-                    logging.WARNING,
+                self._warn_once(
                     "step() was called while a CUDA graph is being captured, and does nothing there: a replay would not"
                     " call it. Call step() after each replay.",
                 )
@@ -209,15 +208,12 @@ class Run:
         context = self.context
         self._check_overflow()
         if self.is_forked:
-            self._log_once(
-                logging.WARNING,
+            self._warn_once(
                 "step(): the session was started in the process that this one was forked from, which owns the logs."
                 " Nothing is observed here. To observe this process, start a session after the fork.",
             )
             return None
-        if context.inspector.ended:
-            self._report_ended()
-            return None
+        context.inspector.keep()
         iteration = context.iteration
         ending = EndingStep(iteration, context.logging_step(iteration) if logging_step is None else logging_step)
         try:
@@ -508,23 +504,21 @@ class Run:
 
     def _check_parameters(self) -> None:
         last = self.context.results.iterations.last
-        if last is not None and not self._is_terminated and not self.context.inspector.ended:
+        if last is not None and not self._is_terminated:
             self._parameters.end(last)
             self._send()
 
     def _check_contract(self, error: BaseException | None) -> None:
         """Check the contract if it was not checked before. An error that ends the run is not hidden."""
-        attached, ended, has_stepped = self.model.attached, self.context.inspector.ended, self._loop_checks.has_stepped
+        attached, has_stepped = self.model.attached, self._loop_checks.has_stepped
         has_step = has_stepped or error is None or self._loop_checks.has_trained  # an error may have left half a step
-        if attached and has_step and not has_stepped and not ended:
+        if attached and has_step and not has_stepped:
             self._note_unended()
         if not self._contract.demands or self._is_terminated or (error is not None and not attached):
             return
         why_not = "the model did not run forward and backward in training while the session was watching"
         if not attached:
             why_not = "the session has no model. Call attach(model) before the training"
-        elif ended:
-            why_not = "the script has called debug_api.end_debug()"
         elif not has_step:
             why_not = "the run has ended in its first step, before the optimizer's"
         elif is_in_evaluation(self.model.layers.modules):
@@ -604,24 +598,12 @@ class Run:
         return os.getpid() != self._process
 
     def _is_abandoned(self) -> bool:
-        return self.context.inspector.ended or (self.live and self.is_forked)
+        self.context.inspector.keep()  # before a forward reads it
+        return self.live and self.is_forked
 
-    def _before_script_ends(self) -> None:
-        """Collect the statistics since the last step before upstream ends; :meth:`stop` writes them."""
-        if self.live and not self.is_forked:
-            self._report_ended()
-            self._collector.collect_own()
-
-    def _report_ended(self) -> None:
-        self._log_once(
-            logging.ERROR,
-            "The script has called debug_api.end_debug() while the session was running, so nothing more is observed."
-            " Training goes on. Leave initialize, step and end_debug to the session.",
-        )
-
-    def _log_once(self, level: int, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         if self.context.notices.first(text):
-            logger.log(level, "%s", text)
+            logger.warning("%s", text)
 
     def _describe(self) -> RunInfo:
         return RunInfo(

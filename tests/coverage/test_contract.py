@@ -6,7 +6,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -178,12 +177,11 @@ def test_a_judgement_at_the_end_hides_no_error(tmp_path: Path, caplog: pytest.Lo
     assert sum("checked at its end, after step 1" in record.getMessage() for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("how", ["no model", "no training", "ended by the script"])
+@pytest.mark.parametrize("how", ["no model", "no training"])
 def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
     why = {
         "no model": "the session has no model. Call attach",
         "no training": "the model did not run forward and backward",
-        "ended by the script": r"the script has called debug_api.end_debug\(\)",
     }[how]
     net = Net()
     session = InspectSession(CONFIG, log_dir=tmp_path, require="fp8 >= 95%")
@@ -194,8 +192,6 @@ def test_one_that_is_never_judged_says_why(how: str, tmp_path: Path) -> None:
             with torch.no_grad():
                 net(torch.ones(16, 32))
             session.step()
-        if how == "ended by the script":
-            debug_api.end_debug()
 
 
 def test_a_change_is_judged_again(tmp_path: Path) -> None:
