@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,31 +41,6 @@ def found_scope(module: torch.nn.Module) -> FoundScope:
         stage = stage or _place(root, _PIPELINE, "pp")
         experts = experts or _place(mesh, _EXPERTS, "ep")
     return FoundScope(stage, experts)
-
-
-def mesh_sizes(modules: Iterable[torch.nn.Module]) -> dict[str, int]:
-    """The number of ranks in each dimension of parallelism, as far as known, for the modules of this rank.
-
-    Returns:
-        From Megatron's parallel state, ``dp``, ``tp``, ``pp``, ``cp`` and ``ep``; otherwise the dimensions of the
-        parameters' device meshes, ``dim0`` etc. if unnamed; otherwise empty.
-    """
-    state = _megatron()
-    if state is not None:
-        return {
-            "dp": state.get_data_parallel_world_size(),
-            "tp": state.get_tensor_model_parallel_world_size(),
-            "pp": state.get_pipeline_model_parallel_world_size(),
-            "cp": state.get_context_parallel_world_size(),
-            "ep": state.get_expert_model_parallel_world_size(),
-        }
-    sizes: dict[str, int] = {}
-    for mesh in map(_mesh, (parameter for module in modules for parameter in module.parameters(recurse=False))):
-        if mesh is not None:
-            root = mesh._get_root_mesh()
-            names = root.mesh_dim_names or [f"dim{number}" for number in range(root.ndim)]
-            sizes.update({name: root.size(number) for number, name in enumerate(names)})
-    return sizes
 
 
 def _megatron() -> Any:

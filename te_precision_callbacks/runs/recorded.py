@@ -41,7 +41,7 @@ class Segment:
         first_iteration: the first debug iteration.
         world: the number of ranks.
         facts: the content of run.json: versions, environment, config_text, config_hash, recipes, front_door, gpu,
-            capability, te_backend, mesh, ...
+            capability, te_backend, ...
     """
 
     number: int

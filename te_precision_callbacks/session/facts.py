@@ -25,7 +25,7 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.idle import why_gemm_error_not_due
 from te_precision_callbacks.config.planning import Section
-from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
+from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
     computes_in_float16,
@@ -34,14 +34,13 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     recipes_of,
 )
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.layers.scopes import mesh_sizes
 from te_precision_callbacks.reference import is_installed
 from te_precision_callbacks.runs.fingerprints import QUANTIZED, weights_of
 from te_precision_callbacks.runs.recording import Facts
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.resume import versions
-from te_precision_callbacks.sinks.step_records import Event, LayerInfo
+from te_precision_callbacks.sinks.step_records import LayerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +49,6 @@ MOST_SHARE = 0.05
 
 _TRAINERS = ("lightning", "accelerate", "transformers", "megatron-core", "peft")
 """Packages whose version is recorded if they are in use."""
-
-_MOST_NAMED = 3
 
 # Read once in a process: reading takes a few milliseconds, and each start of a session asks.
 _version_of_trainer = functools.cache(installed_version)
@@ -68,7 +65,6 @@ class RunFacts:
         self._taken: object = None
         self._rests_until = 0.0
         self._machine: Row | None = None
-        self._changes_until: int | None = None
         self._has_ended = False
 
     def changed(self, *, at_last: bool = False) -> bool:
@@ -105,26 +101,6 @@ class RunFacts:
         now = time.perf_counter()
         self._rests_until = now + (now - begun) / MOST_SHARE
         return Facts(self._run(precision), tables)
-
-    def changes(self) -> Iterator[Event]:
-        """Return an event for each iteration that changed the precision of GEMMs since the last call."""
-        before: dict[tuple[str, str], GemmPrecision] = {}
-        changes: dict[tuple[int, str], list[str]] = defaultdict(list)
-        last = self._changes_until
-        for entry in self._results.audit.history.spans():
-            earlier = before.get((entry.layer, entry.gemm))
-            before[entry.layer, entry.gemm] = entry
-            self._changes_until = max(entry.since, -1 if self._changes_until is None else self._changes_until)
-            if earlier is None or entry.not_run or earlier.not_run or last is None or entry.since <= last:
-                continue
-            if entry.operands != earlier.operands:
-                change = f"{in_short(earlier.operands)} -> {in_short(entry.operands)}"
-                changes[entry.since, "precision_changed"].append(f"{entry.layer} {entry.gemm}: {change}")
-            if entry.recipe != earlier.recipe:
-                change = f"{entry.layer} {entry.gemm}: {earlier.recipe} -> {entry.recipe}"
-                changes[entry.since, "recipe_changed"].append(change)
-        for (iteration, kind), texts in sorted(changes.items()):
-            yield Event(kind, _listed(texts), iteration, phase="step", data={"changes": texts[:1000]})
 
     # ------------------------------------------------------------------ run.json
 
@@ -191,7 +167,6 @@ class RunFacts:
             "capability": facts.gpus[0].capability if facts.gpus else None,
             "cuda": facts.cuda,
             "driver": facts.driver,
-            "mesh": mesh_sizes(named.module for named in self._model.layers.modules),
             "te_backend": "reference" if is_installed() else "compiled",
             "reduce": self._options.reduce,
             "observe": self._options.observe,
@@ -352,12 +327,6 @@ def _place(sections: Sequence[Section], namespace: str, feature: str) -> tuple[s
     marks = section.places.marks
     mark = marks.get((section.name, namespace, key)) or marks.get((section.name,))
     return section.name, section.places.name, None if mark is None else mark.line
-
-
-def _listed(texts: Sequence[str]) -> str:
-    more = len(texts) - _MOST_NAMED
-    shown = "; ".join(texts[:_MOST_NAMED])
-    return f"{shown}; and {more} more" if more > 0 else shown
 
 
 def _plain(value: object) -> object:

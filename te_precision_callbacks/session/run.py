@@ -315,7 +315,6 @@ class Run:
                 return
             facts = self._facts.take()
             if records is not None and records.writes_reduced:
-                self._send(*self._facts.changes())
                 records.put_facts(facts)
             self._rules.facts(facts, iteration)
             self._send()

@@ -200,7 +200,7 @@ class Event:
     """An event in a run.
 
     Attributes:
-        kind: ``precision_changed``, ``nonfinite``, ``dump_written``, ...; docs/records.md has all.
+        kind: ``nonfinite``, ``dump_written``, ...; docs/records.md has all.
         phase: ``forward``, ``backward``, ``step`` or ``checkpoint``; None if that does not matter.
         layer, tensor, gemm: the subject; empty if there are several.
         data: JSON values for programs.

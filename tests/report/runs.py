@@ -267,12 +267,12 @@ def drifting(**wanted: Any) -> RecordedRun:
     event = {
         "segment": 0,
         "iteration": int(BAD_STEP * plan.steps),
-        "kind": "precision_changed",
+        "kind": "observation_failed",
         "severity": "warning",
         "wall_time": BEGIN + timedelta(seconds=10),
         "scope": "",
         "layer": made.bad,
-        "text": f"{made.bad}: wgrad ran in BF16",
+        "text": f"Failed in observing {made.bad}",
         "data": json.dumps({"before": "FP8"}),
     }
     facts = {

@@ -106,7 +106,6 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     assert facts["versions"]["torch"] == importlib.metadata.version("torch")
     assert "LogTensorStats" in facts["config_text"]
     assert facts["front_door"] == "session"
-    assert facts["mesh"] == {}
     assert run.steps["observe_seconds"].null_count == 0
     assert run.steps["step_seconds"].to_pylist()[0] is None
     assert kinds(run) == ["segment_started", "parameters", "segment_ended"]
@@ -123,7 +122,7 @@ def test_the_end_is_that_of_the_run(tmp_path: Path) -> None:
     assert ended["iteration"] == 5
 
 
-def test_precision_that_changes_has_spans_and_an_event(tmp_path: Path) -> None:
+def test_precision_that_changes_has_spans(tmp_path: Path) -> None:
     model = te.Linear(32, 32)
     with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
         train(session, model, 2, Float8CurrentScaling())
@@ -136,8 +135,6 @@ def test_precision_that_changes_has_spans_and_an_event(tmp_path: Path) -> None:
         ("fp8", "fp8_delayed_scaling", 2, 3),
         ("fp32", "none", 4, None),
     ]
-    told = [(row["kind"], row["iteration"]) for row in run.events.to_pylist() if row["kind"].endswith("_changed")]
-    assert told == [("recipe_changed", 2), ("precision_changed", 4), ("recipe_changed", 4)]
 
 
 # ---------------------------------------------------------------------- events
