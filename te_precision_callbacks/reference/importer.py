@@ -16,13 +16,12 @@ from functools import lru_cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from te_precision_callbacks.reference.code_cache import CachedCode
 from te_precision_callbacks.reference.compiled_extension import COMPILED_MODULE
-from te_precision_callbacks.reference.cuda_on_cpu import no_attention
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 
 
@@ -140,10 +139,6 @@ def _launch_grouped_dbias(
         dscales[first:end] += rows @ bias[group].float()
 
 
-def _attn_forward_func_with_cp(*_arguments: Any, **_options: Any) -> NoReturn:
-    raise no_attention(ValueError("attn_forward_func_with_cp"), context_parallel=True)
-
-
 def _load_framework_extension(framework: str) -> None:
     """Replaces Transformer Engine's function of this name: the finder gives torch's part."""
     if framework != "torch":
@@ -174,9 +169,6 @@ class _Replaced(NamedTuple):
 
 _REPLACED = {
     "transformer_engine.common": _Replaced("load_framework_extension", _load_framework_extension, False),
-    "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": _Replaced(
-        "attn_forward_func_with_cp", _attn_forward_func_with_cp, False
-    ),
     "transformer_engine.pytorch.triton.grouped_dbias_dscales": _Replaced(
         "_launch_grouped_dbias", _launch_grouped_dbias, True
     ),

@@ -13,6 +13,8 @@ MISSING: dict[str, tuple[str, ...]] = {
         "copy_to_kv_cache",
         "fa_prepare_bwd",
         "fa_prepare_fwd",
+        "fused_attn_bwd",
+        "fused_attn_fwd",
         "multi_tensor_pad_last_dim",
     ),
     "context parallelism": (
