@@ -172,10 +172,4 @@ SEAMS = (
         "a function in torch",
         "A triton kernel that is launched in training without being asked for: gathering MXFP8 data.",
     ),
-    Seam(
-        "transformer_engine/pytorch/triton/grouped_dbias_dscales.py",
-        "def _launch_grouped_dbias(",
-        "a function in torch",
-        "A triton kernel that is launched in training without being asked for: the bias of grouped tensors.",
-    ),
 )

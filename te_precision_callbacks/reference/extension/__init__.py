@@ -68,16 +68,6 @@ from te_precision_callbacks.reference.extension.enums import (
     NVTEScalingMode,
 )
 from te_precision_callbacks.reference.extension.gemm import generic_gemm, te_general_grouped_gemm
-from te_precision_callbacks.reference.extension.grouped import (
-    bgrad_group_quantize,
-    get_grouped_gemm_setup_workspace_size,
-    group_quantize,
-    splits_to_offsets,
-    splits_to_offsets_multi,
-    te_general_grouped_gemm_for_discrete_in,
-    te_general_grouped_gemm_for_discrete_out,
-    te_general_grouped_gemm_for_grouped_tensor,
-)
 from te_precision_callbacks.reference.extension.missing import (
     CommOverlap,
     CommOverlapHelper,
