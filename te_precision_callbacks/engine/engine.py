@@ -68,7 +68,7 @@ from te_precision_callbacks.gemm_error.judging import FORMAT_SUMS, KERNEL_MAXIMA
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
-from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, OF_SCALES, RANGES, SCALES, STATISTICS, Of
+from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS, OF_BLOCKS, OF_SCALES, STATISTICS, Of
 
 logger = logging.getLogger(__name__)
 
@@ -396,15 +396,13 @@ class _TableReading:
 
 _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Of.TENSOR: (MOMENT_SUMS, MAXIMA),
-    Of.EXPONENTS: (EXPONENTS.columns, ()),
+    Of.EXPONENTS: (EXPONENT_COLUMNS, ()),
     Of.BLOCKS: ((), ("block_range",)),
     Of.QUANTIZED: (COMPARISON_SUMS, ()),
     Of.SCALES: (SCALE_SUMS, SCALE_MAXIMA),
-    Of.SCALE_BINS: (SCALES.columns, SCALE_MAXIMA),
     Of.SCALE_LIMITS: (LIMIT_SUMS, ()),
     Of.LOSSES: (LOSS_SUMS, LOSS_MAXIMA),
     Of.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
-    Of.RANGE_BINS: (RANGES.columns, RANGE_MAXIMA),
     Of.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
     Of.GEMM_FORMAT: (FORMAT_SUMS, ()),
     Of.GEMM_CODES_A: (CodeCheck._fields, ()),

@@ -32,7 +32,6 @@ from te_precision_callbacks.sinks.loggers import (
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.sinks.metrics import Histogram
 
 
 class ReportingError(PrecisionDebugError, RuntimeError):
@@ -94,7 +93,7 @@ class _IntegrationSink(LoggerSink):
             return active.info.run_id
         return None
 
-    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
         """Log at the step of the trainer's own metrics; does nothing after the training."""
         if not self._reporting.is_open:
             return

@@ -82,7 +82,7 @@ def find(name: str) -> Explained:
         "merged": row.merge,
         "worse": row.worse.value,
         "is_upstream": row.upstream,
-        "is_histogram": row.bins is not None,
+        "is_histogram": row.is_histogram,
         "collected_by": collected_by,
         "is_of_own_recipe": request.recipe == OWN_RECIPE,
         "recipe": recipe

@@ -18,7 +18,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     NOTHING,
     Pending,
 )
-from te_precision_callbacks.statistics.table import Bins
 
 PIECE = 65_536
 """Elements of a piece on a CPU: a float64 temporary is 512 KiB. Larger pieces were several times slower, since their
@@ -168,17 +167,6 @@ def exponents(values: torch.Tensor) -> torch.Tensor:
         counted = (bits > 0) & (bits < 0x7F800000)
     # Excluded elements go to an extra bin, which is cut off.
     return _counts(torch.where(counted, exponent, EXPONENT_BINS), EXPONENT_BINS)
-
-
-def count_in_bins(powers: torch.Tensor, counted: torch.Tensor, bins: Bins) -> torch.Tensor:
-    """Count numbers per bin: float64, one for each bin.
-
-    Args:
-        powers: float64, 1-D: the logarithms to base 2.
-        counted: bool, the same length: which numbers to count.
-    """
-    places = torch.floor((powers - bins.lowest) * bins.steps).clamp(0, bins.number - 1)
-    return _counts(torch.where(counted, places, bins.number).to(torch.int32), bins.number)
 
 
 def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:

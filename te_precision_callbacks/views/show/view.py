@@ -257,7 +257,7 @@ def _groups(run: RecordedRun) -> dict[str, _Group]:
     groups: dict[str, _Group] = {}
     for number, (subject, worst, at, count) in enumerate(zip(run.subjects, *columns, strict=True)):
         family = family_of(subject.tensor, subject.statistic, subject.gemm)
-        if count and (family.request is None or family.request.statistic.bins is None):
+        if count and (family.request is None or not family.request.statistic.is_histogram):
             group = groups.setdefault(subject.statistic, {})
             group[subject._replace(statistic="")] = _Series(number, family, worst, at)
     return dict(sorted(groups.items(), key=lambda item: _rank(next(iter(item[1].values())).family.request)))
@@ -296,7 +296,7 @@ def _chosen(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) 
 
 def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
     histogram = logged_request(name)
-    if histogram is not None and histogram.statistic.bins is not None and name in run.series["statistic"].to_pylist():
+    if histogram is not None and histogram.statistic.is_histogram and name in run.series["statistic"].to_pylist():
         return f"{name!r} is a histogram, of which no number is the worst. 'te-precision report' draws it."
     return f"{run.path} has no statistic {name!r}.{it_has(name, known)}{run.notes_in_words}"
 
