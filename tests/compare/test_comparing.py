@@ -216,14 +216,13 @@ def test_without_noise_fixed_bounds_hold_and_it_says_so(runs: Runs) -> None:
     assert result.floor is None
     assert [parting.name for parting in result.parted] == [f"{LAYERS[3]} weight"]
     assert result.parted[0].strongest.spread is None
-    assert result.first_unequal is not None
-    assert (result.first_unequal.layer, result.first_unequal.iteration) == (LAYERS[1], 30)
+    assert not result.all_equal
 
 
 def test_equal_runs_are_equal_to_the_last_bit(runs: Runs) -> None:
     result = compare(runs.a, runs.record("b", numbers(0)), noise=[runs.noise])
     assert not result.has_findings
-    assert result.first_unequal is None
+    assert result.all_equal
 
 
 def test_steps_pair_by_their_number(tmp_path: Path) -> None:

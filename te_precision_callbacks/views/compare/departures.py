@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.judging_scales import LEVEL, MAGNITUDE, NO_NUMBER, NoiseScale, scale_of
-from te_precision_callbacks.views.compare.result import FirstUnequal, StatisticDeparture
+from te_precision_callbacks.views.compare.result import StatisticDeparture
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Numbers, Side, family
 from te_precision_callbacks.views.compare.spread import BEYOND_NOISE, Noise, Spread, bounds, grouped_quantile, measure
 from te_precision_callbacks.views.report.overview import pieces
@@ -65,6 +65,7 @@ class Search:
         show: receives all compared values, in parts.
         without_steps: the number of series without a common step.
         without_noise: the number of series without a baseline.
+        all_equal: whether all values that pair are equal, to the last bit.
         iterations: the common iterations, in order.
     """
 
@@ -75,23 +76,17 @@ class Search:
     show: Callable[[Compared], None] | None = None
     without_steps: int = 0
     without_noise: int = 0
-    first_unequal: FirstUnequal | None = None
+    all_equal: bool = True
     iterations: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
-    def run(self, subjects: Sequence[Subject], place: dict[Subject, tuple[float, ...]]) -> Iterator[Found]:
+    def run(self, subjects: Sequence[Subject]) -> Iterator[Found]:
         ordered = sorted(subjects, key=family)
         counts = np.array([self.a.count(subject) for subject in ordered], np.int64)
         looked_at = len(subjects) * max(1, int(counts.max(initial=0)) // self.lasting)
-        self._firsts: dict[Subject, int] = {}
         for piece in pieces(counts):
             # In the order of the records nothing has to be sorted.
             part = sorted(ordered[piece], key=lambda subject: self.a.series.get(subject, math.inf))
             yield from self._part(part, looked_at)
-        if self._firsts:
-            subject, iteration = min(self._firsts.items(), key=lambda item: (item[1], place[item[0]]))
-            self.first_unequal = FirstUnequal(
-                iteration, subject.scope, subject.layer, subject.tensor, subject.statistic
-            )
 
     def _part(self, subjects: Sequence[Subject], looked_at: int) -> Iterator[Found]:
         sides = [side.read(subjects) for side in (self.a, self.b, *self.noise)]
@@ -100,7 +95,7 @@ class Search:
         self.iterations = np.union1d(self.iterations, iterations)
         counts = np.bincount(series, minlength=len(subjects))
         self.without_steps += int((counts == 0).sum())
-        self._note_unequal(subjects, series, iterations, ours, theirs)
+        self.all_equal &= np.array_equal(ours, theirs, equal_nan=True)
         place = scales.places(series, ours)
         difference = scales.places(series, theirs) - place
 
@@ -141,14 +136,6 @@ class Search:
         students = bounds(spread.degrees_at(families, series, iterations), looked_at)
         bound = np.fmax(students, BEYOND_NOISE * largest[families])
         return np.where(has[series], spread.at(families, series, iterations), np.nan), bound
-
-    def _note_unequal(
-        self, subjects: Sequence[Subject], series: Ints, iterations: Ints, ours: Floats, theirs: Floats
-    ) -> None:
-        unequal = np.flatnonzero((ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs)))
-        where, first = np.unique(series[unequal], return_index=True)
-        for number, place in zip(where.tolist(), unequal[first].tolist(), strict=True):
-            self._firsts[subjects[number]] = int(iterations[place])
 
     def _described(
         self,
