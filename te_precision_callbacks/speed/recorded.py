@@ -107,7 +107,7 @@ class RunSpeed:
         """Layer -> measured milliseconds of its GEMMs and casts without recomputation; empty if not compared."""
         sums: dict[str, float] = defaultdict(float)
         for row in () if self.measured is None or self.not_compared else self.measured.products:
-            if row.layer and row.kind in ("gemm", "convolution", "cast") and row.of_pass != "recompute":
+            if row.layer and row.kind in ("gemm", "cast") and row.of_pass != "recompute":
                 sums[row.layer] += row.ms
         return dict(sums)
 

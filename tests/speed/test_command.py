@@ -178,7 +178,7 @@ def test_what_cannot_be_read_of_a_run_is_reported(table: str) -> None:
         (("--recipe", "mxfp9", "--device", "b300"), "Did you mean 'mxfp8'"),
         (("--recipe", "nvfp4", "--device", "h100"), "does not run nvfp4"),
         (("--device", "b3000"), "Did you mean 'b300'"),
-        (("--device", "b300", "--table", "none.json"), "none.json cannot be read: no such file"),
+        (("--device", "b300", "--table", "none.json"), "none.json cannot be read: [Errno 2] No such file"),
         (("--device", "b300", "--calibrate"), "torch finds none here"),
     ],
 )

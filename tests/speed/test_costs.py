@@ -114,7 +114,7 @@ def test_the_known_devices() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("title: [", "is not valid YAML"),
+        ("title: [", "cannot be read"),
         ("- 1", "is not valid: : Input should be a valid dictionary"),
         ("title: mine\nbf16_tflop: 3", "bf16_tflop: Extra inputs are not permitted"),
         ("bandwidth_tbs: -1", "bandwidth_tbs: Input should be greater than 0"),
