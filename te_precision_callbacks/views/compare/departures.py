@@ -15,8 +15,11 @@ from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.judging_scales import LEVEL, MAGNITUDE, NO_NUMBER, NoiseScale, scale_of
 from te_precision_callbacks.views.compare.result import StatisticDeparture
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Numbers, Side, family
-from te_precision_callbacks.views.compare.spread import BEYOND_NOISE, Noise, Spread, bounds, grouped_quantile, measure
+from te_precision_callbacks.views.compare.spread import Noise, Spread, grouped_quantile, measure
 from te_precision_callbacks.views.report.overview import pieces
+
+_LEAST_BOUND, _BEYOND_NOISE = 6.0, 1.25
+"""A difference counts if it is at least so many spreads, and so many times the largest lasting one in the noise."""
 
 _PART_OF_BOUND, _LEAST_BEGIN = 0.5, 4.0
 """A difference that has passed the bound began where it passed half of it, which is at least so many spreads."""
@@ -82,13 +85,12 @@ class Search:
     def run(self, subjects: Sequence[Subject]) -> Iterator[Found]:
         ordered = sorted(subjects, key=family)
         counts = np.array([self.a.count(subject) for subject in ordered], np.int64)
-        looked_at = len(subjects) * max(1, int(counts.max(initial=0)) // self.lasting)
         for piece in pieces(counts):
             # In the order of the records nothing has to be sorted.
             part = sorted(ordered[piece], key=lambda subject: self.a.series.get(subject, math.inf))
-            yield from self._part(part, looked_at)
+            yield from self._part(part)
 
-    def _part(self, subjects: Sequence[Subject], looked_at: int) -> Iterator[Found]:
+    def _part(self, subjects: Sequence[Subject]) -> Iterator[Found]:
         sides = [side.read(subjects) for side in (self.a, self.b, *self.noise)]
         scales = _Scales(subjects, sides)
         series, iterations, ours, theirs = _both(sides[0], sides[1])
@@ -99,7 +101,7 @@ class Search:
         place = scales.places(series, ours)
         difference = scales.places(series, theirs) - place
 
-        spread, bound = self._noise_at(scales, [sides[0], *sides[2:]], series, iterations, looked_at)
+        spread, bound = self._noise_at(scales, [sides[0], *sides[2:]], series, iterations)
         known = ~np.isnan(spread)
         limit = np.where(known, bound * spread, scales.bound[series])
         begin = np.where(known, np.minimum(limit, np.fmax(_LEAST_BEGIN, _PART_OF_BOUND * bound) * spread), limit)
@@ -120,7 +122,7 @@ class Search:
         )
 
     def _noise_at(
-        self, scales: _Scales, sides: Sequence[Numbers], series: Ints, iterations: Ints, looked_at: int
+        self, scales: _Scales, sides: Sequence[Numbers], series: Ints, iterations: Ints
     ) -> tuple[Floats, Floats]:
         """The ordinary spread at each difference, and the multiple of it that counts; nan without known noise."""
         number = len(scales.family)
@@ -133,8 +135,7 @@ class Search:
         spread = measure(noise, scales.family, scales.families, scales.least, self.lasting)
         largest = _largest(noise, spread, scales, self.lasting)
         families = scales.family[series]
-        students = bounds(spread.degrees_at(families, series, iterations), looked_at)
-        bound = np.fmax(students, BEYOND_NOISE * largest[families])
+        bound = np.fmax(_LEAST_BOUND, _BEYOND_NOISE * largest[families])
         return np.where(has[series], spread.at(families, series, iterations), np.nan), bound
 
     def _described(
