@@ -131,6 +131,7 @@ class Rows:
     def of(self, check: str) -> Iterator[None]:
         """Run a check: an exception becomes a row, and the part continues with the next check."""
         begun = self._path.with_suffix(BEGUN)
+        outer = begun.read_text(encoding="utf-8") if begun.exists() else ""
         begun.write_text(check, encoding="utf-8")  # for who ends the part while it runs
         try:
             yield
@@ -141,7 +142,10 @@ class Rows:
             self.add(check, "failed", expected="ran", ok=False, note=f"{in_one_line(error)} {_where(error)}".strip())
             error.__traceback__ = None  # which holds the tensors of the check
         finally:
-            begun.unlink()
+            if outer:
+                begun.write_text(outer, encoding="utf-8")
+            else:
+                begun.unlink()
             gc.collect()
 
     def measured(self, check: str, value: Value, unit: str = "", note: str = "") -> None:
