@@ -186,15 +186,14 @@ def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], C
 
 
 class FamilyOnPage:
-    """A heat map with packed arrays; by default the scale of its colours fits the values."""
+    """A heat map with packed arrays."""
 
-    def __init__(self, overview: Overview, packed: Packed, scale: PackedScale | None = None) -> None:
+    def __init__(self, overview: Overview, packed: Packed) -> None:
         self.overview = overview
         family, request = overview.family, overview.family.request
         row = None if request is None else request.statistic
-        if scale is None:
-            shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
-            scale = PackedScale.of(shown, centred=family.is_signed)
+        shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
+        scale = PackedScale.of(shown, centred=family.is_signed)
         self.content: dict[str, Any] = {
             "tensor": family.tensor,
             "statistic": family.statistic,
