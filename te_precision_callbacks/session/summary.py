@@ -22,7 +22,6 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.base.opening import own_file
 from te_precision_callbacks.base.terminal import paragraph, visible
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Coverage, Product, percent
@@ -62,7 +61,7 @@ def write_summary(session: Results, coverage: Coverage, other_steps: Sequence[st
     lines = "\n".join(line.rstrip() for line in output.getvalue().splitlines())
     path = session.log_dir / SUMMARY_FILE
     earlier = b""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=own_file) as file:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         earlier = file.read(_MOST_EARLIER)
     replace_whole(path, lambda file: file.write(f"{lines}\n\n".encode("utf-8", "backslashreplace") + earlier))
 
