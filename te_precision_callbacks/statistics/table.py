@@ -136,8 +136,6 @@ class Statistic:
         worse: the direction of worse values. Lists of the worst layers are sorted by it, and have only
             statistics with one.
         signed: whether values of either sign are ordinary.
-        misses: statistics of the same quantized tensor that show losses which this one does not; a list of the worst
-            layers considers them too.
     """
 
     name: str
@@ -149,7 +147,6 @@ class Statistic:
     bins: Bins | None = None
     worse: Worse = Worse.HIGH
     signed: bool = False
-    misses: tuple[str, ...] = ()
 
     @property
     def is_count(self) -> bool:
@@ -247,8 +244,6 @@ def _range_percentile(percent: int) -> Callable[[Columns], Values]:
 
 _ELEMENT, _COUNT, _BLOCKS, _POWERS, _PERCENT = "of the tensor", "elements", "blocks", "powers of two", "%"
 
-_LOSSES = ("underflows%", "overflows%")
-
 _BEYOND = "|x| > largest code * its factor"
 _LIMITED = "; none in a block with the factor 0"
 
@@ -309,10 +304,9 @@ def _statistics() -> Iterable[Statistic]:
         "square of the tensor's",
         lambda c: _ratio(c["error_square_sum"], c["compared"]),
         upstream=True,
-        misses=_LOSSES,
     )
     sqnr = "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x, -inf where `mse` is inf"
-    yield quantized("sqnr_db", sqnr, "dB", _sqnr, worse=Worse.LOW, misses=_LOSSES)
+    yield quantized("sqnr_db", sqnr, "dB", _sqnr, worse=Worse.LOW)
     scales = functools.partial(Statistic, unit=_ELEMENT, of=Of.SCALES, worse=Worse.NEITHER)
     yield scales("scale_inv_min", "smallest factor", value=_least_scale, upstream=True)
     yield scales("scale_inv_max", "largest factor", value=_largest_scale, upstream=True)

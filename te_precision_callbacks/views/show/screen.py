@@ -174,8 +174,7 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
 
 
 def _worst_number(series: WorstSeries) -> str:
-    lost = "" if series.lost is None else f" (worst {visible(series.lost.statistic)} {series.lost.value:.3g})"
-    return f"{series.worst:.3g} ({series.worst_iteration}){lost}"
+    return f"{series.worst:.3g} ({series.worst_iteration})"
 
 
 def _name(series: WorstSeries) -> tuple[str, str]:
