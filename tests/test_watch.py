@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks.base.errors import OptionError
@@ -247,6 +248,33 @@ def test_the_stages_of_a_pipeline_attach_before_its_schedule(
             optimizer.zero_grad()
         assert watch.session is not None
     assert attached[-STEPS:] == [True] * STEPS
+
+
+def test_the_inference_of_shapes_in_a_pipeline_is_not_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.distributed.pipelining runs the stages once on uninitialized memory, here of nan."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+    empty = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *size, **keywords: empty(*size, **keywords).fill_(torch.nan))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        models = [Model() for _ in range(2)]
+        optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.01)
+        stages = [PipelineStage(model, index, 2, torch.device("cpu")) for index, model in enumerate(models)]
+        schedule = ScheduleInterleaved1F1B(stages, 2, loss_fn=torch.nn.functional.mse_loss)
+        known = []
+        with watched(tmp_path) as watch:
+            for step in range(2):
+                losses: list[torch.Tensor] = []
+                schedule.step(batch(step), target=batch(step), losses=losses)
+                known.append(torch.stack(losses).mean().item())
+                optimizer.step()
+                optimizer.zero_grad()
+            assert watch.session is not None
+        assert losses_of(tmp_path) == pytest.approx(known)
+        assert not [finding for finding in diagnose(open_run(tmp_path)).findings if finding.rule == "nonfinite"]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -> None:

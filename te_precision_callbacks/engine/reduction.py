@@ -34,7 +34,7 @@ import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import in_words
-from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
+from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
 from te_precision_callbacks.statistics.table import Columns, Values
@@ -165,7 +165,7 @@ class Reduction:
             self._own_layout = _Layout(map(_describe, slots.segments.values()), slots, all_of_them=True)
             self._own_version = slots.version
         layout = self._own_layout
-        layout.pack(slots, NO_STAMP, changed=False, noted=False, stops=False)
+        layout.pack(slots, NO_STAMP, changed=False, requests=Requests())
         return layout.unpack(layout.merged)
 
     def _reduce(self, messages: Messages, slots: Segments, stamp: Stamp) -> _Layout:
@@ -184,7 +184,7 @@ class Reduction:
                 if not layout.has_one_stamp() or self._has_missed_a_step(layout, stamp):
                     self._part(messages, stamp)
                 if not layout.has_changed():
-                    messages.noted, messages.stop_is_wanted = layout.is_noted(), layout.stops()
+                    messages.requested = layout.requested()
                     if layout.has_one_optimizer_count():
                         self._agreements, self._last_agreement = self._agreements + 1, stamp.iteration
                     return layout
@@ -206,11 +206,9 @@ class Reduction:
     def _pack(self, messages: Messages, layout: _Layout, slots: Segments, stamp: Stamp, *, changed: bool) -> None:
         """Pack the message; a neutral one after a failure."""
         try:
-            layout.pack(slots, stamp, changed=changed, noted=messages.note, stops=messages.wants_stop)
+            layout.pack(slots, stamp, changed=changed, requests=messages.requests)
         except Exception as error:
-            layout.pack_nothing(
-                stamp, changed=changed, noted=messages.note, stops=messages.wants_stop, rank=messages.rank
-            )
+            layout.pack_nothing(stamp, changed=changed, requests=messages.requests, rank=messages.rank)
             self._failure = error
 
     def _tell(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
@@ -294,11 +292,12 @@ def _home(slots: Segments) -> torch.device:
 
 
 _PARTS = len(Stamp._fields)
-_TRAILER = 2 * _PARTS + 4
-"""Elements after the maxima: a stamp, its negative, flags for segments outside the layout, a note and a wanted stop,
-and the number of a rank that could not pack its values.
+_REQUESTS = len(Requests._fields)
+_TRAILER = 2 * _PARTS + 2 + _REQUESTS
+"""Elements after the maxima: a stamp, its negative, a flag for segments outside the layout, the requests, and the
+number of a rank that could not pack its values.
 """
-_CHANGED, _NOTED, _STOPS, _FAILED = -4, -3, -2, -1
+_CHANGED, _FAILED = -2 - _REQUESTS, -1
 _DECISIVE = 3
 """Iterations after which a missed step() is distinguishable from an optimizer that steps less often."""
 _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
@@ -363,11 +362,9 @@ class _Layout:
     def has_changed(self) -> bool:
         return bool(self.merged[_CHANGED] > 0)
 
-    def is_noted(self) -> bool:
-        return bool(self.merged[_NOTED] > 0)
-
-    def stops(self) -> bool:
-        return bool(self.merged[_STOPS] > 0)
+    def requested(self) -> Requests:
+        """Return what any rank asks of all."""
+        return Requests(*(self.merged[_CHANGED + 1 : _FAILED] > 0).tolist())
 
     def failed(self) -> int | None:
         """Return the last rank that could not pack its values."""
@@ -388,7 +385,7 @@ class _Layout:
     def _stamps(self) -> npt.NDArray[np.float64]:
         return self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
 
-    def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, noted: bool, stops: bool) -> None:
+    def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, requests: Requests) -> None:
         """Pack this rank's message on its device and copy it to the host; neutral where it has no values."""
         if not self._are_there:
             self._moves = [
@@ -411,20 +408,20 @@ class _Layout:
             message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
         self._host[:-_TRAILER].copy_(message)
         self.merged[: self._due] = due
-        self._end(stamp, changed=changed, noted=noted, stops=stops, rank=None)
+        self._end(stamp, changed=changed, requests=requests, rank=None)
 
-    def pack_nothing(self, stamp: Stamp, *, changed: bool, noted: bool, stops: bool, rank: int) -> None:
+    def pack_nothing(self, stamp: Stamp, *, changed: bool, requests: Requests, rank: int) -> None:
         """Pack a message without values, in existing memory."""
         self.merged[: self.split] = 0.0
         self.merged[self.split :] = NOTHING
-        self._end(stamp, changed=changed, noted=noted, stops=stops, rank=rank)
+        self._end(stamp, changed=changed, requests=requests, rank=rank)
 
-    def _end(self, stamp: Stamp, *, changed: bool, noted: bool, stops: bool, rank: int | None) -> None:
+    def _end(self, stamp: Stamp, *, changed: bool, requests: Requests, rank: int | None) -> None:
         trailer = self.merged[-_TRAILER:]
         for place, part in enumerate(stamp):
             trailer[place] = part if part >= 0 else NOTHING
             trailer[_PARTS + place] = -part if part >= 0 else NOTHING
-        trailer[_CHANGED], trailer[_NOTED], trailer[_STOPS] = changed, noted, stops
+        trailer[_CHANGED], trailer[_CHANGED + 1 : _FAILED] = changed, requests
         trailer[_FAILED] = -1 if rank is None else rank
 
     def unpack(self, values: Values) -> list[Table]:

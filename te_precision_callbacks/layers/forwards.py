@@ -71,7 +71,7 @@ class ForwardClassifier:
 
     @property
     def paused(self) -> bool:
-        return self._paused
+        return self._paused or infers_shapes()
 
     @paused.setter
     def paused(self, value: bool) -> None:
@@ -79,9 +79,9 @@ class ForwardClassifier:
         self.was_paused = self.was_paused or value
 
     def __call__(self, module: torch.nn.Module) -> ForwardKind:
-        if self.abandoned is not None and self.abandoned():
+        if infers_shapes() or (self.abandoned is not None and self.abandoned()):
             return ForwardKind.UNTOUCHED
-        if self.paused or (self.eval_mode_counts and not module.training):
+        if self._paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
         if in_backward():
             # Inside a backward pass, so recomputed for an activation checkpoint. A reentrant one (an autograd Function)
@@ -93,6 +93,23 @@ class ForwardClassifier:
             return ForwardKind.OBSERVED
         # A reentrant checkpoint recomputes it later.
         return self._evaluation if in_evaluation() else ForwardKind.SILENT
+
+
+def infers_shapes() -> bool:
+    """Return whether a pipeline infers the shapes of a stage's outputs.
+
+    torch.distributed.pipelining (2.13) runs each stage once before its first micro-batch, on uninitialized memory.
+    """
+    pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    if pipelining is None:
+        return False
+    inference = getattr(pipelining.PipelineStage, "_forward_metadata_inference", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and inference is not None:
+        if frame.f_code is inference.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def in_backward() -> bool:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.garbage import without_collections
+from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer, is_on_host, is_scalar, to_floats
 from te_precision_callbacks.observation import Observation
+from te_precision_callbacks.runs.answers import is_loss_of_training
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import NamedLayers
 from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
 from te_precision_callbacks.statistics.series import Measured, parsed_log_name
 
 logger = logging.getLogger(__name__)
+
+_MOST_LOSSES = 10_000
+"""The losses of another rank than 0 that are kept between two collection steps."""
 
 _MOST_KEPT, _LONGEST = 256, 1.0
 """The tensors, and the seconds, after which the trainer's scalars are copied to the host."""
@@ -192,8 +198,27 @@ class StepCollector:
         return records
 
 
+class Loss(NamedTuple):
+    """A training loss of a rank, for rank 0; the value as text, since JSON has no inf and nan."""
+
+    rank: int
+    iteration: int
+    logging_step: int
+    name: str
+    value: str
+
+
 class TrainerScalars:
+    """The trainer's scalars, until they are copied to the host.
+
+    Attributes:
+        has_loss: whether a training loss is among them.
+        losses: the training losses that rank 0 may lack, as in a pipeline, whose last stage computes the loss.
+    """
+
     def __init__(self, context: RunContext) -> None:
+        self.has_loss = False
+        self.losses: deque[Loss] = deque(maxlen=_MOST_LOSSES)
         self._context = context
         self._kept: list[tuple[int, int, str, Any]] = []
         self._kept_since = 0.0
@@ -203,11 +228,24 @@ class TrainerScalars:
             self._kept_since = time.monotonic()
         for name, value in values.items():
             if is_scalar(value):
+                self.has_loss |= is_loss_of_training(str(name))
                 kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
                 self._kept.append((iteration, logging_step, str(name), kept))
 
     def drop_from_device(self) -> None:
         self._kept = [kept for kept in self._kept if is_on_host(kept[-1])]
+
+    def shared_losses(self) -> list[Scalars]:
+        """Return the losses of all ranks, which must call this together: the mean over the ranks that know them."""
+        own, by_step = list(self.losses), dict[tuple[int, int], dict[str, list[float]]]()
+        self.losses.clear()
+        for loss in self._context.ranks.pool(own, "losses", Loss):
+            of_step = by_step.setdefault((loss.iteration, loss.logging_step), {})
+            of_step.setdefault(loss.name, []).append(float(loss.value))
+        return [
+            Scalars(*step, {name: sum(values) / len(values) for name, values in of_step.items()})
+            for step, of_step in sorted(by_step.items())
+        ]
 
     def take(self, *, at_once: bool = False) -> list[Scalars]:
         """Return the scalars since the last call, on the host. Copying a GPU's in each step would wait for it."""
@@ -225,4 +263,6 @@ class TrainerScalars:
         by_step: dict[tuple[int, int], dict[str, float]] = {}
         for (iteration, logging_step, name, _), number in zip(kept, numbers, strict=True):
             by_step.setdefault((iteration, logging_step), {})[name] = number
+            if not self._context.ranks.leads and is_loss_of_training(name):
+                self.losses.append(Loss(own_rank(), iteration, logging_step, name, repr(number)))
         return [Scalars(iteration, logging_step, values) for (iteration, logging_step), values in by_step.items()]

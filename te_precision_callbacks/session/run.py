@@ -55,7 +55,7 @@ from te_precision_callbacks.session.profiling import Profiling
 from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume import ResumeAudit, versions
 from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
-from te_precision_callbacks.sinks.step_records import Event, RunInfo, Sink, StepRecords, end_of
+from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of
 from te_precision_callbacks.sinks.writer_thread import all_within
 
 logger = logging.getLogger(__name__)
@@ -254,11 +254,16 @@ class Run:
         self._start_sinks()
         self._profiling.write()  # where the run is recorded, which is known now
         # Reduce the statistics over the ranks, and begin the next iteration.
+        ranks, optimizer_steps = self.context.ranks, self._loop_checks.optimizer_steps
+        ranks.ask_for_losses(own=ranks.leads and optimizer_steps > 1 and not self._trainer_scalars.has_loss)
         self._contract.begin_step(iteration)
         self._reduce(ending)
         self.hooks.begin(self.context.iteration)
         # Check the facts, and the statistics where they are delivered.
         self._send_pending()
+        if ranks.losses_are_wanted:
+            shared = self._trainer_scalars.shared_losses()
+            self._send_scalars(shared if ranks.leads else ())
         self._check_facts(iteration)
         try:
             records = self._deliver(ending)
@@ -382,10 +387,13 @@ class Run:
     def _send_pending(self, *, at_last: bool = False) -> None:
         """Send what was kept for the end of a step: events, failures and the trainer's scalars."""
         self._send(*(Event("observation_failed", text, at, "error") for at, text in self.context.failures.take()))
-        for scalars in self._trainer_scalars.take(at_once=at_last):
+        self._send_scalars(self._trainer_scalars.take(at_once=at_last))
+        self._send()
+
+    def _send_scalars(self, scalars_of_steps: Iterable[Scalars]) -> None:
+        for scalars in scalars_of_steps:
             self._sinks.send(scalars)
             self._rules.scalars(scalars)
-        self._send()
 
     def _send_nonfinite(self, error: BaseException) -> None:
         if error is not self._overflowed:

@@ -40,6 +40,7 @@ def main(rank: int, folder: Path) -> None:
     )
     stages(rank, folder / "stages")
     scopes(rank, folder)
+    losses(rank, folder / "losses")
     contract(rank, folder / "contract")
     gemm_errors(rank, folder)
     stopped(rank, folder / "stopped")
@@ -313,6 +314,33 @@ def scopes(rank: int, folder: Path) -> None:
             if case == "said":
                 half.run_experts(ROUTED[2 * rank * 64 : 2 * (rank + 1) * 64]).pow(2).sum().backward()
             session.step()
+
+
+def losses(rank: int, folder: Path) -> None:
+    """A pipeline, whose loss only the last stage knows."""
+    torch.manual_seed(rank)
+    stage, known = te.Linear(64, 64), []
+    optimizer = torch.optim.SGD(stage.parameters(), 0.01)
+    with InspectSession(statistics(freq=3), model=stage, log_dir=folder, early_steps=False) as session:
+        for _ in range(8):
+            hidden = TOKENS.clone()
+            if rank == 1:
+                torch.distributed.recv(hidden, 0)
+            hidden.requires_grad_()
+            output, gradient = stage(hidden), torch.empty(32, 64)
+            if rank == 0:
+                torch.distributed.send(output.detach(), 1)
+                torch.distributed.recv(gradient, 1)
+                output.backward(gradient)
+            else:
+                loss = output.square().mean()
+                known.append(loss.item())
+                loss.backward()
+                torch.distributed.send(hidden.grad, 0)
+                session.log({"loss": loss})
+            optimizer.step()
+            session.step()
+    (folder / f"{rank}.txt").write_text(repr(known))
 
 
 QUANTIZED = statistics(tensors=["activation", "weight", "gradient"], stats=["min", "max", "l2_norm", "std"])

@@ -93,6 +93,13 @@ def test_the_records_of_a_pipeline_have_the_layers_of_all_ranks(two: Path) -> No
     assert {row["scope"] for row in run.series.to_pylist()} == {"pp0", "pp1"}
 
 
+def test_rank_0_records_the_losses_of_the_last_stage(two: Path) -> None:
+    known = ast.literal_eval((two / "losses" / "1.txt").read_text())
+    assert list(open_run(two / "losses").metrics["loss"].values) == pytest.approx(
+        known[:7]
+    )  # up to the last collection step
+
+
 def test_errors_of_gemms_are_merged(two: Path) -> None:
     """Sums are added, and the largest ratio keeps its rank: one bad device is not averaged away."""
     first, second, merged = (

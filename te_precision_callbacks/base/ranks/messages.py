@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +92,20 @@ class Departure:
     raises: bool = False
 
 
+class Requests(NamedTuple):
+    """What a rank asks of all ranks, sent with the values of a step.
+
+    Attributes:
+        check: to check the contract.
+        stop: to stop.
+        losses: to send the training losses, which rank 0 lacks.
+    """
+
+    check: bool = False
+    stop: bool = False
+    losses: bool = False
+
+
 class RanksLostError(PrecisionDebugError, RuntimeError):
     """The ranks no longer exchange messages; ``departure`` is of the first rank that left, if known."""
 
@@ -113,8 +127,8 @@ class Messages:
         rank, size: this rank in the group, and the number of ranks.
         meetings: how often the ranks have met.
         departure: why the ranks are separated.
-        note, wants_stop: requests of this rank, for a check and to stop, sent with the values of a step.
-        noted, stop_is_wanted: whether any rank had the request in the last step; ``noted`` is None without a message.
+        requests: of this rank.
+        requested: the requests of any rank in this step; None without a message.
         timeout: the timeout of a message in seconds.
     """
 
@@ -123,8 +137,8 @@ class Messages:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.meetings = 0
         self.departure = Departure(self.rank, "they have not met yet")
-        self.note = self.wants_stop = self.stop_is_wanted = False
-        self.noted: bool | None = None
+        self.requests = Requests()
+        self.requested: Requests | None = None
         self._purpose = purpose
         self._ranks = range(self.size) if group is None else dist.get_process_group_ranks(group)
         self._at = Place(self.rank, self.size, self.name)

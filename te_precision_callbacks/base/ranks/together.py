@@ -13,7 +13,7 @@ import torch.distributed
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import is_distributed
-from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
+from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +195,21 @@ class Ranks:
 
     def put_note(self, *, note: bool) -> None:
         self._note = note
+        self._request(check=note)
+
+    def ask_for_losses(self, *, own: bool) -> None:
+        self._request(losses=own)
+
+    @property
+    def losses_are_wanted(self) -> bool:
+        """Return whether rank 0 has asked for the losses of all ranks in this step."""
+        requested = None if self.messages is None else self.messages.requested
+        return requested is not None and requested.losses
+
+    def _request(self, **requests: bool) -> None:
         if self.messages is not None:
-            self.messages.note, self.messages.noted = note, None
+            self.messages.requests = self.messages.requests._replace(**requests)
+            self.messages.requested = None
 
     def noted(self, *, asks: bool) -> bool:
         """Return whether any rank wants a check. In a step without values, a message is sent only with ``asks``."""
@@ -204,9 +217,10 @@ class Ranks:
             return self._note
         if self.messages is None or not self.messages.is_open:
             return False
-        if self.messages.noted is None and asks:
-            self.messages.noted = self.any("notes", "to ask whether precision has changed", own=self._note)
-        return bool(self.messages.noted) and self.are_together
+        if self.messages.requested is None and asks:
+            check = self.any("notes", "to ask whether precision has changed", own=self._note)
+            self.messages.requested = Requests(check=check)
+        return bool(self.messages.requested and self.messages.requested.check) and self.are_together
 
     def stop_together(self, *, own: bool) -> bool:
         """Return whether all ranks stop now. Requests are sent with the next values; all receive them in one step."""
@@ -214,8 +228,8 @@ class Ranks:
             return own
         if self.messages is None or not self.messages.is_open:
             return False
-        self.messages.wants_stop = own
-        return self.messages.stop_is_wanted
+        self.messages.requests = self.messages.requests._replace(stop=own)
+        return bool(self.messages.requested and self.messages.requested.stop)
 
     def differing(self, numbers: Sequence[int], kind: str) -> dict[int, tuple[int, ...]]:
         """Return rank -> its numbers, if the ranks differ. A float64 must hold each number."""
