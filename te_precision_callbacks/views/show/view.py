@@ -28,7 +28,7 @@ from te_precision_callbacks.runs.answers import (
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve
-from te_precision_callbacks.sinks.worst import Lost, worst_first
+from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.errors import SpeedError
 from te_precision_callbacks.speed.estimate import estimate_step
 from te_precision_callbacks.speed.printing import in_short
@@ -56,7 +56,6 @@ class WorstSeries:
 
     Attributes:
         worst, worst_iteration: the worst value; the largest magnitude of a statistic without a worse direction.
-        lost: another statistic's loss, if that is why the series is listed.
         curve: all values, without delayed scaling's first step.
     """
 
@@ -64,7 +63,6 @@ class WorstSeries:
     worst: float
     worst_iteration: int
     low_is_worse: bool
-    lost: Lost | None
     curve: Curve
 
 
@@ -131,7 +129,6 @@ def _worst_as_json(series: WorstSeries) -> dict[str, Any]:
         **{name: value for name, value in vars(series).items() if name != "subject"},
         "last": float(series.curve.values[-1]),
         "last_iteration": int(series.curve.iterations[-1]),
-        "lost": series.lost and series.lost._asdict(),
         "curve": _curve_as_json(series.curve),
     }
 
@@ -279,10 +276,10 @@ def _is_of(label: str, statistic: str) -> bool:
 def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) -> Iterable[WorstSeries]:
     group = groups[name]
     family = next(iter(group.values())).family
-    chosen = worst_first(most, family, _worst_numbers(group), lambda label: _worst_numbers(groups.get(label, {})))
+    chosen = worst_first(most, family, _worst_numbers(group))
     table = run.values(group[place].number for place in chosen)
     numbers = table["series"].to_numpy()
-    for place, lost in chosen.items():
+    for place in chosen:
         number, family, worst, worst_iteration = group[place]
         begin, end = np.searchsorted(numbers, (number, number + 1)).tolist()
         rows = table.slice(begin, end - begin)
@@ -291,7 +288,7 @@ def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) ->
         if worst is None or worst_iteration is None or not len(curve.values):
             continue
         subject = place._replace(statistic=family.statistic)
-        yield WorstSeries(subject, worst, worst_iteration, family.worse is Worse.LOW, lost, curve)
+        yield WorstSeries(subject, worst, worst_iteration, family.worse is Worse.LOW, curve)
 
 
 def _shown_event(row: Mapping[str, Any]) -> ShownEvent:
