@@ -621,12 +621,14 @@ class _Measuring:
             if is_elsewhere:
                 segment = here.segment(segment.key, segment.sums, segment.maxima, device, contributes=True)
             at[first if kind.form is None else kind.form][kind.of] = segment
-        passes = [_pass(form, of, in_blocks=isinstance(held.get(form), InBlocks)) for form, of in at.items()]
+        passes = [_pass(form, of, in_blocks=isinstance(form and held.get(form), InBlocks)) for form, of in at.items()]
         ready = _Ready(slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused])
         if not is_elsewhere:
             return ready, rest
         # Earlier micro-batches of the step were measured on another device.
-        kernels.add([self._pending(single, held.get(single.form)) for single in passes], *here.on(device))
+        kernels.add(
+            [self._pending(single, single.form and held.get(single.form)) for single in passes], *here.on(device)
+        )
         for segment, _ in ready.asked:
             slots.merge(segment, *here.parts(here.segments[segment.key]))
         self.end(ready)
@@ -685,7 +687,7 @@ class _Measuring:
             refused["the tensor exists in its quantized form only"] = wanted - (OF_SCALES if found else set())
         if isinstance(found, PerTensor) or (found is None and its_recipe == "fp8_current_scaling"):
             refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & OF_BLOCKS
-        wanted = wanted.difference(*refused.values())
+        wanted = wanted - set().union(*refused.values())
         try:
             columns = self._columns(form._replace(recipe=its_recipe), found, wanted) if wanted else {}
         except Exception as error:
