@@ -22,7 +22,7 @@ from te_precision_callbacks.sinks.loggers import (
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.sinks.metrics import Histogram, overall_name
+from te_precision_callbacks.sinks.metrics import overall_name
 
 try:
     from lightning.fabric.loggers.logger import Logger
@@ -376,7 +376,7 @@ class LightningLoggerSink(LoggerSink):
         super().__init__(select)
         self._receiver = receiver
 
-    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
         if metrics:
             named = names_for_mlflow(metrics) if isinstance(self._receiver, MLFlowLogger) else metrics
             self._receiver.log_metrics(named, step=step)

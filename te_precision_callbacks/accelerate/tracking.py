@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,7 +18,6 @@ from te_precision_callbacks.sinks.loggers import (
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.sinks.metrics import Histogram
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class TrackerSink(LoggerSink):
         if self._accelerator.is_main_process:
             super().write(records)
 
-    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
         """Log at the script's own step, as ``accelerator.log`` does, but under the names that each tracker takes."""
         trackers = self._accelerator.trackers
         if not trackers:
@@ -83,7 +82,7 @@ class LoggedNumbers:
             take(values, step if isinstance(step, int) else None)
 
 
-def _log_histograms(tracker: Any, histograms: Mapping[str, Histogram], step: int) -> None:
+def _log_histograms(tracker: Any, histograms: Mapping[str, Sequence[float]], step: int) -> None:
     if tracker.name == "tensorboard":
         for name, counts in histograms.items():
             add_to_tensorboard(tracker.tracker, name, counts, step)

@@ -75,7 +75,7 @@ class ClosingReport:
             self._files.page,
             other_steps=self._other_steps,
             trace="" if trace is None else str(trace),
-            speed="" if trace is None else self._files.speed_command(trace),
+            speed="" if trace is None else self._files.speed_command(),
             ended_by="" if error is None else in_short(error),
         )
         sys.stderr.write("".join(f"{line}\n" for line in lines))

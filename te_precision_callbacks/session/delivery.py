@@ -191,10 +191,10 @@ class RunFiles:
             logger.info("%s makes one page of this run.", self.page)
         return run_id
 
-    def speed_command(self, trace: Path) -> str:
-        if run_id := self._run_id:
-            return f"te-precision speed {quoted_run(self._log_dir, run_id)}"
-        return f"te-precision speed --trace {shlex.quote(str(trace))}"
+    def speed_command(self) -> str:
+        run_id = self._run_id
+        path = quoted_run(self._log_dir, run_id) if run_id else shlex.quote(str(self._log_dir.absolute()))
+        return f"te-precision speed {path}"
 
     def write_page(self, run_id: str) -> None:
         from te_precision_callbacks.views.report import write_report

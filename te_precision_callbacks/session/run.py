@@ -374,8 +374,7 @@ class Run:
     def _send_pending(self, *, at_last: bool = False) -> None:
         """Send what was kept for the end of a step: events, failures and the trainer's scalars."""
         self._send(*(Event("observation_failed", text, at, "error") for at, text in self.context.failures.take()))
-        if self._may_read_device:
-            self._send_scalars(self._trainer_scalars.take(at_once=at_last))
+        self._send_scalars(self._trainer_scalars.take(at_once=at_last) if self._may_read_device else ())
         self._send()
 
     def _send_scalars(self, scalars_of_steps: Iterable[Scalars]) -> None:

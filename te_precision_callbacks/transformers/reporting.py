@@ -29,7 +29,6 @@ from te_precision_callbacks.sinks.loggers import (
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.sinks.metrics import Histogram
 
 
 class ReportingError(PrecisionDebugError, RuntimeError):
@@ -76,7 +75,7 @@ class _IntegrationSink(LoggerSink):
         self._reporting = reporting
         self._known: set[str] = set()
 
-    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
         """Log at the step of the trainer's own metrics; does nothing after the training."""
         if not self._reporting.is_open:
             return
