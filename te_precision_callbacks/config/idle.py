@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
-from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.levels import Level, Target
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import NamespacedFeatures, Section, resolve_features
@@ -79,12 +78,6 @@ def why_gemm_error_not_due(config: Config, begin: int, last: int, *, ended: bool
         return ""
     first_due = f"it is first due at iteration {min(due)}"
     return f"the run ended at iteration {last}, and {first_due}" if ended else first_due
-
-
-def steps_that_observe(config: Config, steps: Iterable[int]) -> list[int]:
-    items = (target.options for *_, target in _all_targets(config))
-    schedules = {item.schedule for item in items if isinstance(item, Scheduled)}
-    return [step for step in steps if any(schedule.at(step)[0] for schedule in schedules)]
 
 
 def _all_targets(config: Config) -> Iterator[tuple[Section, str, Target[Level]]]:

@@ -11,7 +11,6 @@ from torch.autograd.profiler import record_function
 
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.config.idle import steps_that_observe
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.module_ranges import ModuleRanges
 from te_precision_callbacks.instrumentation.profiler import StepProfiler, export
@@ -41,7 +40,6 @@ class Profiling:
         self._model = model
         self._hooks = hooks
         self._files = files
-        self._is_first = True
         self._ranges = ModuleRanges()
         self._profiler: StepProfiler | None = None
         self._running: tuple[int, record_function] | None = None
@@ -58,7 +56,6 @@ class Profiling:
 
     def end(self, iteration: int) -> None:
         """End an iteration. The last one ends the profile, which :meth:`write` then writes."""
-        self._is_first = False
         if self._running is not None:
             self._guarded("ending", lambda: self._end(iteration))
 
@@ -88,13 +85,6 @@ class Profiling:
             self._profiler = self._profiler or StepProfiler()
             if not self._profiler.start():
                 self._warn_of_other_profiler()
-            elif self._is_first:
-                self._warn(
-                    f"profile= profiles iteration {iteration}, the first one that this session has. The session counts"
-                    " the products in it, and kernels run for the first time, so it takes longer than others. Choose"
-                    " later iterations."
-                )
-            self._warn_of_collection_steps(choice)
         around = record_function(iteration_range(iteration))
         self._running = iteration, around
         around.__enter__()  # type: ignore[no-untyped-call]
@@ -148,15 +138,6 @@ class Profiling:
             self._warn(
                 f"profile= asked for {_iterations(asked.first, asked.last)}, of which {ran or 'none'} ran: the run"
                 f" {over}. Iterations count from 0."
-            )
-
-    def _warn_of_collection_steps(self, choice: ProfileChoice) -> None:
-        due = steps_that_observe(self._context.options.config, range(choice.first, choice.last + 1))
-        if due:
-            named = f"iteration {due[0]}" if len(due) == 1 else f"{len(due)} iterations, {due[0]} the first,"
-            self._warn(
-                f"profile= profiles {named} in which statistics are due, so the trace has what they cost in it. Choose"
-                " iterations between them for the times of training alone."
             )
 
     def _warn_of_other_profiler(self) -> None:

@@ -22,12 +22,11 @@ from te_precision_callbacks.cli import app
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.instrumentation.profiler import StepProfiler, export, profiler_runs
 from te_precision_callbacks.options import ProfileChoice, SessionOptions, read_profile
-from te_precision_callbacks.runs import list_runs, open_run, traces_of
+from te_precision_callbacks.runs import list_runs, traces_of
 from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session import profiling as profiling_module
 from te_precision_callbacks.speed.trace import measure, read_trace, show
-from tests.conftest import statistics
 
 QUIET: dict[str, Any] = {"quiet": True, "statistics_log": "off"}
 
@@ -292,28 +291,6 @@ def test_iterations_that_the_run_does_not_have(
     names = [path.name for path in traces_of(tmp_path / FOLDER / run)]
     numbers = "" if ran is None else "-".join(f"{int(number):06d}" for number in ran.split("-"))
     assert names == ([] if ran is None else [f"seg-000.rank-00000.iterations-{numbers}.json.gz"])
-
-
-@pytest.mark.parametrize(
-    ("profile", "said"),
-    [
-        (
-            "3-5",
-            "profiles iteration 4 in which statistics are due, so the trace has what they cost in it. Choose",
-        ),
-        ("3", ""),
-    ],
-)
-def test_iterations_with_statistics(profile: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, step = tiny()
-    with InspectSession(statistics(freq=4), model=model, log_dir=tmp_path, **QUIET, profile=profile) as session:
-        for _ in range(6):
-            step()
-            session.step()
-    told = [record.getMessage() for record in caplog.records if "statistics are due" in record.getMessage()]
-    assert len(told) == bool(said)
-    assert said in "".join(told)
-    assert [row["text"] for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "profile"] == told
 
 
 @pytest.mark.parametrize("when", ["it has warmed up", "it runs", "the other one has warmed up"])
