@@ -16,7 +16,7 @@ import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow, is_capturing
 from te_precision_callbacks.base.numerics.layouts import has_scale
-from te_precision_callbacks.engine.kernels.extremes import write_extremes
+from te_precision_callbacks.engine.kernels.native import write_extremes
 
 TWICE_IS_FASTER = 2**14
 """Elements of a float32 tensor from which two passes are faster on a CPU: torch's ``aminmax`` takes three times as long

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from te_precision_callbacks.engine.kernels.extremes import EXTREMES, SMALLEST
+from te_precision_callbacks.engine.kernels.native import EXTREMES, SMALLEST_OF_EXTREMES
 from te_precision_callbacks.overflow import (
     ActivationOverflowError,
     DebugActivationOverflow,
@@ -174,9 +174,9 @@ def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """How the extremes of large tensors are read: by torch, or in C++, with the vectors of a processor."""
     way: str = request.param
     if way == "torch":
-        monkeypatch.setattr(EXTREMES, "pays_from", 2**62)
+        monkeypatch.setattr(EXTREMES, "functions", {})
+        monkeypatch.setattr(EXTREMES, "failed", True)
     else:
-        monkeypatch.setattr(EXTREMES, "pays_from", 0)
         monkeypatch.setattr(EXTREMES, "functions", in_cpp(PROCESSORS[way]))
     return way
 
@@ -184,7 +184,7 @@ def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-SIZES = (1, 100, SMALLEST, TWICE_IS_FASTER - 1, 3 * TWICE_IS_FASTER + 5)
+SIZES = (1, 100, SMALLEST_OF_EXTREMES, TWICE_IS_FASTER - 1, 3 * TWICE_IS_FASTER + 5)
 BAD: tuple[tuple[float, ...], ...] = ((), (INF,), (-INF,), (INF, -INF), (INF, math.nan))
 
 
@@ -210,7 +210,7 @@ def test_each_number_of_16_bits_has_its_place_among_the_others(read: str, dtype:
     codes = torch.arange(2**16, dtype=torch.int32)
     numbers = (codes << 16).view(dtype) if dtype is torch.float32 else codes.to(torch.int16).view(dtype)
     slots = Slots(abs_min=False)
-    pieces = [numbers[start : start + SMALLEST] for start in range(0, 2**16, SMALLEST // 2)]
+    pieces = [numbers[start : start + SMALLEST_OF_EXTREMES] for start in range(0, 2**16, SMALLEST_OF_EXTREMES // 2)]
     pieces += [piece[piece.isfinite()].repeat(2) for piece in pieces]
     taken = [slots.measure(piece) for piece in pieces]
     found = slots.read()

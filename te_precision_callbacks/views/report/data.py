@@ -25,7 +25,7 @@ from te_precision_callbacks.runs.answers import (
 )
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun
-from te_precision_callbacks.sinks.worst import worst_beside
+from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
@@ -109,29 +109,24 @@ class PageData:
 
 
 def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
-    """The worst layers of each statistic with a bad direction, most severe first, without perfect values.
-
-    A layer that is listed because of a loss in another statistic has ``lost``, see
-    :func:`~te_precision_callbacks.sinks.worst.worst_first`.
-    """
+    """The worst layers of each statistic with a bad direction, most severe first, without perfect values."""
     worst = {
         overview.family: {int(overview.layers[row]): number for row, number in overview.worst_of_rows().items()}
         for overview in made
     }
-    values = {family: {layer: number.value for layer, number in numbers.items()} for family, numbers in worst.items()}
     listed_families = []
     for place, overview in enumerate(made):
         family = overview.family
         if not family.has_direction or family.request is None:
             continue
         items = []
-        for layer, lost in worst_beside(WORST, family, values[family], values).items():
+        values = {layer: number.value for layer, number in worst[family].items()}
+        for layer in worst_first(WORST, family, values):
             value, rank, at = worst[family][layer]
             is_good = (family.worse is Worse.HIGH and value == 0) or (family.worse is Worse.LOW and np.isposinf(value))
-            if is_good and lost is None:
+            if is_good:
                 continue
-            item: dict[str, Any] = {"layer": layer, "rank": rank, "value": value, "at": at}
-            items.append(item if lost is None else {**item, "lost": lost._asdict()})
+            items.append({"layer": layer, "rank": rank, "value": value, "at": at})
         listed_families.append({"family": place, "items": items, "counted": bool(worst[family])})
 
     def gravity(listed: dict[str, Any]) -> tuple[int, int]:
@@ -281,22 +276,16 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
 def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Collection[int]) -> list[dict[str, Any]]:
     """Pack the histograms, first of some layers, in a third of the room that is left."""
     families = [family for family in subjects.histograms if (family.layer >= 0).all()]
-    content: list[dict[str, Any]] = []
-    for family in families:
-        bins, request = family.family.bins, family.family.request
-        content.append(
-            {
-                "tensor": family.family.tensor,
-                "statistic": family.family.statistic,
-                "base": None if request is None else request.statistic.name,
-                "unit": "" if request is None else request.statistic.unit,
-                "lowest": bins.lowest,
-                "steps": bins.steps,
-                "ranks": family.ranks,
-                "layers": sorted({int(layer) for layer in family.layer}),
-                "counts": {},
-            }
-        )
+    content: list[dict[str, Any]] = [
+        {
+            "tensor": family.family.tensor,
+            "statistic": family.family.statistic,
+            "ranks": family.ranks,
+            "layers": sorted({int(layer) for layer in family.layer}),
+            "counts": {},
+        }
+        for family in families
+    ]
     columns = Columns.of(run, _HISTOGRAM_COLUMNS) if families else None
     most = packed.size + (packed.most - packed.size) // 3
     for is_worst in (True, False):

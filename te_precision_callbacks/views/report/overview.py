@@ -149,7 +149,7 @@ class Overview:
 
     def worst_rows(self, most: int) -> list[tuple[int, int]]:
         worst = self.worst_of_rows()
-        rows = worst_first(most, self.family, {row: number.value for row, number in worst.items()}, lambda _: {})
+        rows = worst_first(most, self.family, {row: number.value for row, number in worst.items()})
         return [(row, worst[row].rank) for row in rows]
 
 

@@ -28,7 +28,7 @@ from te_precision_callbacks.runs.answers import (
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve
-from te_precision_callbacks.sinks.worst import Lost, worst_first
+from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.errors import SpeedError
 from te_precision_callbacks.speed.estimate import estimate_step
 from te_precision_callbacks.speed.printing import in_short
@@ -56,7 +56,6 @@ class WorstSeries:
 
     Attributes:
         worst, worst_iteration: the worst value; the largest magnitude of a statistic without a worse direction.
-        lost: another statistic's loss, if that is why the series is listed.
         curve: all values, without delayed scaling's first step.
     """
 
@@ -64,7 +63,6 @@ class WorstSeries:
     worst: float
     worst_iteration: int
     low_is_worse: bool
-    lost: Lost | None
     curve: Curve
 
 
@@ -131,7 +129,6 @@ def _worst_as_json(series: WorstSeries) -> dict[str, Any]:
         **{name: value for name, value in vars(series).items() if name != "subject"},
         "last": float(series.curve.values[-1]),
         "last_iteration": int(series.curve.iterations[-1]),
-        "lost": series.lost and series.lost._asdict(),
         "curve": _curve_as_json(series.curve),
     }
 
@@ -227,7 +224,7 @@ def _groups(run: RecordedRun) -> dict[str, _Group]:
     groups: dict[str, _Group] = {}
     for number, (subject, worst, at, count) in enumerate(zip(run.subjects, *columns, strict=True)):
         family = family_of(subject.tensor, subject.statistic, subject.gemm)
-        if count and (family.request is None or family.request.statistic.bins is None):
+        if count and (family.request is None or not family.request.statistic.is_histogram):
             group = groups.setdefault(subject.statistic, {})
             group[subject._replace(statistic="")] = _Series(number, family, worst, at)
     return dict(sorted(groups.items(), key=lambda item: _rank(next(iter(item[1].values())).family.request)))
@@ -266,7 +263,7 @@ def _chosen(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) 
 
 def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
     histogram = logged_request(name)
-    if histogram is not None and histogram.statistic.bins is not None and name in run.series["statistic"].to_pylist():
+    if histogram is not None and histogram.statistic.is_histogram and name in run.series["statistic"].to_pylist():
         return f"{name!r} is a histogram, of which no number is the worst. 'te-precision report' draws it."
     return f"{run.path} has no statistic {name!r}.{it_has(name, known)}{run.notes_in_words}"
 
@@ -279,10 +276,10 @@ def _is_of(label: str, statistic: str) -> bool:
 def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) -> Iterable[WorstSeries]:
     group = groups[name]
     family = next(iter(group.values())).family
-    chosen = worst_first(most, family, _worst_numbers(group), lambda label: _worst_numbers(groups.get(label, {})))
+    chosen = worst_first(most, family, _worst_numbers(group))
     table = run.values(group[place].number for place in chosen)
     numbers = table["series"].to_numpy()
-    for place, lost in chosen.items():
+    for place in chosen:
         number, family, worst, worst_iteration = group[place]
         begin, end = np.searchsorted(numbers, (number, number + 1)).tolist()
         rows = table.slice(begin, end - begin)
@@ -291,7 +288,7 @@ def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) ->
         if worst is None or worst_iteration is None or not len(curve.values):
             continue
         subject = place._replace(statistic=family.statistic)
-        yield WorstSeries(subject, worst, worst_iteration, family.worse is Worse.LOW, lost, curve)
+        yield WorstSeries(subject, worst, worst_iteration, family.worse is Worse.LOW, curve)
 
 
 def _shown_event(row: Mapping[str, Any]) -> ShownEvent:
