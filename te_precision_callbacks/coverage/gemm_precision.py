@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,8 +32,8 @@ class GemmPrecision:
     Attributes:
         operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``. Several formats in a run are joined by arrows
             in the order of their first step. Empty for a GEMM that has not run.
-        seen: whether all of these formats were seen on the tensors passed to the GEMM, and no other format is
-            suspected. Otherwise some are the formats of the quantizers.
+        seen: whether all of these formats were seen on the tensors passed to the GEMM. Otherwise some are formats of
+            the quantizers.
         not_run: the reason if the GEMM has not run in training, one of :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
             :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; else empty. NO_BACKWARD is reported only for steps that observe
             the layer, if a backward has reached other parts of the model.
@@ -83,8 +83,7 @@ class Precision(AnyIteration[GemmPrecision]):
     """
 
 
-_DOUBT = 1 << len(GEMMS)
-_EXCLUDED = _DOUBT << 1
+_EXCLUDED = 1 << len(GEMMS)
 
 MOST_SPANS = 64
 
@@ -113,8 +112,8 @@ _UNKNOWN: LayerFacts = (None,) * len(GEMMS)
 
 
 class _Entries:
-    """The entries of one layer: first iteration, number of its facts, and flags for GEMMs with seen operands, for a
-    doubt, and for a forward inside ``te.autocast(enabled=False)``.
+    """The entries of one layer: first iteration, number of its facts, and flags for GEMMs with seen operands, and for
+    a forward inside ``te.autocast(enabled=False)``.
 
     Attributes:
         met: all numbers of facts in the order of their first iteration, with the union of their flags.
@@ -126,11 +125,10 @@ class _Entries:
 
     def put(self, iteration: int, facts: int, flags: int) -> None:
         """Add facts that hold from an iteration on; replaces an entry of the same iteration."""
-        if not flags & _DOUBT:
-            self.met[facts] = self.met.get(facts, 0) | flags
+        self.met[facts] = self.met.get(facts, 0) | flags
         if self.since and self.since[-1] == iteration:
             self.facts[-1], self.flags[-1] = facts, flags | (self.flags[-1] if facts == self.facts[-1] else 0)
-        elif self.since and self.facts[-1] == facts and not (self.flags[-1] | flags) & _DOUBT:
+        elif self.since and self.facts[-1] == facts:
             self.flags[-1] |= flags
         else:
             self.since.append(iteration)
@@ -189,26 +187,9 @@ class PrecisionHistory:
         self.changes += after != before
         self._layers.setdefault(layer, _Entries()).put(iteration, number, flags)
 
-    def doubt(self, layer: str, iteration: int, *, excluded: bool) -> None:
-        """Mark an iteration, because the facts about the layer may have been different."""
-        entries = self._layers.get(layer)
-        if entries is not None and entries.since:
-            entries.put(iteration, entries.facts[-1], _DOUBT | (_EXCLUDED if excluded else 0))
-
-    def settle(self, layer: str, iteration: int) -> None:
-        """Resolve a doubtful iteration: it had the facts of the last one."""
-        entries = self._layers.get(layer)
-        number = -1 if entries is None else bisect_right(entries.since, iteration) - 1
-        if entries is not None and number >= 0 and entries.flags[number] & _DOUBT:
-            entries.facts[number], entries.flags[number] = entries.facts[-1], entries.flags[number] & _EXCLUDED
-
     def now(self, layer: str) -> LayerFacts:
         entries = self._layers.get(layer)
         return _UNKNOWN if entries is None or not entries.since else self._facts[entries.facts[-1]]
-
-    def met(self, layer: str, gemm: GemmName) -> list[GemmFact]:
-        entries = self._layers.get(layer)
-        return [] if entries is None else list(self._met(entries, GEMMS.index(gemm)))
 
     def _met(self, entries: _Entries, column: int) -> dict[GemmFact, bool]:
         seen: dict[GemmFact, bool] = {}
@@ -223,12 +204,10 @@ class PrecisionHistory:
         self._iterations.require("precision", iteration)
 
         def fields(entries: _Entries) -> Iterator[_Fields]:
-            number = bisect_right(entries.since, iteration) - 1
-            in_doubt = number >= 0 and bool(entries.flags[number] & _DOUBT)
             for span in self._spans(entries):
                 since, until = span[4], span[5]
                 if since <= iteration and (until is None or iteration <= until):
-                    yield (span[0], span[1], span[2] and not in_doubt, *span[3:])
+                    yield span
 
         return self._by_layer(fields)
 
@@ -267,7 +246,6 @@ class PrecisionHistory:
                 yield gemm, operands, seen, fact.not_run, begun, until, recipe, _is_excluded(flags, recipe)
 
     def _whole(self, entries: _Entries) -> Iterator[_Fields]:
-        in_doubt = any(flags & _DOUBT for flags in entries.flags)
         for column, gemm in enumerate(GEMMS):
             facts = self._met(entries, column)
             ran = [fact for fact in facts if fact.operands]
@@ -277,7 +255,7 @@ class PrecisionHistory:
             since = next((since for since, number in entry if self._facts[number][column] is not None), 0)
             if ran:
                 operands, recipe = _joined(ran)
-                seen = all(facts[fact] for fact in ran) and not in_doubt
+                seen = all(facts[fact] for fact in ran)
                 yield gemm, operands, seen, "", since, None, recipe, _is_excluded(entries.flags, recipe)
             else:
                 reasons = [fact.not_run for fact in facts if fact.is_left_out]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils._python_dispatch import (
@@ -32,10 +32,14 @@ from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
 from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
-from te_precision_callbacks.layers.forwards import in_backward, outside_of_dynamo
+from te_precision_callbacks.layers.forwards import in_backward, in_evaluation, outside_of_dynamo
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
 ResultT = TypeVar("ResultT")
+
+TrainingForward: TypeAlias = tuple[bool, bool]
+"""Whether a forward in training mode ran in FP8, and whether with gradients, unlike the first forward of a reentrant
+checkpoint."""
 
 
 class ModelWatch:
@@ -48,8 +52,7 @@ class ModelWatch:
 
     Attributes:
         failure: the reason why counting stopped; empty without a failure.
-        ran: id of a module of Transformer Engine -> whether its training forwards ran in low precision, since the last
-            :meth:`take_ran`.
+        ran: id of a module of Transformer Engine -> its forwards in training mode since the last :meth:`take_ran`.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class ModelWatch:
         self.state = KeptState(report, lambda: self.operators.call_now())
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
-        self.ran: dict[int, set[bool]] = {}
+        self.ran: dict[int, set[TrainingForward]] = {}
         self._modules: Mapping[int, tuple[str, torch.nn.Module]] = {}
         self._report = report
         self._is_paused = is_paused
@@ -98,9 +101,10 @@ class ModelWatch:
         self.counting = self.active and not self.failure and self.calls.has_wishes
         self.calls.begin_step(counts_outside=self.counting)
 
-    def take_ran(self) -> dict[int, set[bool]]:
+    def take_ran(self) -> dict[int, set[TrainingForward]] | None:
+        """Return :attr:`ran`; None if calls are not watched."""
         ran, self.ran = self.ran, {}
-        return ran
+        return ran if self.active and not self.failure else None
 
     def close(self) -> None:
         self.active = self.counting = False
@@ -119,8 +123,7 @@ class ModelWatch:
             self._is_muted = False
 
     def _follow_part(self, number: int, module: Any) -> None:
-        own = module._compiled_call_impl
-        upstream = module._call_impl if own is None else own
+        own, upstream = module._compiled_call_impl, self._own_call(module)
         here = self.calls.here_in_thread
         of_te = hasattr(module, "fp8_meta")
         attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and of_te else None
@@ -145,16 +148,29 @@ class ModelWatch:
             call.nodes += made_in_thread()
             result = upstream(*arguments, **keywords)
             call.nodes -= made_in_thread()
-            if module.training and torch.is_grad_enabled():
-                self.ran.setdefault(id(module), set()).add(module.fp8)
             return result
 
         setattr(part, SURROUNDS, own)
         self._replaced.replace(module, "_compiled_call_impl", part)
 
+    def _own_call(self, module: Any) -> Callable[..., Any]:
+        """The call of a module; of one of Transformer Engine it notes each forward in training mode."""
+        upstream: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+        if not hasattr(module, "fp8_meta"):
+            return upstream
+
+        def noting(*arguments: Any, **keywords: Any) -> Any:
+            result = upstream(*arguments, **keywords)
+            with_gradients = torch.is_grad_enabled()
+            if module.training and self.is_watching() and (with_gradients or not _in_evaluation()):
+                self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
+            return result
+
+        return noting
+
     def _surround_calls(self, root: Any) -> None:
         own = root._compiled_call_impl
-        around = CallOfOneModule(self._around_call(root, root._call_impl if own is None else own, is_forward=True))
+        around = CallOfOneModule(self._around_call(root, self._own_call(root), is_forward=True))
         setattr(around, SURROUNDS, own)
         self._replaced.replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
@@ -283,6 +299,9 @@ class TrainingStepOfOneModule(CallOfOneModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_training_step_of_its_class, self._module)
+
+
+_in_evaluation = outside_of_dynamo(in_evaluation)
 
 
 def _attends_in_fp8() -> bool:

@@ -227,30 +227,6 @@ class PrecisionAudit:
             text += MODIFIED if _is_modified(operand) else ""
             notes.put(LayerOperand(event.layer, event.gemm, operand.tensor), Format(text, event.recipe), seen=True)
 
-    def has_met(self, formats: Mapping[LayerOperand, Format]) -> bool:
-        """Return whether each of these formats occurred in some iteration. GEMMs that never ran do not count."""
-        for operand, made in formats.items():
-            facts = self._history.met(operand.layer, operand.gemm)
-            ran = [fact for fact in facts if fact.operands]
-            if not any(made in dict(fact.operands).get(operand.tensor, ()) for fact in ran) and (
-                ran or not any(fact.is_left_out for fact in facts)
-            ):
-                return False
-        return True
-
-    def doubt(self, formats: Mapping[LayerOperand, Format], iteration: int, *, excluded: bool) -> None:
-        """Note that layers may have run in these formats in an iteration that is over; as :meth:`plan`."""
-        for layer in {operand.layer for operand in formats}:
-            self._in_history.pop(layer, None)
-            self._history.doubt(layer, iteration, excluded=excluded)
-
-    def trust(self, formats: Mapping[LayerOperand, Format], iteration: int) -> None:
-        """Resolve a doubt: training has these formats, so the doubtful iteration had them too."""
-        if self.holds(formats):
-            for layer in {operand.layer for operand in formats}:
-                self._in_history.pop(layer, None)
-                self._history.settle(layer, iteration)
-
 
 def _in_a_region() -> bool:
     """Return whether the script is in ``te.autocast``, enabled or not (TE 2.20.2, ``pytorch/quantization.py``)."""

@@ -7,29 +7,25 @@ activations.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from te_precision_callbacks.coverage.gemm_precision import Format
+from te_precision_callbacks.coverage.model_watch import TrainingForward
 from te_precision_callbacks.coverage.precision_audit import (
     LayerOperand,
     PrecisionAudit,
     formats_of_fused_path,
     of_fprop,
 )
-from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.round_robin import RoundRobin
 
 
 class RestingLayers:
-    """Checks resting modules at the end of a step; arms those with unknown precision."""
+    """Checks resting modules at the end of a step; arms those with a precision that was not seen."""
 
-    def __init__(
-        self, classify: ForwardClassifier, audit: PrecisionAudit, query_again: Callable[[torch.nn.Module], None]
-    ) -> None:
-        self._classify = classify
+    def __init__(self, audit: PrecisionAudit, query_again: Callable[[torch.nn.Module], None]) -> None:
         self._audit = audit
         self._query_again = query_again
         self.watch({}, {}, ())
@@ -45,14 +41,13 @@ class RestingLayers:
         self._layers = layers
         self._refused = refused
         self._last_state: dict[int, _State] = {}
-        self._ran: Mapping[int, Collection[bool]] = {}
+        self._ran: Mapping[int, set[TrainingForward]] | None = None
         self._new: list[torch.nn.Module] = []
         self._trained_in_fp8: dict[int, bool] = {}
         self._seen_in: dict[int, _State] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}
         self._turns = RoundRobin(list(modules.values()))
-        self._suspicions: dict[int, _Suspicion] = {}
-        self._dropped: dict[int, list[Mapping[LayerOperand, Format]]] = {}
+        self._queried: dict[int, list[list[dict[LayerOperand, Format]]]] = {}
 
     def note_training(self, module: torch.nn.Module, *, idle: bool) -> None:
         """Note a training forward of an armed module; ``idle`` if no feature acts in it, so it runs as if resting."""
@@ -77,7 +72,7 @@ class RestingLayers:
         iteration: int,
         armed: Collection[int],
         new: Collection[torch.nn.Module],
-        ran: Mapping[int, Collection[bool]],
+        ran: Mapping[int, set[TrainingForward]] | None,
         *,
         all_at_once: bool,
         excluded: bool,
@@ -88,23 +83,22 @@ class RestingLayers:
         model.
 
         Args:
-            ran: module id -> whether its training forwards ran in low precision, if known.
+            ran: module id -> its training forwards; None if unknown.
             excluded: whether modules now in high precision are in ``te.autocast(enabled=False)``.
         """
         self._audit.leave(iteration)
         checked: Iterable[torch.nn.Module] = self._turns.take(len(armed))
         self._follow_trainable(checked)
-        self._follow_suspicions()
         for module in new:
             self._enter(module)
         if new:
             self._audit.leave(iteration)
         self._ran = ran
         for module in self._moved(new, armed):
-            self._check_state(module, iteration, excluded=excluded)
+            self._check_state(module, excluded=excluded)
         if all_at_once or self._moved(checked, armed):
             for module in self._moved(self._modules.values(), armed):
-                self._check_state(module, iteration, excluded=excluded)
+                self._check_state(module, excluded=excluded)
 
     def _moved(self, checked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
         states = self._last_state
@@ -131,36 +125,26 @@ class RestingLayers:
         if not self._audit.holds(formats):
             self._audit.plan(self._audit.of_gemms_that_run(formats))
 
-    def _check_state(self, module: torch.nn.Module, iteration: int, *, excluded: bool) -> None:
-        """Record a resting module's precision that the audit lacks.
+    def _check_state(self, module: torch.nn.Module, *, excluded: bool) -> None:
+        """Record a resting module's precision that the audit lacks, and arm the module once for each precision.
 
-        The last forward may have been an unannounced evaluation, so a module not known to have trained is armed in the
-        next steps instead.
+        The last forward may have been an evaluation, so the forwards that are known to have trained count.
         """
-        key = id(module)
-        last, state = self._last_state.get(key), _state_of(module)
+        key, state = id(module), _state_of(module)
         if state is None:
             return
         self._last_state[key] = state
-        formats = formats_of_fused_path(module, self._layers[key], fp8=bool(module.fp8))
-        trained = self._has_trained(module)
-        if self._audit.holds(formats):
-            if module.fp8 or last is None or last.quantizers is state.quantizers:
-                return
-            # An earlier forward created FP8 quantizers, such as the first forward of a reentrant checkpoint that is
-            # recomputed outside autocast.
-            formats, trained = of_fprop(formats_of_fused_path(module, self._layers[key], fp8=True)), False
-            if self._audit.has_met(formats):
-                return
-        if formats in self._dropped.get(key, ()):
+        ran = {(state.fp8, True)} if self._ran is None else self._ran.get(key, set())
+        of_forwards = []
+        for fp8, with_gradients in sorted(ran):
+            formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
+            of_forwards.append(formats if with_gradients else of_fprop(formats))
+        if not any(with_gradients for _, with_gradients in ran) or all(map(self._audit.holds, of_forwards)):
             return
-        is_new = not self._audit.has_met(formats)
-        if trained or key in self._refused:
+        for formats in of_forwards:
             self._audit.plan(self._audit.of_gemms_that_run(formats), excluded=excluded)
-        else:
-            self._audit.doubt(formats, iteration, excluded=excluded)
-        if key not in self._refused and (is_new or not trained):
-            self._suspicions[key] = _Suspicion(module, formats, iteration, is_new)
+        if of_forwards not in self._queried.setdefault(key, []):
+            self._queried[key].append(of_forwards)
             self._query_again(module)
 
     def _follow_trainable(self, checked: Iterable[torch.nn.Module]) -> None:
@@ -171,42 +155,6 @@ class RestingLayers:
                 for each in self._modules.values():
                     self._trainable[id(each)] = _trainable(each)
                     self._query_again(each)
-
-    def _follow_suspicions(self) -> None:
-        """Keep modules with suspected formats armed until the formats occur in training."""
-        for key, suspicion in list(self._suspicions.items()):
-            suspicion.steps_left -= 1
-            if self._audit.holds(suspicion.formats) or (suspicion.is_new and self._audit.has_met(suspicion.formats)):
-                del self._suspicions[key]
-                if key not in self._dropped:
-                    self._audit.trust(suspicion.formats, suspicion.iteration)
-            elif suspicion.steps_left == 0:
-                del self._suspicions[key]
-                self._dropped.setdefault(key, []).append(suspicion.formats)
-            else:
-                self._query_again(suspicion.module)
-
-    def _has_trained(self, module: torch.nn.Module) -> bool:
-        """Return whether a module's last forward was a training forward, as far as its state shows."""
-        ran = self._ran.get(id(module))
-        if ran:
-            return bool(module.fp8) in ran
-        if not self._classify.eval_mode_counts and not self._classify.was_paused:
-            return True  # the integration announces evaluations
-        quantizers: Any = module.quantizers
-        # TE requests columnwise data, which wgrad reads, in forwards with gradients.
-        return bool(module.training and module.fp8 and quantizers["scaling_fwd"][0].columnwise_usage)
-
-
-@dataclass
-class _Suspicion:
-    """Formats that a module may have used in an iteration, and the number of further steps to arm it."""
-
-    module: torch.nn.Module
-    formats: Mapping[LayerOperand, Format]
-    iteration: int
-    is_new: bool
-    steps_left: int = 10
 
 
 class _State(NamedTuple):

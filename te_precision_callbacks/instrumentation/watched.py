@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from te_precision_callbacks.coverage.model_watch import TrainingForward
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.resting import RestingLayers
@@ -42,7 +43,7 @@ class WatchedModules:
         self.names: dict[int, str] = {}
         self.fused: dict[int, tuple[Schedule, ...]] = {}
         self.armed: dict[int, torch.nn.Module] = {}
-        self.resting = RestingLayers(classify, audit, self.query_again)
+        self.resting = RestingLayers(audit, self.query_again)
         self._answer = answer
         self._failures = failures
         self._refused: set[int] = set()
@@ -88,7 +89,9 @@ class WatchedModules:
         for module in list(self.armed.values()):
             self._rest(module)
 
-    def begin(self, iteration: int, ran: Mapping[int, Collection[bool]], *, all_at_once: bool, excluded: bool) -> None:
+    def begin(
+        self, iteration: int, ran: Mapping[int, set[TrainingForward]] | None, *, all_at_once: bool, excluded: bool
+    ) -> None:
         """Arm the modules with a feature that may act in an iteration; the others rest.
 
         Args:

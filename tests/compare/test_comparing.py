@@ -15,7 +15,7 @@ import pytest
 from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
 from te_precision_callbacks.runs.tables import STATES
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
-from te_precision_callbacks.views.compare.differing_facts import facts_that_differ
+from te_precision_callbacks.views.compare.comparison import facts_that_differ
 from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.wording import (
     difference,

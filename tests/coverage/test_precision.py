@@ -191,7 +191,7 @@ def test_what_is_unfrozen_later_is_told_from_then_on(tmp_path: Path, layers: lis
 
 
 def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) -> None:
-    """Every tenth step is due here. A step in high precision alone is told as a doubt at least."""
+    """Every tenth step is due here. A step in high precision alone is told, and not as seen."""
     net = te.Linear(32, 32)
     with InspectSession(None, model=net, log_dir=tmp_path, early_steps=False) as session:
         shown = []
@@ -200,7 +200,7 @@ def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) ->
                 net(torch.randn(16, 32)).sum().backward()
             session.step()
             shown.append((session.precision[0].operands["weight"], session.precision[0].seen))
-    assert shown == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3", False)] * 3
+    assert shown == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3 -> FP32", False)] * 3
     with InspectSession(None, model=net, log_dir=tmp_path, early_steps=False) as session:
         for fp8 in (False, False, True, False, False):
             with te.autocast(enabled=fp8):

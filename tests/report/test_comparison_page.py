@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from te_precision_callbacks.views.compare import ComparedNumbers, Comparison, compare, write_comparison
-from te_precision_callbacks.views.compare.compared_numbers import ComparedSeries
+from te_precision_callbacks.views.compare.comparison_page import ComparedSeries
 from tests.compare.recorded import Values, layers, record
 from tests.report.conftest import Look
 

@@ -69,10 +69,10 @@ def test_the_tables_are_as_wide_as_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = measure(read_trace(Planted(late=400, recompute=True).write(tmp_path / "trace.json")))
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "80")
     show(step)
     lines = capsys.readouterr().out.splitlines()
-    assert 40 < max(map(len, lines)) <= 60
+    assert 60 < max(map(len, lines)) <= 80
     words = {word.strip(":,") for line in lines for word in line.split()}
     assert {"layers.0.mlp.fc1", "recompute", "dgrad", f"{step.wall_ms:.3f}"} <= words
 

@@ -409,6 +409,7 @@ def _show_layers(step: MeasuredStep) -> None:
 
 def _show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = terminal.table(*head)
+    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "left" if column.header == "of which" else "right"
     for row in rows:

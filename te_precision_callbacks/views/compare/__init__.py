@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
     from te_precision_callbacks.views.compare.comparison import compare
-    from te_precision_callbacks.views.compare.comparison_page import write_comparison
+    from te_precision_callbacks.views.compare.comparison_page import ComparedNumbers, write_comparison
     from te_precision_callbacks.views.compare.result import (
         Comparison,
         ComparisonError,

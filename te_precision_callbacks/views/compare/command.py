@@ -50,9 +50,8 @@ def compare_command(
 ) -> None:
     """Show which findings B has that A has not, which facts of two runs differ, and where their numbers part first."""
     from te_precision_callbacks.runs.reading import chosen_run
-    from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
     from te_precision_callbacks.views.compare.comparison import compare
-    from te_precision_callbacks.views.compare.printing import show
+    from te_precision_callbacks.views.compare.wording import show
 
     chosen = list(run or ())
     if b is None and len(chosen) == 2:
@@ -66,15 +65,15 @@ def compare_command(
     opened, notes = zip(*(chosen_run(path, name) for path, name in zip(paths, wanted, strict=True)), strict=True)
     for line in dict.fromkeys(filter(None, notes)):
         terminal.show_text(line, err=as_json)
+    numbers = None
     if report is not None:
+        from te_precision_callbacks.views.compare.comparison_page import ComparedNumbers, write_comparison
         from te_precision_callbacks.views.report.page import output_path
 
         output_path(report)
-    numbers = None if report is None else ComparedNumbers()
+        numbers = ComparedNumbers()
     result = compare(opened[0], opened[1], noise=opened[2:], lasting=lasting, numbers=numbers)
     if report is not None and numbers is not None:
-        from te_precision_callbacks.views.compare.comparison_page import write_comparison
-
         write_comparison(result, numbers, report)
     if as_json:
         verdicts = None if result.verdicts is None else result.verdicts.as_json()

@@ -1,22 +1,187 @@
-"""Compares recorded runs."""
+"""Compares recorded runs: their layers by name, their facts, and their values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import yaml
+
+from te_precision_callbacks.coverage.coverage import percent
+from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.answers import precision_shares
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.views.compare.aligning import align
-from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers
-from te_precision_callbacks.views.compare.departures import Search
-from te_precision_callbacks.views.compare.differing_facts import facts_that_differ, layers_with_other_rows
+from te_precision_callbacks.runs.tables import at_the_end
+from te_precision_callbacks.views.compare.departures import Search, Side, side_of_run
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.new_findings import compare_verdicts
-from te_precision_callbacks.views.compare.order import Order
-from te_precision_callbacks.views.compare.origins import partings
-from te_precision_callbacks.views.compare.result import Comparison, ComparisonError, Floor, Pairing
-from te_precision_callbacks.views.compare.sides import Side, side_of_run
+from te_precision_callbacks.views.compare.origins import Order, partings
+from te_precision_callbacks.views.compare.result import Comparison, ComparisonError, FactDifference, Floor, Pairing
+from te_precision_callbacks.views.report.facts import readable
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.views.compare.comparison_page import ComparedNumbers
+
+_TABLES = ("layers", "gemms", "operands", "plan", "series", "events")
+
+_MOST_PREFIXES = 8
+
+
+def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
+    """Rename the layers of ``b`` like those of ``a``, if they share no layer but most of the ends of their names. The
+    note is empty if nothing was renamed.
+    """
+    ours, theirs = _layers(a), _layers(b)
+    if not ours or not theirs or ours & theirs:
+        return b, ""
+    pairs = itertools.product(_prefixes(ours), _prefixes(theirs))
+    common = {pair: len(_without(ours, pair[0]) & _without(theirs, pair[1])) for pair in pairs}
+    own, other = max(common, key=lambda pair: (common[pair], -len(pair[0]) - len(pair[1])))
+    if 2 * common[own, other] < min(len(ours), len(theirs)):
+        return b, ""
+
+    def renamed(name: str) -> str:
+        return own + name[len(other) :] if name.startswith(other) else name
+
+    note = (
+        f"{b.path}: its layers are named {other!r}... where those of {a.path} are named {own!r}...; layers are paired"
+        f" by the rest of their names: {common[own, other]} of them."
+    )
+    tables = {name: _with_layers(getattr(b, name), renamed) for name in _TABLES}
+    return replace(b, **tables), note
+
+
+def _layers(run: RecordedRun) -> set[str]:
+    return {name for name in pc.unique(run.series["layer"]).to_pylist() if name}
+
+
+def _prefixes(names: Collection[str]) -> list[str]:
+    """The first parts that at least half of the names have, each with its dot, and the empty one."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        counts.update(".".join(parts[:end]) + "." for end in range(1, min(len(parts), _MOST_PREFIXES)))
+    return ["", *(prefix for prefix, count in counts.items() if 2 * count >= len(names))]
+
+
+def _without(names: Collection[str], prefix: str) -> set[str]:
+    return {name[len(prefix) :] for name in names if name.startswith(prefix)}
+
+
+def _with_layers(table: pa.Table, renamed: Callable[[str], str]) -> pa.Table:
+    place = table.schema.get_field_index("layer")
+    if place < 0 or not len(table):
+        return table
+    names: dict[str, str] = {name: renamed(name) for name in pc.unique(table["layer"]).to_pylist() if name}
+    column = pa.array([names.get(name, name) for name in table["layer"].to_pylist()], pa.string())
+    return table.set_column(place, table.schema.field(place), column.cast(table.schema.field(place).type))
+
+
+_OF_EVERY_RUN = frozenset(
+    {"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_namespace", "pid_started", "launch"}
+)
+"""Facts that no two runs share, beside times."""
+
+_FIRST = ("config", "versions", "recipe", "recipes", "environment")
+
+_MOST_LAYERS = 3
+_ROWS = "rows in a step of"
+
+
+def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
+    """Compare the facts of the last process starts of two runs, then their matrix products."""
+    ours, theirs = _settings(a), _settings(b)
+    if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
+        ours = theirs = {}
+    settings = [
+        FactDifference(name, ours.get(name, ""), theirs.get(name, ""))
+        for name in sorted({*ours, *theirs} - {"config_hash"}, key=_rank)
+        if ours.get(name) != theirs.get(name)
+    ]
+    return [*settings, *_of_states(a, b), *_of_products(a, b)]
+
+
+def _rank(name: str) -> tuple[int, str]:
+    part = name.partition(".")[0]
+    return _FIRST.index(part) if part in _FIRST else len(_FIRST), name
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if path or not (key in _OF_EVERY_RUN or key.endswith("_at") or key.startswith(("first_", "last_"))):
+                yield from _flat(f"{path}.{key}" if path else str(key), inner)
+    elif value is not None:
+        yield path, value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _settings(run: RecordedRun) -> dict[str, str]:
+    """The facts of the last process start, with the options of the config by their path."""
+    facts = readable(run.segments[-1].facts) if run.segments else {}
+    config = yaml.safe_load(facts.pop("config_text", None) or "{}")
+    return {**dict(_flat("config", config)), **dict(_flat("", facts))}
+
+
+def _of_states(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
+    ours, theirs = (_types(run) for run in (a, b))
+    for subject in ours:
+        if ours[subject] != theirs.get(subject, ours[subject]):
+            yield FactDifference(f"type of {subject.replace('_', ' ')}", ours[subject], theirs[subject])
+
+
+def _types(run: RecordedRun) -> dict[str, str]:
+    types: dict[str, set[str]] = defaultdict(set)
+    for row in run.states.to_pylist():
+        types[row["subject"] or ""].add(row["dtype"] or "")
+    return {subject: ", ".join(sorted(dtypes)) for subject, dtypes in types.items()}
+
+
+def _of_products(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
+    if not len(a.gemms) or not len(b.gemms):
+        return
+    texts = [
+        ", ".join(f"{name.upper()} {percent(share)} %" for name, share in shares.items())
+        for shares in (precision_shares(a), precision_shares(b))
+    ]
+    if texts[0] != texts[1]:
+        yield FactDifference("coverage", *texts)
+    for (what, before, after), layers in _changed(a, b).items():
+        yield FactDifference(f"{what} {', '.join(folded(layers, most=_MOST_LAYERS))}", before, after)
+
+
+def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
+    """The layers that compute another number of rows in a step of b, such as with another batch size."""
+    return [layer for (what, *_), layers in _changed(a, b).items() if what == _ROWS for layer in layers]
+
+
+def _changed(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
+    theirs = _of_layers(b)
+    changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for key, value in _of_layers(a).items():
+        if theirs.get(key, value) != value:
+            changed[key[0], value, theirs[key]].append(key[2])
+    return changed
+
+
+def _of_layers(run: RecordedRun) -> dict[tuple[str, str, str], str]:
+    """Fact, scope and layer -> the value at the end of the run: rows in a step, the weight's size, and precisions."""
+    products = at_the_end(run.gemms).to_pylist()
+    facts: dict[tuple[str, str, str], str] = {}
+    for row in products:
+        if row["gemm"] == "fprop" and all(row[name] for name in ("macs", "n", "m", "k", "batch", "calls")):
+            place = row["scope"] or "", row["layer"]
+            facts.setdefault((_ROWS, *place), f"{row['n'] * row['batch'] * row['calls']:,}")
+            facts.setdefault(("weight of", *place), f"{row['m']} x {row['k']}")
+    precisions = {(f"{row['gemm']} of", row["scope"] or "", row["layer"]): row["precision"] or "" for row in products}
+    return facts | {key: precision.upper() for key, precision in precisions.items()}
+
 
 LASTING = 5
 

@@ -1,13 +1,19 @@
-"""One HTML page of a comparison, which opens offline as the page of a run does."""
+"""One HTML page of a comparison, which opens offline as the page of a run does.
+
+Runs may be large, and are read in pieces. Of each piece the page keeps curves with a bounded number of points.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, ComparedSeries
+import numpy as np
+
+from te_precision_callbacks.runs.index import REDUCED, Subject
+from te_precision_callbacks.views.compare.departures import Compared, Floats, Ints, Side
 from te_precision_callbacks.views.compare.loss import loss_curves
 from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
 from te_precision_callbacks.views.compare.result import Comparison, Parting, StatisticDeparture
@@ -24,7 +30,72 @@ from te_precision_callbacks.views.compare.wording import (
 from te_precision_callbacks.views.report.data import finding_on_page
 from te_precision_callbacks.views.report.packing import Packed, narrowed, steps_between
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
-from te_precision_callbacks.views.report.subjects import layer_name
+from te_precision_callbacks.views.report.subjects import Subjects, layer_name
+
+_MOST_POINTS = 1000
+
+_MOST_CURVES = 1500
+
+
+class ComparedSeries(NamedTuple):
+    """Both sides of a series.
+
+    Attributes:
+        strength: the largest difference, as a multiple of the bound.
+        every: the interval of the steps; the step of the departure is added.
+        iterations, a, b: [n].
+        below, above: [n]: a value between them is too near to ``a`` to count.
+    """
+
+    subject: Subject
+    departs: bool
+    strength: float
+    every: int
+    iterations: Ints
+    a: Floats
+    b: Floats
+    below: Floats
+    above: Floats
+
+
+class ComparedNumbers:
+    """Collects values for a page; pass a new one to ``compare(numbers=)``."""
+
+    a: Side
+    b: Side
+    subjects: Subjects
+
+    def __init__(self) -> None:
+        self._curves: list[ComparedSeries] = []
+
+    def collect_from(self, a: Side, b: Side) -> Callable[[Compared], None]:
+        """Begin to collect values of the series that pair; returns the function that collects them."""
+        self.a, self.b, self.subjects = a, b, Subjects(a.run)
+        return self._collect
+
+    @property
+    def curves(self) -> list[ComparedSeries]:
+        return sorted(self._curves, key=lambda curve: (not curve.departs, -curve.strength))
+
+    def _collect(self, part: Compared) -> None:
+        begin_of = dict(zip(part.series[part.begins].tolist(), part.begins.tolist(), strict=True))
+        edges = np.searchsorted(part.series, np.arange(len(part.subjects) + 1))
+        for place, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
+            if begin == end:
+                continue
+            subject, own = part.subjects[place], slice(begin, end)
+            every = -(-(end - begin) // _MOST_POINTS)
+            at = np.arange(begin, end, every)
+            if place in begin_of:
+                at = np.unique(np.append(at, begin_of[place]))
+            strength = float(np.max(np.abs(part.difference[own]) / part.limit[own]))
+            a, b, below, above = (column[at] for column in (part.a, part.b, part.below, part.above))
+            departs = place in begin_of
+            curve = ComparedSeries(subject, departs, strength, every, part.iterations[at], a, b, below, above)
+            self._curves.append(curve)
+            if len(self._curves) >= 2 * _MOST_CURVES:
+                self._curves = self.curves[:_MOST_CURVES]
+
 
 _SCRIPTS = ("findings", "comparison")
 

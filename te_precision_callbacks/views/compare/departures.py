@@ -1,22 +1,327 @@
-"""Search for the series that depart: since which step, and how far."""
+"""Search for the series that depart: since which step, and how far.
+
+Differences are measured on scales. Magnitudes differ by factors (an amax of 400 is as far from 200 as 0.04 from 0.02),
+shares by points (6 % is as far from 5 % as 2 % from 1 %).
+
+The differences of runs of one config are noise, and their spread is the noise floor. One pair of runs has a single
+sample of a constant difference, such as between two initializations. So statistics borrow from similar ones: the spread
+of a *family*, one statistic of one tensor in all layers, is estimated from all its series together, for each part of
+the run. Parts are short at the beginning, since runs of one seed are equal before the first update. A series whose own
+spread is larger than its family's has its own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
+from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.views.compare.judging_scales import LEVEL, MAGNITUDE, NO_NUMBER, NoiseScale, scale_of
-from te_precision_callbacks.views.compare.result import StatisticDeparture
-from te_precision_callbacks.views.compare.sides import Floats, Ints, Numbers, Side, family
-from te_precision_callbacks.views.compare.spread import Noise, Spread, grouped_quantile, measure
+from te_precision_callbacks.runs.tables import EXTREME
+from te_precision_callbacks.statistics.names import logged_request
+from te_precision_callbacks.views.compare.result import ComparisonError, StatisticDeparture
 from te_precision_callbacks.views.report.overview import pieces
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+def family(subject: Subject) -> tuple[str, str, str]:
+    return subject.tensor, subject.gemm, subject.statistic
+
+
+class Numbers(NamedTuple):
+    """The values of some series, by series and iteration: [n], with series as places in the request."""
+
+    series: Ints
+    iterations: Ints
+    values: Floats
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison. ``scalars``: subject -> the iterations and values of a metric of the trainer."""
+
+    run: RecordedRun
+    name: str
+    series: Mapping[Subject, int]
+    scalars: Mapping[Subject, tuple[Ints, Floats]] = field(default_factory=dict)
+
+    @property
+    def subjects(self) -> list[Subject]:
+        return [*self.series, *self.scalars]
+
+    def count(self, subject: Subject) -> int:
+        if subject in self.scalars:
+            return len(self.scalars[subject][0])
+        return int(self.run.series["count"][self.series[subject]].as_py())
+
+    def read(self, subjects: Sequence[Subject]) -> Numbers:
+        """The values of some subjects, which are numbered by their places in the list; others are left out."""
+        numbers = [self.series.get(subject, -1) for subject in subjects]
+        wanted = [number for number in numbers if number >= 0]
+        parts = []
+        if wanted:
+            table = self.run.values(wanted)
+            if self.run.thinned:  # an extreme says nothing of the steps around it, of which the other side may have all
+                table = table.filter(pa.array(table["flags"].fill_null(0).to_numpy() & EXTREME == 0))
+            place = np.full(max(wanted) + 1, -1, np.int64)
+            place[wanted] = [number for number, series_number in enumerate(numbers) if series_number >= 0]
+            parts.append((place[table["series"].to_numpy()], table["iteration"].to_numpy(), table["value"].to_numpy()))
+        for number, subject in enumerate(subjects):
+            if subject in self.scalars:
+                iterations, values = self.scalars[subject]
+                parts.append((np.full(len(values), number, np.int64), iterations, values))
+        if not parts:
+            return Numbers(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
+        series, iterations, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return _in_order(series, iterations.astype(np.int64, copy=False), values)
+
+
+def _in_order(series: Ints, iterations: Ints, values: Floats) -> Numbers:
+    later = (series[1:] > series[:-1]) | ((series[1:] == series[:-1]) & (iterations[1:] > iterations[:-1]))
+    if not later.all():
+        order = np.lexsort((iterations, series))
+        series, iterations, values = series[order], iterations[order], values[order]
+        last = np.append((series[1:] != series[:-1]) | (iterations[1:] != iterations[:-1]), True)
+        series, iterations, values = series[last], iterations[last], values[last]
+    return Numbers(series, iterations, values)
+
+
+def side_of_run(run: RecordedRun, name: str) -> Side:
+    series, scalars = {}, {}
+    for number, subject in enumerate(run.subjects):
+        request = logged_request(subject.statistic) if subject.tensor else None
+        if request is None or not request.statistic.is_histogram:  # without histograms
+            series[subject] = number
+    for metric, (iterations, values) in run.metrics.items():
+        numbers = _in_order(np.zeros(len(values), np.int64), iterations, values)
+        scalars[Subject("", "", "", "", metric, None)] = numbers.iterations, numbers.values
+    if not series and not scalars:
+        raise ComparisonError(f"{name} has no numbers yet: no statistic was recorded, and no loss.{run.notes_in_words}")
+    return Side(run, name, series, scalars)
+
+
+ZERO_BELOW = 20.0
+"""How many powers of two the number 0 is below the smallest other number of a series."""
+
+_INFINITE, _NAN = 2000.0, 4000.0
+"""The places of inf and nan on every scale, beyond all numbers."""
+
+NO_NUMBER = 1000.0
+"""A difference beyond it is one with inf or nan."""
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """A scale.
+
+    Attributes:
+        least: the smallest spread that is believed, however little noise has been seen.
+        bound: the smallest difference that counts where no noise is known.
+        onto: values, and the magnitude of each one's series -> places on the scale.
+        back: places and magnitudes -> values.
+    """
+
+    name: str
+    unit: str
+    least: float
+    bound: float
+    onto: Callable[[Floats, Floats], Floats]
+    back: Callable[[Floats, Floats], Floats]
+
+    def places(self, values: Floats, magnitudes: Floats) -> Floats:
+        """Place values on the scale, inf and nan too.
+
+        ``magnitudes`` are positive and equal in a whole series: for :data:`MAGNITUDE` its smallest magnitude above 0,
+        otherwise its ordinary size.
+        """
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            places = self.onto(values, magnitudes)
+        places = np.where(np.isinf(values), np.copysign(_INFINITE, values), places)
+        return np.where(np.isnan(values), _NAN, places)
+
+    def values(self, places: Floats, magnitudes: Floats) -> Floats:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self.back(places, magnitudes)
+
+
+def _powers(values: Floats, magnitudes: Floats) -> Floats:
+    above = np.log2(np.abs(values)) - np.log2(magnitudes) + ZERO_BELOW
+    return np.where(values == 0, 0.0, np.sign(values) * above)
+
+
+def _from_powers(places: Floats, magnitudes: Floats) -> Floats:
+    return np.asarray(np.where(places == 0, 0.0, np.sign(places) * magnitudes * 2.0 ** (np.abs(places) - ZERO_BELOW)))
+
+
+def _same(values: Floats, magnitudes: Floats) -> Floats:
+    return values
+
+
+MAGNITUDE = NoiseScale("magnitude", "powers of two", 0.01, 1.0, _powers, _from_powers)
+SQUARE = NoiseScale("square", "powers of two", 0.01, 2.0, _powers, _from_powers)
+LEVEL = NoiseScale(
+    "level",
+    "of its size",
+    0.02,
+    6.0,
+    lambda values, sizes: np.arcsinh(values / sizes),
+    lambda places, sizes: sizes * np.sinh(places),
+)
+SHARE = NoiseScale("share", "points", 0.02, 5.0, _same, _same)
+DECIBELS = NoiseScale("decibels", "dB", 0.1, 3.0, _same, _same)
+POWERS = NoiseScale("powers", "powers of two", 0.05, 12.0, _same, _same)
+COUNT = NoiseScale(
+    "count",
+    "powers of two",
+    0.01,
+    1.0,
+    lambda values, sizes: np.log2(1 + np.abs(values)),
+    lambda places, sizes: 2.0 ** np.fmax(places, 0.0) - 1,
+)
+
+_BY_UNIT = {
+    "of the tensor": MAGNITUDE,
+    "square of the tensor's": SQUARE,
+    "%": SHARE,
+    "dB": DECIBELS,
+    "powers of two": POWERS,
+    "elements": COUNT,
+}
+
+
+def scale_of(tensor: str, statistic: str) -> NoiseScale:
+    """The scale of a statistic; ``tensor`` is empty for a metric of the trainer or of a user's own feature."""
+    request = logged_request(statistic) if tensor else None
+    if request is None:
+        return SHARE if statistic.endswith("%") else LEVEL
+    if request.statistic.signed:
+        return LEVEL
+    return _BY_UNIT.get(request.statistic.unit, LEVEL)
+
+
+_CLIPPED_AT = 0.9
+
+_OF_CLIPPED = 0.9118
+"""The root mean square of standard normal numbers that are clipped so."""
+
+_WILD = 3.0
+"""A series whose spread is more than so many times the median of its family's counts as that in the family's."""
+
+_MOST_PARTS = 16
+
+
+def grouped_quantile(groups: Ints, values: Floats, number: int, share: float) -> Floats:
+    """A quantile of the values of each group, by the nearest rank; nan of a group without values. ``groups`` are [n],
+    from 0 to ``number`` - 1.
+    """
+    counts = np.bincount(groups, minlength=number)
+    ordered = values[np.lexsort((values, groups))]
+    ranks = np.cumsum(counts) - counts + np.minimum((counts * share).astype(np.int64), counts - 1)
+    quantiles = np.full(number, np.nan)
+    has = counts > 0
+    quantiles[has] = ordered[ranks[has]]
+    return quantiles
+
+
+def grouped_spread(groups: Ints, values: Floats, number: int) -> Floats:
+    """The standard deviation of each group's values about 0, with the largest tenth clipped; nan of an empty group."""
+    magnitudes = np.abs(values)
+    clipped = np.minimum(magnitudes, grouped_quantile(groups, magnitudes, number, _CLIPPED_AT)[groups])
+    with np.errstate(invalid="ignore"):
+        squares = np.bincount(groups, clipped**2, number) / np.bincount(groups, minlength=number)
+    return np.asarray(np.sqrt(squares) / _OF_CLIPPED)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Differences of runs of one config.
+
+    Attributes:
+        series: [n], int64; consecutive for a series and a pair of runs.
+        iterations: [n], int64, ascending within a series and a pair.
+        pair: [n], int64: the pair of runs.
+        differences: [n], on the statistic's scale.
+    """
+
+    series: Ints
+    iterations: Ints
+    pair: Ints
+    differences: Floats
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The ordinary spread of the series of some families.
+
+    Attributes:
+        edges: [parts - 1]: the first iterations of the parts of the run.
+        of_family: [families, parts].
+        ratio: [series]: the spread of the series, relative to its family; 1 or more.
+    """
+
+    edges: Ints
+    of_family: Floats
+    ratio: Floats
+
+    def at(self, families: Ints, series: Ints, iterations: Ints) -> Floats:
+        """The spread of a difference of a family's series at an iteration."""
+        return self.of_family[families, np.searchsorted(self.edges, iterations, "right")] * self.ratio[series]
+
+
+def measure(noise: Noise, family_of: Ints, families: int, least: Floats, lasting: int) -> Spread:
+    """Estimate the spread of the noise.
+
+    Args:
+        family_of: [series]: the family of each series.
+        least: [families]: the smallest credible spread.
+        lasting: the minimum number of steps of a difference.
+    """
+    edges = _edges(np.unique(noise.iterations), lasting)
+    parts = len(edges) + 1
+    part = np.searchsorted(edges, noise.iterations, "right")
+    number = len(family_of)
+    of_series = grouped_spread(noise.series * parts + part, noise.differences, number * parts)
+    known = np.flatnonzero(~np.isnan(of_series))
+    its_family = family_of[known // parts] * parts + known % parts
+    middle = grouped_quantile(its_family, of_series[known], families * parts, 0.5)
+    tame = np.minimum(of_series[known], _WILD * middle[its_family])
+    by_part = grouped_spread(its_family, tame, families * parts).reshape(families, parts)
+    of_family = np.fmax(_beside(by_part), least[:, None])
+    normed = noise.differences / of_family[family_of[noise.series], part]
+    return Spread(edges, of_family, np.fmax(grouped_spread(noise.series, normed, number), 1.0))
+
+
+def _edges(steps: Ints, lasting: int) -> Ints:
+    """The first iterations of the parts of the run. The first parts have 1, 1, 2, 4, ... steps, as long as these are
+    shorter than the others: noise changes fastest in the first steps.
+    """
+    parts = int(np.clip(len(steps) // (4 * lasting), 1, _MOST_PARTS))
+    width = len(steps) // parts
+    early = 2 ** np.arange(width.bit_length() - 1)
+    return np.asarray(steps[np.concatenate([early, (np.arange(1, parts) * len(steps)) // parts])])
+
+
+def _beside(by_part: Floats) -> Floats:
+    """The largest value of each part and its neighbours; parts without noise have the value of the nearest other
+    one.
+    """
+    known = ~np.isnan(by_part)
+    parts = by_part.shape[1]
+    places = np.arange(parts)
+    distance = np.where(known[:, None, :], np.abs(places[None, :, None] - places[None, None, :]), parts)
+    filled = np.take_along_axis(by_part, distance.argmin(2), 1)
+    padded = np.pad(filled, ((0, 0), (1, 1)), mode="edge")
+    return np.fmax(np.fmax(padded[:, :-2], padded[:, 1:-1]), padded[:, 2:])
+
 
 _LEAST_BOUND, _BEYOND_NOISE = 6.0, 1.25
 """A difference counts if it is at least so many spreads, and so many times the largest lasting one in the noise."""

@@ -11,8 +11,8 @@ import numpy as np
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
 from te_precision_callbacks.runs.answers import is_loss, is_loss_of_training, loss_first
 from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.views.compare.departures import Floats, Ints, Side
 from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
-from te_precision_callbacks.views.compare.sides import Floats, Ints, Side
 
 _FP8_AGAINST_BF16 = ("FP8 against BF16", 0.0025, "DeepSeek-V3, arXiv 2412.19437, 3.3")
 _NVFP4_AGAINST_FP8 = ("NVFP4 against FP8, in the stable phase", 0.01, "NVIDIA, arXiv 2509.25149")
