@@ -16,8 +16,8 @@ from te_precision_callbacks.reference import cuda_on_cpu, cuda_on_cuda, no_trito
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.importer import RewritingLoader
 from te_precision_callbacks.reference.rewrite import rewrite
-from te_precision_callbacks.reference.seams import READ_FROM, SEAMS, Seam
 from tests.reference.processes import answers
+from tests.reference.seams import READ_FROM, SEAMS, Seam
 
 
 def execute(source: str, *, cuda_on_cpu: bool = True) -> dict[str, Any]:
