@@ -84,7 +84,7 @@ class RewritingLoader(SourceFileLoader):
         super().__init__(fullname, path)
         self.cuda_on_cpu = cuda_on_cpu
 
-    def source_to_code(self, data: Any, path: Any, **options: Any) -> CodeType:
+    def source_to_code(self, data: Any, path: Any, **options: Any) -> CodeType:  # type: ignore[override]
         tree = rewrite(ast.parse(data, path), cuda_on_cpu=self.cuda_on_cpu) if is_concerned(data) else data
         return super().source_to_code(tree, path, **options)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from te_precision_callbacks.reference.errors import ReferenceBackendError
-
 MASKED_SCORE = -10000.0
 
 
 def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """softmax(scale * x) over the last dimension; [batch, heads, queries, keys]."""
-    return torch.softmax(_scaled(input, scale_factor, 4), dim=-1).to(input.dtype)
+    return torch.softmax(input.detach().float() * scale_factor, dim=-1).to(input.dtype)
 
 
 def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> torch.Tensor:
@@ -23,7 +21,7 @@ def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale
 
     ``mask`` is [batch or 1, 1, queries, keys], bool or uint8; 1 where a score is masked.
     """
-    scores = _scaled(input, scale_factor, 4).masked_fill(mask.bool(), MASKED_SCORE)
+    scores = (input.detach().float() * scale_factor).masked_fill(mask.bool(), MASKED_SCORE)
     result = torch.softmax(scores, dim=-1)
     all_masked = scores.amax(dim=-1, keepdim=True) == MASKED_SCORE
     return result.masked_fill(all_masked, 0.0).to(input.dtype)
@@ -31,20 +29,12 @@ def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale
 
 def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """softmax of the scaled scores, each query seeing keys up to its own position; [batch * heads, length, length]."""
-    return _causal(_scaled(input, scale_factor, 3), 1).to(input.dtype)
+    return _causal(input.detach().float() * scale_factor, 1).to(input.dtype)
 
 
 def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """softmax of the scaled scores, causal with the last query at the last key; [batch, heads, queries, keys]."""
-    return _causal(_scaled(input, scale_factor, 4), input.shape[-1] - input.shape[-2] + 1).to(input.dtype)
-
-
-def _scaled(input: torch.Tensor, scale_factor: float, dimensions: int) -> torch.Tensor:
-    if input.dim() != dimensions:
-        raise ReferenceBackendError(f"The softmax takes {dimensions} dimensions, not {input.dim()}.")
-    if input.dtype not in (torch.float16, torch.bfloat16):
-        raise ReferenceBackendError(f"The fused softmax takes float16 and bfloat16, not {input.dtype}.")
-    return input.detach().float() * scale_factor
+    return _causal(input.detach().float() * scale_factor, input.shape[-1] - input.shape[-2] + 1).to(input.dtype)
 
 
 def _causal(scores: torch.Tensor, first_masked: int) -> torch.Tensor:
