@@ -17,9 +17,7 @@ from te_precision_callbacks.options import SessionKeywords, SessionOptions, Step
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection
 from te_precision_callbacks.sinks.loggers import (
-    REPORT_NAME,
     LoggerSink,
-    add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
@@ -27,7 +25,6 @@ from te_precision_callbacks.sinks.loggers import (
 from te_precision_callbacks.sinks.metrics import overall_name
 
 try:
-    from lightning.fabric.loggers.csv_logs import CSVLogger
     from lightning.fabric.loggers.logger import Logger
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -385,14 +382,6 @@ class LightningLoggerSink(LoggerSink):
             self._receiver.log_metrics(named, step=step)
         for name, counts in histograms.items():
             _log_histogram(self._receiver, name, counts, step)
-
-    def report(self, path: Path) -> None:
-        if isinstance(self._receiver, WandbLogger):
-            add_report_to_wandb(self._receiver.experiment, path)
-        elif isinstance(self._receiver, TensorBoardLogger):
-            self._receiver.experiment.add_text(REPORT_NAME, str(path))
-        elif type(self._receiver) is not CSVLogger:  # Fabric's accepts numbers only
-            self._receiver.log_hyperparams({REPORT_NAME: str(path)})
 
 
 def _log_histogram(receiver: Logger, name: str, counts: Sequence[float], step: int) -> None:

@@ -195,7 +195,7 @@ class SessionOptions:
         statistics_log: ranks and size limit of the statistics log. ``"rank0"``: the first of the ranks that reduce
             together writes all values, the others their local ones. ``"all"``: every rank writes all. ``"off"`` or
             False: no log. A size such as ``"4GiB"`` or ``"rank0, 4GiB"``, or ``"rank0, unlimited"``, replaces the limit
-            of 1 GiB; at the limit, the older half is dropped.
+            of 1 GiB; at the limit, the log ends, and the records go on.
         records: record the run in ``<log_dir>/precision_records``: ``"on"`` (16 GiB), ``"off"``, or a rank's size limit
             such as ``"64GiB"``; at the limit, old steps are downsampled (docs/records.md).
         report: write the run's page to ``<log_dir>/report.html`` when it has ended without an error

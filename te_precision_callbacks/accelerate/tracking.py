@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -14,9 +13,7 @@ from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.sinks import MetricSelection, StepRecords
 from te_precision_callbacks.sinks.loggers import (
-    REPORT_NAME,
     LoggerSink,
-    add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
@@ -47,18 +44,6 @@ class TrackerSink(LoggerSink):
                 tracker.log(names_for_mlflow(metrics) if tracker.name == "mlflow" else metrics, step=step)
             if histograms:
                 _log_histograms(tracker, histograms, step)
-
-    def report(self, path: Path) -> None:
-        for tracker in self._accelerator.trackers if self._accelerator.is_main_process else ():
-            if tracker.name == "wandb":
-                add_report_to_wandb(tracker.tracker, path)
-            elif tracker.name == "tensorboard":
-                tracker.writer.add_text(REPORT_NAME, str(path))
-                tracker.writer.flush()
-            elif tracker.name == "aim":  # Accelerate 1.15: its configuration would replace the script's
-                tracker.writer[REPORT_NAME] = str(path)
-            else:
-                tracker.store_init_configuration({REPORT_NAME: str(path)})
 
     def _warn(self) -> None:
         if not self._notices.first("no tracker"):

@@ -11,18 +11,15 @@ import json
 import math
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.markup import escape, render
+from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-
-from te_precision_callbacks.base.wrapping import fitted, wrapped
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -40,8 +37,6 @@ _WHOLE_LINES = 500
 
 _WIDEST_TEXT = 120
 
-_PADDING = 3
-
 
 def table(*columns: str) -> Table:
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
@@ -58,13 +53,6 @@ def show(what: RenderableType) -> None:
     console = Console(highlight=False, soft_wrap=isinstance(what, str))
     if not isinstance(what, str) and not console.is_terminal:
         console = Console(highlight=False, width=shutil.get_terminal_size((_WHOLE_LINES, 0)).columns)
-    if isinstance(what, Table):
-        _show_table(what, console)
-    else:
-        _print(what, console)
-
-
-def _print(what: RenderableType, console: Console) -> None:
     if console.is_terminal:
         console.print(what)
         return
@@ -73,55 +61,8 @@ def _print(what: RenderableType, console: Console) -> None:
     typer.echo("\n".join(line.rstrip(" ") for line in captured.get().split("\n")), nl=False)
 
 
-def _show_table(made: Table, console: Console) -> None:
-    """Print a table; where a word of each column does not fit, print a paragraph per row."""
-    result = fitted_table(made, console.width)
-    if result is not None:
-        _print(result, console)
-        return
-    headings, *rows = zip(*_texts(made), strict=True)
-    for row in rows:
-        typer.echo()
-        for heading, text in zip(headings, row, strict=True):
-            if text:
-                show_text(f"{heading}: {', '.join(text.splitlines())}" if heading else text, hanging=_PADDING)
-
-
-def fitted_table(made: Table, width: int) -> Table | None:
-    """Wrap the cells of a table without breaking words; None if the width is too small."""
-    columns = _texts(made)
-    room = width - _PADDING * len(columns) - 1
-    widths = fitted(columns, room, [column.max_width for column in made.columns])
-    if widths is None:
-        return None
-    heading_cells, *row_cells = (
-        [cell_lines(wrapped(text, width).splitlines()) for text, width in zip(texts, widths, strict=True)]
-        for texts in zip(*columns, strict=True)
-    )
-    result = table(*heading_cells)
-    result.title, result.title_justify = made.title, made.title_justify
-    result.caption, result.caption_justify = made.caption, made.caption_justify
-    for column, given, fit in zip(result.columns, made.columns, widths, strict=True):
-        column.width, column.justify = fit, given.justify
-    for cells in row_cells:
-        result.add_row(*cells)
-    return result
-
-
-def _texts(made: Table) -> list[list[str]]:
-    return [
-        [text.plain if isinstance(text, Text) else render(str(text)).plain for text in (column.header, *column.cells)]
-        for column in made.columns
-    ]
-
-
-class Paragraph:
-    def __init__(self, text: str, style: str = "") -> None:
-        self._text, self._style = visible(text), style
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        fits = cell_len(self._text) <= options.max_width
-        yield Text(self._text if fits else wrapped(self._text, options.max_width), self._style, overflow="fold")
+def paragraph(text: str, style: str = "") -> Text:
+    return Text(visible(text), style, overflow="fold")
 
 
 def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False) -> None:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from te_precision_callbacks.dumps.errors import (
         DifferentShapesError,
         DumpError,
-        LaterVersionError,
         NotADumpError,
         NothingToCompareError,
     )
@@ -43,7 +42,6 @@ __all__ = [
     "Entry",
     "Foreign",
     "Header",
-    "LaterVersionError",
     "Listing",
     "NotADumpError",
     "NothingToCompareError",

@@ -6,9 +6,7 @@ such as a file that is not a dump, returns 2. ``--json`` prints one JSON object;
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,8 +39,7 @@ def list_command(
     """List the dumps in a folder: the layer, tensor and step of each dump, and its content."""
     from te_precision_callbacks.dumps.dump_files import list_dumps
 
-    with _visible_errors():
-        listing = list_dumps(folder)
+    listing = list_dumps(folder)
     if as_json:
         rows = [
             {"path": str(entry.path), "size": entry.size, "header": dataclasses.asdict(entry.header)}
@@ -78,29 +75,27 @@ def show_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The dump.")],
     as_json: Json = False,
 ) -> None:
-    """Show a dump: its header, the numbers of each tensor, its scales and blocks, and the quantization error."""
-    from te_precision_callbacks.dumps.difference import compare, direction_numbers, tensor_numbers
+    """Show a dump: its header, the numbers of each tensor, and the quantization error."""
+    from te_precision_callbacks.dumps.difference import compare, tensor_numbers
     from te_precision_callbacks.dumps.dump_files import load
     from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
     from te_precision_callbacks.dumps.header import HIGH_PRECISION
 
     errors: tuple[Difference, ...] = ()
     not_compared: tuple[str, ...] = ()
-    with _visible_errors():
-        dump = load(file)
-        tensors, directions = tensor_numbers(dump), direction_numbers(dump)
-        try:
-            result = compare(dump)
-            errors, not_compared = result.differences, result.not_compared
-        except (DifferentShapesError, NothingToCompareError) as error:
-            # A dump of one tensor has nothing to compare.
-            if HIGH_PRECISION in dump.tensors and dump.header.quantized is not None:
-                not_compared = (str(error),)
+    dump = load(file)
+    tensors = tensor_numbers(dump)
+    try:
+        result = compare(dump)
+        errors, not_compared = result.differences, result.not_compared
+    except (DifferentShapesError, NothingToCompareError) as error:
+        # A dump of one tensor has nothing to compare.
+        if HIGH_PRECISION in dump.tensors and dump.header.quantized is not None:
+            not_compared = (str(error),)
     header = dataclasses.asdict(dump.header)
     if as_json:
         described = {
             "tensors": tensors,
-            "blocks": directions,
             "quantization_error": errors,
             "not_compared": not_compared,
         }
@@ -116,12 +111,6 @@ def show_command(
         counts = (str(tensor[key]) for key in ("nan", "inf", "zeros"))
         table.add_row(terminal.cell(tensor["name"]), tensor["dtype"], _by(tensor["shape"]), *numbers, *counts)
     terminal.show(table)
-    for part in directions:
-        table = terminal.table(f"{part['name']} blocks", "")
-        table.add_row("blocks", f"{part['blocks']:,}, with zeros only {part['zero_blocks']:,}")
-        table.add_row("factors", f"{part['smallest_factor']:.6g} to {part['largest_factor']:.6g}")
-        table.add_row("with an element at the format's largest number", f"{part['at_largest_code']:,}")
-        terminal.show(table)
     if errors:
         terminal.show(_difference_table(errors))
     _print_not_compared(not_compared)
@@ -137,34 +126,14 @@ def diff_command(
     from te_precision_callbacks.dumps.difference import compare
     from te_precision_callbacks.dumps.dump_files import load
 
-    with _visible_errors():
-        result = compare(load(a), load(b))
+    result = compare(load(a), load(b))
     if as_json:
         terminal.show_json({"equal": result.equal, **terminal.plain(result)})
     else:
         terminal.show(_difference_table(result.differences))
-        for difference in result.differences:
-            if difference.internals is not None and difference.internals.first_block is not None:
-                block = difference.internals.first_block
-                terminal.show_text(
-                    f"{difference.what}: the first block that differs is {block.index}, rows {_range(block.rows)} and"
-                    f" columns {_range(block.columns)} of the data: {block.codes_differing} codes; its factors are"
-                    f" {block.factors[0]!r} in A and {block.factors[1]!r} in B"
-                )
         _print_not_compared(result.not_compared)
         terminal.show("The dumps are equal." if result.equal else "The dumps differ.")
     raise typer.Exit(0 if result.equal else 1)
-
-
-@contextlib.contextmanager
-def _visible_errors() -> Iterator[None]:
-    """Remove control characters from errors, which quote text from files."""
-    from te_precision_callbacks.dumps.errors import DumpError
-
-    try:
-        yield
-    except DumpError as error:
-        raise type(error)(terminal.visible(str(error))) from error
 
 
 def _print_not_compared(what: tuple[str, ...]) -> None:
@@ -205,7 +174,3 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 def _by(values: Any, between: str = " x ") -> str:
     return between.join(str(value) for value in values)
-
-
-def _range(bounds: tuple[int, int]) -> str:
-    return f"{bounds[0]} to {bounds[1] - 1}"

@@ -40,7 +40,6 @@ from te_precision_callbacks.dumps.header import (
     Header,
     Plain,
     Quantized,
-    check_direction,
     dtype_name,
     leads_to,
 )
@@ -88,7 +87,7 @@ class Dump:
             event.synchronize()
 
     def part(self, *, columnwise: bool) -> Stored | None:
-        """Return one direction of the quantized tensor, if the dump has it; raises NotADumpError."""
+        """Return one direction of the quantized tensor, if the dump has it."""
         quantized = self.header.quantized
         direction = None if quantized is None else quantized.direction(columnwise)
         return None if direction is None else _part(direction, columnwise, self.tensors)
@@ -396,7 +395,6 @@ def _elements_in_memory(part: Stored) -> torch.Tensor:
 
 
 def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Tensor]) -> Stored:
-    check_direction(direction, tensors)
     element_format, scale_format = FORMATS[direction.format], FORMATS.get(direction.scale_format)
     rows, columns = direction.matrix_shape
     scales = tensors[direction.scale].reshape(direction.blocks)

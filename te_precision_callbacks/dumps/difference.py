@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import tiled
 from te_precision_callbacks.base.numerics.layouts import Stored, unpacked
 from te_precision_callbacks.dumps.contents import Dump, a_dump, dequantize
 from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
@@ -20,37 +19,16 @@ _PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Block:
-    """A block of quantized data.
-
-    Attributes:
-        index: its row and column among the blocks.
-        rows, columns: the first index and one past the last, of the data in memory viewed as a matrix; with
-            ``transposed``, the rows run along the tensor's last dimension.
-        codes_differing: the number of elements with different codes.
-        factors: the factors of the block in a and b.
-    """
-
-    index: tuple[int, int]
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    codes_differing: int
-    factors: tuple[float, float]
-
-
-@dataclass(frozen=True)
 class Internals:
     """The differences of codes and scales of two quantized tensors in one format.
 
     Attributes:
         scales_differing: the number of blocks with different factors; NVFP4's amax is part of a factor.
-        first_block: the first block, row by row, with a different code or factor.
     """
 
     blocks: int
     codes_differing: int
     scales_differing: int
-    first_block: Block | None
 
 
 @dataclass(frozen=True)
@@ -250,28 +228,9 @@ def _words(part: Stored) -> str:
 
 def _internals(a: Stored, b: Stored) -> Internals:
     ours, theirs = (unpacked(part.codes) if part.element_format.bits == 4 else part.codes for part in (a, b))
-    codes = ours != theirs
     # As bits: a NaN is itself.
-    factors = a.factors().contiguous(), b.factors().contiguous()
-    scales = factors[0].view(torch.int32) != factors[1].view(torch.int32)
-    mask = codes | a.spread(scales)
-    first = None
-    if bool(mask.any()):
-        height, width = a.block
-        # The first row with a difference is in the first row of blocks that has one.
-        row = int(mask.any(1).int().argmax()) // height
-        band = mask[row * height : (row + 1) * height]
-        column = int(band.any(0).int().argmax()) // width
-        rows = (row * height, min((row + 1) * height, mask.shape[0]))
-        columns = (column * width, min((column + 1) * width, mask.shape[1]))
-        first = Block(
-            index=(row, column),
-            rows=rows,
-            columns=columns,
-            codes_differing=int(codes[rows[0] : rows[1], columns[0] : columns[1]].sum()),
-            factors=(float(factors[0][row, column]), float(factors[1][row, column])),
-        )
-    return Internals(scales.numel(), int(codes.sum()), int(scales.sum()), first)
+    factors = [part.factors().contiguous().view(torch.int32) for part in (a, b)]
+    return Internals(factors[0].numel(), int((ours != theirs).sum()), int((factors[0] != factors[1]).sum()))
 
 
 def tensor_numbers(dump: Dump) -> list[dict[str, Any]]:
@@ -279,16 +238,6 @@ def tensor_numbers(dump: Dump) -> list[dict[str, Any]]:
     and E8M0 bytes are integers from 0 to 255.
     """
     return [_tensor(name, tensor) for name, tensor in sorted(dump.tensors.items())]
-
-
-def direction_numbers(dump: Dump) -> list[dict[str, Any]]:
-    """Summarize the blocks of each direction of the quantized tensor.
-
-    The factors are finite factors above 0, nan without any; ``at_largest_code`` is the number of blocks with an element
-    at the format's largest value or beyond.
-    """
-    parts = ((name, dump.part(columnwise=name == "columnwise")) for name in ("rowwise", "columnwise"))
-    return [_direction(name, part) for name, part in parts if part is not None]
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -315,25 +264,6 @@ def _tensor(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         "inf": inf,
         "zeros": zeros,
     }
-
-
-def _direction(name: str, part: Stored) -> dict[str, Any]:
-    factors = part.factors()
-    amax = _amaxes(part.matrix(), part.block)
-    largest_code = _amaxes(part.elements(), part.block) >= part.element_format.max
-    usable = factors[(factors > 0) & factors.isfinite()]
-    return {
-        "name": name,
-        "blocks": factors.numel(),
-        "zero_blocks": int((amax == 0).sum()),
-        "smallest_factor": float(usable.min()) if usable.numel() else math.nan,
-        "largest_factor": float(usable.max()) if usable.numel() else math.nan,
-        "at_largest_code": int(largest_code.sum()),
-    }
-
-
-def _amaxes(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    return tiled(matrix.abs(), block).amax((1, 3))
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,13 @@
 
 Files are written atomically. A killed process may leave a hidden file that ends with ``.incomplete``.
 
-The safetensors format (huggingface/safetensors, "Format"): 8 bytes with the length of a JSON object, little-endian; the
-object, name -> dtype, shape and data offsets; the data. The library's ``save`` copies all tensors with the GIL held,
-which would stop training. The format is therefore written here, and read by the library.
+safetensors 0.8 and later write from the tensors' memory and release the GIL, so training goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import itertools
-import json
 import operator
 import os
 import re
@@ -21,15 +16,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from te_precision_callbacks.base.opening import own_file
-from te_precision_callbacks.dumps.contents import Dump, dump_of
+from te_precision_callbacks.dumps.contents import Dump, dump_of, operand_of
 from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
-from te_precision_callbacks.dumps.header import Header, check
+from te_precision_callbacks.dumps.header import Header
 
 METADATA_KEY = "te_precision_dump"
 """The key of the header in the metadata of a file."""
@@ -39,31 +34,10 @@ SUFFIX = ".safetensors"
 TEMPORARY_SUFFIX = ".incomplete"
 """The suffix of hidden, incomplete files."""
 
-# The names of the safetensors format.
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    **({torch.float8_e8m0fnu: "F8_E8M0"} if hasattr(torch, "float8_e8m0fnu") else {}),
-}
-_PIECE = 1 << 24
 _LONGEST_LAYER = 160
 """The maximum length of a layer's name in a file name, which may have 255 bytes."""
 
 _UNSAFE = re.compile(r"[^a-z0-9_.\-]", re.IGNORECASE)
-_SAFE = re.compile(r"[a-z0-9_\-]+(\.[a-z0-9_\-]+)*")
 
 
 def save(
@@ -150,7 +124,7 @@ def write_new(dump: Dump, folder: Path) -> int:
     appended if the name exists. Raises DumpError.
     """
     header = dump.header
-    parts = [_distinct(header.layer), _distinct(header.tensor)]
+    parts = [_UNSAFE.sub("_", name).lstrip(".")[:_LONGEST_LAYER] for name in (header.layer, header.tensor)]
     stem = ".".join(parts if header.micro_batch == 0 else [*parts, f"mb{header.micro_batch}"])
     return _write(dump, folder / f"{stem}{SUFFIX}", lambda hidden: _rename_to_first_free(hidden, folder, stem))
 
@@ -158,36 +132,32 @@ def write_new(dump: Dump, folder: Path) -> int:
 def _write(dump: Dump, path: Path, appear: Callable[[Path], None]) -> int:
     dump.wait()
     hidden = path.parent / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+    # Copies: safetensors refuses tensors that share memory.
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+        for name, tensor in dump.complete().items()
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(hidden, "wb", opener=own_file) as file:
-                _write_tensors(dump, file)
-                nbytes = file.tell()
+            save_file(tensors, hidden, metadata={"format": "pt", METADATA_KEY: dump.header.to_json()})
+            nbytes = hidden.stat().st_size
             appear(hidden)
         except BaseException:
             hidden.unlink(missing_ok=True)
             raise
         return nbytes
-    except OSError as error:
-        why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
-        raise DumpError(f"{path}: cannot be written: {why}. No part of the file is left.") from error
+    except (OSError, SafetensorError, KeyError) as error:
+        raise DumpError(f"{path}: cannot be written: {error}. No part of the file is left.") from error
 
 
 def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
     for count in itertools.count():
         path = folder / f"{stem}{f'.{count}' if count else ''}{SUFFIX}"
-        try:
-            os.link(source, path)  # a rename would replace an existing file
-        except FileExistsError:
-            continue
-        except OSError:  # a file system without links
-            if os.path.lexists(path):
-                continue
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)  # a rename would replace an existing file
             os.replace(source, path)
-        else:
-            source.unlink()
-        return
+            return
 
 
 def iteration_folder(folder: Path, rank: int, iteration: int) -> Path:
@@ -198,92 +168,35 @@ def rank_folder(folder: Path, rank: int) -> Path:
     return folder / "tensor_dumps" / f"rank_{rank}"
 
 
-def _distinct(name: str) -> str:
-    """Return a part of a file name that is unique to a layer, even on case-insensitive file systems."""
-    if len(name) <= _LONGEST_LAYER and _SAFE.fullmatch(name):
-        return name
-    # A name on disk may have a lone surrogate.
-    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return f"{_UNSAFE.sub('_', name).lstrip('.')[:_LONGEST_LAYER]}-{digest}"
-
-
-def _write_tensors(dump: Dump, file: IO[bytes]) -> None:
-    tensors = dump.complete()
-    layout: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: dump.header.to_json()}}
-    # Aligned, in the library's order: tensors with the largest elements come first.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        if tensor.dtype not in _DTYPE_NAMES:
-            raise DumpError(f"{name}: the safetensors format has no dtype for {tensor.dtype}.")
-        start, end = end, end + tensor.nbytes
-        layout[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    header = json.dumps(layout, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    file.write(len(header).to_bytes(8, "little") + header)
-    for name in names:
-        plain = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # One element counts as contiguous with any stride, but most strides prevent a view as bytes.
-        flat = plain.reshape(-1).as_strided((plain.numel(),), (1,)).view(torch.uint8)
-        # A copy, since memory with a numpy view cannot be resized, as FSDP2 does with parameters.
-        for start in range(0, flat.numel(), _PIECE):
-            array: Any = flat[start : start + _PIECE].clone().numpy()
-            file.write(memoryview(array))
-
-
 def load(path: str | os.PathLike[str]) -> Dump:
     """Load a dump, to the CPU.
 
     Raises:
-        NotADumpError: there is no such file, or the file is of another kind, truncated, or damaged.
-        LaterVersionError: a later version of this package wrote the file.
+        NotADumpError: there is no such file, or the file is of another kind or version, truncated, or damaged.
     """
     with _opened(Path(path)) as file:
-        header = _header_of(file)
-        try:
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        except (SafetensorError, AttributeError, TypeError, ValueError) as error:
-            raise NotADumpError(f"torch {torch.__version__} cannot read its tensors: {error}.") from error
-        check(header, tensors)
-        return Dump(header, tensors)
+        dump = Dump(_header_of(file), {name: file.get_tensor(name) for name in sorted(file.keys())})
+        for columnwise in (False, True):
+            dump.part(columnwise=columnwise)
+        for side in ("a", "b") if dump.header.gemm is not None else ():
+            operand_of(dump, side)
+        return dump
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, and prefix errors in the block with the file's name."""
+    """Open a safetensors file; errors in the block mean that the file is not a dump."""
     try:
-        _check_kind(path)
-        try:
-            with safe_open(path, framework="pt") as file:
-                yield file
-        except FileNotFoundError:  # removed meanwhile
-            raise
-        except (SafetensorError, OSError) as error:
-            raise NotADumpError(f"truncated, damaged, or not a safetensors file: {error}.") from error
-    except DumpError as error:
-        raise type(error)(f"{path}: {error}") from error.__cause__
-
-
-def _check_kind(path: Path) -> None:
-    try:
-        if not path.is_file():
-            raise NotADumpError("a folder." if path.is_dir() else "there is no such file.")
-        with path.open("rb") as file:
-            start = file.read(9)
-    except OSError as error:
-        raise NotADumpError(f"cannot be read: {error.strerror or error}.") from error
-    if start.startswith(b"PK\x03\x04"):
-        raise NotADumpError("not a safetensors file, but an archive, perhaps of torch.save: read that with torch.load.")
-    if len(start) < 9 or not start.endswith(b"{"):
-        raise NotADumpError(f"not a safetensors file ({path.stat().st_size} bytes).")
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except NotADumpError as error:
+        raise NotADumpError(f"{path}: {error}") from error
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise NotADumpError(f"{path}: not a dump, or damaged: {type(error).__name__}: {error}") from error
 
 
 def _header_of(file: Any) -> Header:
-    text = (file.metadata() or {}).get(METADATA_KEY)
-    if text is None:
-        raise NotADumpError(f"a safetensors file, but not a dump: its metadata have no {METADATA_KEY!r}.")
-    return Header.from_json(text)
+    return Header.from_json(file.metadata()[METADATA_KEY])
 
 
 @dataclass(frozen=True)
@@ -300,7 +213,7 @@ class Foreign:
 
 
 class Listing(tuple[Entry, ...]):
-    """The dumps, sorted by iteration, layer, tensor, micro-batch and rank; ``foreign`` are the other files, by path."""
+    """The dumps, sorted by iteration, layer, tensor, micro-batch and rank; ``foreign`` are the other files."""
 
     foreign: tuple[Foreign, ...]
 
@@ -313,14 +226,9 @@ def list_dumps(folder: str | os.PathLike[str]) -> Listing:
     unreadable: list[OSError] = []
     for path in _files(Path(folder), unreadable.append):
         try:
-            size = path.stat().st_size
             with _opened(path) as file:
-                entries.append(Entry(path, size, _header_of(file)))
-        except FileNotFoundError:  # removed meanwhile
-            continue
-        except OSError as error:  # a link to itself, a folder that may not be entered
-            foreign.append(Foreign(path, f"cannot be read: {error.strerror or error}"))
-        except DumpError as error:
+                entries.append(Entry(path, path.stat().st_size, _header_of(file)))
+        except NotADumpError as error:
             foreign.append(Foreign(path, str(error).removeprefix(f"{path}: ")))
     foreign += [Foreign(Path(error.filename), f"cannot be read: {error.strerror}") for error in unreadable]
     listing = Listing(sorted(entries, key=_order))
@@ -334,11 +242,8 @@ def _files(folder: Path, unreadable: Callable[[OSError], None]) -> Iterator[Path
         return
     if not folder.is_dir():
         raise NotADumpError(f"{folder}: there is no such folder.")
-    for parent, folders, names in os.walk(folder, onerror=unreadable):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            if not name.startswith("."):
-                yield Path(parent, name)
+    for parent, _, names in os.walk(folder, onerror=unreadable):
+        yield from (Path(parent, name) for name in names if name.endswith(SUFFIX))
 
 
 def _order(entry: Entry) -> tuple[int, str, str, int, int, str]:

@@ -10,11 +10,7 @@ class DumpError(PrecisionDebugError, RuntimeError):
 
 
 class NotADumpError(DumpError):
-    """A file is not a dump: of another kind, truncated, or damaged."""
-
-
-class LaterVersionError(DumpError):
-    """A dump was written by a later version of this package in an unknown form."""
+    """A file is not a dump: of another kind or version, truncated, or damaged."""
 
 
 class DifferentShapesError(DumpError):

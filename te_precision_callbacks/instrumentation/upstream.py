@@ -29,7 +29,6 @@ from te_precision_callbacks.base.errors import (
     TransformerEngineUnavailableError,
 )
 from te_precision_callbacks.base.replaced import Replaced
-from te_precision_callbacks.base.threads import within
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
@@ -40,7 +39,6 @@ from te_precision_callbacks.instrumentation.stray_calls import StrayCalls
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER
-from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL
 
 logger = logging.getLogger(__name__)
 
@@ -238,25 +236,18 @@ class Inspector:
         TEDebugState.debug_enabled = True
 
     def _make_folder(self) -> None:
-        """Create the log folder. A strict run raises if that fails. An unresponsive disk is reported when a file is
-        written.
-        """
+        """Create the log folder. A strict run raises if that fails."""
         folder = self._log_dir / EVENTS_FOLDER if self._options.strict else self._log_dir
-
-        def make() -> None:
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise PermissionError(f"no permission to write to {str(folder)!r}")
-
-        try:
-            within(LONGEST_STILL, make)
         except OSError as error:
             if self._options.strict:
                 raise SessionError(
                     f"log_dir={str(self._log_dir)!r} cannot be written to: {error}. Give a writable folder."
                 ) from error
-            if not isinstance(error, TimeoutError):
-                self._failures.lose_folder(self._log_dir, error)
+            self._failures.lose_folder(self._log_dir, error)
 
     def _begin_events(self) -> None:
         """Start upstream's event log as ``initialize_logger`` does, but with a writer thread."""

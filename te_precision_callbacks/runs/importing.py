@@ -34,7 +34,6 @@ from te_precision_callbacks.runs.input_files import pieces_of
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
-from te_precision_callbacks.sinks.log_file import older_half
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of, parsed_log_name
 from te_precision_callbacks.statistics.table import Of
@@ -53,7 +52,6 @@ _LINE = re.compile(
     rb"|.{23} - INFO - (Here another run begins), of process \d+\.)\s*$",
     re.MULTILINE | re.IGNORECASE,
 )
-_OTHER_HALF = re.compile(rb"^.{23} - INFO - The log goes on from .*\.old\.\s*$", re.MULTILINE)
 _TEXT_LINE = re.compile(rb"^.*\S", re.MULTILINE)
 _EVENT = re.compile(r"^(.{23}) - (?:INFO - Assigned layer name: (.*)|(WARNING|ERROR|CRITICAL) - (.*))$")
 _TIME = "%Y-%m-%d %H:%M:%S,%f"
@@ -77,7 +75,7 @@ def find_logs(path: Path) -> Logs | None:
         for logs, name in ((logs_of_run.statistics, STATISTICS_FOLDER), (logs_of_run.events, EVENTS_FOLDER)):
             logs_folder = folder if folder.name == name else folder / name
             for file in sorted(logs_folder.glob("*.log*")):
-                match = _NAME.fullmatch(file.name.removesuffix(".old"))
+                match = _NAME.fullmatch(file.name)
                 if match is not None:
                     logs.setdefault(int(match[1]), file.with_name(match[0]))
     return logs_of_run if logs_of_run.statistics else None
@@ -90,7 +88,7 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
     times: dict[int, bytes] = {}
     rows: dict[int, list[_Rows]] = {}
     layers, events = _read_events(logs)
-    size = sum(half.stat().st_size for file in logs.statistics.values() for half in _halves(file))
+    size = sum(file.stat().st_size for file in logs.statistics.values())
     with _progress(f"Reading {path}", size) as advance:
         for rank, file in logs.statistics.items():
             rows[rank] = list(_read_statistics(file, names, times, unread, advance))
@@ -137,18 +135,12 @@ def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
 # ---------------------------------------------------------------------- files
 
 
-def _halves(file: Path) -> list[Path]:
-    """Return the files of a log: at its limit, a log is renamed to ``<name>.old``, which is read first."""
-    return [half for half in (older_half(file), file) if half.is_file()]
-
-
 def _lines_of(file: Path, advance: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
     """Yield whole lines, many at once, without an incomplete line at the end."""
-    for half in _halves(file):
-        with half.open("rb") as log:
-            for lines, nbytes in pieces_of(log):
-                advance(nbytes)
-                yield lines
+    with file.open("rb") as log:
+        for lines, nbytes in pieces_of(log):
+            advance(nbytes)
+            yield lines
 
 
 def _read_events(logs: Logs) -> tuple[list[str], pa.Table]:
@@ -186,7 +178,7 @@ def _read_statistics(
             step = int(iteration)
             times.setdefault(step, time)
             rows.append((segment, step, names.setdefault(name.rstrip(b" "), len(names)), float(value), bool(local)))
-        bad += len(_TEXT_LINE.findall(lines)) - len(matches) - len(_OTHER_HALF.findall(lines))
+        bad += len(_TEXT_LINE.findall(lines)) - len(matches)
         yield np.array(rows, _ROW)
     if bad:
         is_, was = ("is", "was") if bad == 1 else ("are", "were")

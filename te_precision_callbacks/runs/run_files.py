@@ -25,7 +25,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from te_precision_callbacks.base.opening import own_file
 from te_precision_callbacks.runs.input_files import read_json
 
 FOLDER = "precision_records"
@@ -130,7 +129,7 @@ def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file atomically: flush a temporary file to the disk, and rename it; raises OSError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}{_INCOMPLETE}")
     try:
-        with open(beside, "wb", opener=own_file) as file:
+        with open(beside, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -148,7 +147,7 @@ def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 def overwrite(path: Path, data: bytes) -> None:
     """Overwrite a file in place within its size, for a full disk; raises OSError."""
-    with open(path, "r+b", opener=own_file) as file:
+    with open(path, "r+b") as file:
         room = os.fstat(file.fileno()).st_size
         if len(data) > room:
             raise OSError(errno.ENOSPC, "it has no room", str(path))
@@ -165,7 +164,7 @@ class AppendedFile(io.FileIO):
     """An append-only file. Writes are unbuffered, so that a forked process does not repeat them."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "x", opener=own_file)
+        super().__init__(path, "x")
 
     def write(self, data: Any, /) -> int:
         """Append data; raises OSError, also if the file was deleted."""

@@ -11,17 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.base.threads import within
 from te_precision_callbacks.runs.launches import find_segment
 from te_precision_callbacks.runs.limits import DEFAULT_LIMIT
 from te_precision_callbacks.runs.recording import Facts, Place, Recording, Step, own_numbers
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
-from te_precision_callbacks.sinks.writer_thread import LONGEST_STILL, WriterThread
+from te_precision_callbacks.sinks.writer_thread import WriterThread
 
 MOST_WAITING = 1 << 24
 """The most values in the queue, about 300 MB; steps beyond are dropped."""
@@ -38,8 +37,6 @@ class _End(NamedTuple):
     error: BaseException | None
     last: int
 
-
-_ResultT = TypeVar("_ResultT")
 
 _Job = Step | Event | Scalars | Facts | _End
 
@@ -86,17 +83,14 @@ class RecordSink(EventSink):
 
     def go_on_with(self, run_id: str) -> None:
         """Continue a recorded run, or begin one if the folder does not have it; no-op after the segment has begun."""
-        is_there = Path(run_id).name == run_id != "" and self._ask((self._runs / run_id).is_dir)
+        is_there = Path(run_id).name == run_id != "" and (self._runs / run_id).is_dir()
         self._run_id, self._is_new = (run_id, False) if is_there else (new_run_id(), True)
 
     def begin(self) -> Place:
         if self._is_new:
             return Place(self._run_id, 0)
-        return Place(self._run_id, self._ask(lambda: make_segment(self._runs / self._run_id)))
-
-    def _ask(self, call: Callable[[], _ResultT]) -> _ResultT:
         try:
-            return within(LONGEST_STILL, call)
+            return Place(self._run_id, make_segment(self._runs / self._run_id))
         except OSError as error:
             raise RecordingError(f"{self._runs} cannot be written: {error}. The run is not recorded.") from error
 

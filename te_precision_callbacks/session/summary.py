@@ -14,16 +14,15 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.base.opening import own_file
-from te_precision_callbacks.base.terminal import Paragraph, fitted_table, visible
+from te_precision_callbacks.base.terminal import paragraph, visible
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Coverage, Product, percent
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
@@ -45,14 +44,6 @@ _MOST_EARLIER = 1 << 22
 """Bytes of earlier summaries that the file keeps."""
 
 
-class _Fitted:
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield fitted_table(self._table, options.max_width) or self._table
-
-
 def summary(session: Results) -> Group:
     """Findings, the precision of each GEMM, layers that are not in low precision or not observed, and the log folder.
 
@@ -70,7 +61,7 @@ def write_summary(session: Results, coverage: Coverage, other_steps: Sequence[st
     lines = "\n".join(line.rstrip() for line in output.getvalue().splitlines())
     path = session.log_dir / SUMMARY_FILE
     earlier = b""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=own_file) as file:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         earlier = file.read(_MOST_EARLIER)
     replace_whole(path, lambda file: file.write(f"{lines}\n\n".encode("utf-8", "backslashreplace") + earlier))
 
@@ -90,13 +81,13 @@ def _summary(session: Results, coverage: Coverage, other_steps: Sequence[str]) -
     ]
     logs = [session.log_dir / folder for folder in (EVENTS_FOLDER, STATISTICS_FOLDER)]
     return Group(
-        Paragraph(verdict.summary),
-        *(Paragraph(f"- {finding.severity}: {finding}. {finding.remedy}.") for finding in verdict.wrong),
+        paragraph(verdict.summary),
+        *(paragraph(f"- {finding.severity}: {finding}. {finding.remedy}.") for finding in verdict.wrong),
         Text(),
-        *([Paragraph(never_due), Text()] if never_due else ()),
-        *([*(Paragraph(f"{line}.") for line in (coverage, *other_steps)), Text()] if coverage else ()),
-        *(_Fitted(table) for table in tables if table.row_count),
-        *(Text(visible(f"Logs: {path}"), overflow="fold") for path in logs if path.is_dir()),
+        *([paragraph(never_due), Text()] if never_due else ()),
+        *([*(paragraph(f"{line}.") for line in (coverage, *other_steps)), Text()] if coverage else ()),
+        *(table for table in tables if table.row_count),
+        *(paragraph(f"Logs: {path}") for path in logs if path.is_dir()),
     )
 
 

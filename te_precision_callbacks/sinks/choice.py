@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 
-from te_precision_callbacks.sinks.worst import ByLayer, worst_beside
+from te_precision_callbacks.sinks.worst import ByLayer, worst_first
 from te_precision_callbacks.statistics.series import Family
 
 MOST_SERIES = 2_000
@@ -53,7 +53,7 @@ class SeriesChoice:
             if _has_no_order(family):
                 self._add(family, self._most_logged(family.tensor, values), PLACES)
                 continue
-            worst = list(worst_beside(PLACES, family, values, telling))
+            worst = worst_first(PLACES, family, values)
             self._add(family, worst, PLACES)
             lost = [layer for layer in worst if family.badness(values[layer]) == math.inf]
             self._add(family, lost, PLACES + LATER_PLACES)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from te_precision_callbacks.sinks.metrics import MetricSelection
@@ -89,20 +88,3 @@ class LoggerSink(Sink):
             step: the logging step of the trainer's own metrics of the same batch.
         """
         raise NotImplementedError
-
-    def report(self, path: Path) -> None:
-        """Take the page of the run, which ``report=True`` has written at its end: attach it, or log where it is."""
-        return
-
-
-REPORT_NAME = "te/report"
-"""The name under which loggers have the path of the page."""
-
-
-def add_report_to_wandb(run: Any, path: Path) -> None:
-    """Attach the page of a run to a ``wandb.Run``, as an artifact of the type ``report``."""
-    import wandb
-
-    artifact = wandb.Artifact(f"te-precision-report-{run.id}", type="report")
-    artifact.add_file(str(path))
-    run.log_artifact(artifact)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from itertools import zip_longest
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from te_precision_callbacks.sinks.step_records import Row, StepRecords, row_of
-from te_precision_callbacks.statistics.series import Family, Series, SeriesTable, badness, family_of, sign_of
+from te_precision_callbacks.statistics.series import Family, Series, SeriesTable, badness, sign_of
 
 WORST_OF_ALL: Mapping[str, str] = {
     "worst_underflows%": "underflows%",
@@ -52,7 +51,7 @@ def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, 
         if family.request is None or family.request.statistic.name not in keys:
             continue
         key = keys[family.request.statistic.name]
-        for layer in _worst(1, family, values):
+        for layer in worst_first(1, family, values):
             value = values[layer]
             # An SQNR of inf is never the worst: the quantized tensor is exact.
             if family.badness(value) > (worst[key][0].family.badness(worst[key][1]) if key in worst else -math.inf):
@@ -123,46 +122,6 @@ class RunStatistics:
             self._of = np.append(self._of, np.array(new, _OF_SERIES))
 
 
-class Lost(NamedTuple):
-    """The loss that puts a place among the worst by another statistic, which does not show it."""
-
-    statistic: str
-    value: float
-
-
-def worst_first(
-    most: int, family: Family, values: Mapping[_Place, float], beside: Callable[[str], Mapping[_Place, float]]
-) -> dict[_Place, Lost | None]:
-    """Return the worst places by a statistic, the worst first, each with the loss that brings it here, if any.
-
-    An SQNR or a squared error does not show elements that are lost next to an outlier. For these statistics, the places
-    with the most underflows and overflows alternate with the places that are worst by the statistic itself.
-
-    Args:
-        most: the maximum number of places.
-        values: the values of the places, such as layers, without delayed scaling's first step.
-        beside: a statistic's name in records -> its values for the same tensor.
-    """
-    lists: list[list[tuple[_Place, Lost | None]]] = [[(place, None) for place in _worst(most, family, values)]]
-    request = family.request
-    for name in () if request is None else request.statistic.misses:
-        label = request.beside(name) if request is not None else name
-        lost = {place: value for place, value in beside(label).items() if place in values and value != 0}
-        worst = _worst(most, family_of(family.tensor, label), lost)
-        lists.append([(place, Lost(label, lost[place])) for place in worst])
-    chosen: dict[_Place, Lost | None] = {}
-    for taking_turns in zip_longest(*lists):
-        for turn in taking_turns:
-            if turn is not None and turn[0] not in chosen and len(chosen) < most:
-                chosen[turn[0]] = turn[1]
-    return chosen
-
-
-def worst_beside(
-    most: int, family: Family, values: Mapping[_Place, float], families: Mapping[Family, Mapping[_Place, float]]
-) -> dict[_Place, Lost | None]:
-    return worst_first(most, family, values, lambda label: families.get(family_of(family.tensor, label), {}))
-
-
-def _worst(most: int, family: Family, values: Mapping[_Place, float]) -> list[_Place]:
+def worst_first(most: int, family: Family, values: Mapping[_Place, float]) -> list[_Place]:
+    """Return at most ``most`` places, such as layers, that are worst by a statistic, the worst first."""
     return heapq.nlargest(most, values, key=lambda place: family.badness(values[place]))

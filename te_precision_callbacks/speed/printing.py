@@ -43,6 +43,7 @@ def show_times(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
     columns = ["layer", "tokens x in x out", "recipe", "BF16", "as it runs", "casts"]
     columns += ["measured"] if measured else []
     table = terminal.table(*columns, "times as fast", "verdict, or why not low")
+    table.columns[columns.index("recipe")].no_wrap = True
     rows = layer_rows(speed, measured)
     for row in rows[:_MOST_ROWS]:
         times = row.times

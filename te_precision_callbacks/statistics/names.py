@@ -100,11 +100,6 @@ class Request:
         parts = [self.recipe or "", "" if self.e5m2 is None else ELEMENT_FORMATS[self.e5m2], self.statistic.name]
         return "_".join(filter(None, parts)) + (_COLUMNWISE if self.columnwise else "")
 
-    def beside(self, name: str) -> str:
-        """The label of another statistic of the same quantized tensor: of the same recipe, format and direction."""
-        statistic = f"{self.statistic.name}{_COLUMNWISE}" if self.columnwise else self.statistic.name
-        return f"{self.label.removesuffix(statistic)}{name}{_COLUMNWISE if self.columnwise else ''}"
-
     def of(self, tensor: str) -> Request:
         """This request for a tensor; its blocks are measured in both orientations if two GEMMs read the tensor so."""
         if self.blocks is None or tensor not in ("activation", "weight"):

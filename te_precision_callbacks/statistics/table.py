@@ -1,14 +1,12 @@
 """Defines every statistic once: its name, formula and unit, and its computation from the measured columns.
 
-The tables of docs/statistics.md are made from :data:`STATISTICS` (``python -m
-te_precision_callbacks.statistics.table``). Upstream's names and formulas: Transformer Engine 2.20.2,
-``debug/features/utils/stats_computation.py``.
+The tables of docs/statistics.md are made from :data:`STATISTICS` (tools/statistics_page.py). Upstream's names and
+formulas: Transformer Engine 2.20.2, ``debug/features/utils/stats_computation.py``.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -88,13 +86,10 @@ class Statistic:
         unit: the unit of the value.
         value: computes the value from merged columns; None for the histogram, whose value is its columns.
         of: its source.
-        merge: how micro-batches and ranks are merged.
         upstream: whether Transformer Engine 2.20 has the statistic.
         worse: the direction of worse values. Lists of the worst layers are sorted by it, and have only
             statistics with one.
         signed: whether values of either sign are ordinary.
-        misses: statistics of the same quantized tensor that show losses which this one does not; a list of the worst
-            layers considers them too.
     """
 
     name: str
@@ -102,11 +97,9 @@ class Statistic:
     unit: str
     value: Callable[[Columns], Values] | None
     of: Of
-    merge: str
     upstream: bool = False
     worse: Worse = Worse.HIGH
     signed: bool = False
-    misses: tuple[str, ...] = ()
 
     @property
     def is_histogram(self) -> bool:
@@ -189,10 +182,7 @@ def _largest_range(columns: Columns) -> Values:
     return _or_zero(np.isfinite(columns["range_max"]), columns["range_max"])
 
 
-_ADD, _EXTREME = "counts and sums added", "the extreme of all"
 _ELEMENT, _COUNT, _BLOCKS, _POWERS, _PERCENT = "of the tensor", "elements", "blocks", "powers of two", "%"
-
-_LOSSES = ("underflows%", "overflows%")
 
 _BEYOND = "|x| > largest code * its factor"
 _LIMITED = "; none in a block with the factor 0"
@@ -205,18 +195,17 @@ def _share(column: str, of: str) -> Callable[[Columns], Values]:
 def _statistics() -> Iterable[Statistic]:
     of_tensor = functools.partial(Statistic, of=Of.TENSOR, upstream=True)
     magnitude = functools.partial(of_tensor, worse=Worse.NEITHER)
-    extreme, added = functools.partial(magnitude, merge=_EXTREME), functools.partial(magnitude, merge=_ADD)
-    new = functools.partial(Statistic, of=Of.TENSOR, merge=_ADD)
-    yield extreme("min", "min(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
-    yield extreme("max", "max(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, c["max"]))
-    yield added("mean", "sum(x) / n", _ELEMENT, _mean, signed=True)
+    new = functools.partial(Statistic, of=Of.TENSOR)
+    yield magnitude("min", "min(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
+    yield magnitude("max", "max(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, c["max"]))
+    yield magnitude("mean", "sum(x) / n", _ELEMENT, _mean, signed=True)
     std = "sqrt((sum(x^2) - sum(x)^2 / n) / (n - 1)); 0 where max(x) = min(x), and for one element"
-    yield added("std", std, _ELEMENT, _std)
-    yield added("l1_norm", "sum(|x|)", _ELEMENT, lambda c: c["abs_sum"])
-    yield added("l2_norm", "sqrt(sum(x^2))", _ELEMENT, lambda c: np.sqrt(c["square_sum"]))
-    yield extreme("cur_amax", "max(|x|)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, _amax(c)))
+    yield magnitude("std", std, _ELEMENT, _std)
+    yield magnitude("l1_norm", "sum(|x|)", _ELEMENT, lambda c: c["abs_sum"])
+    yield magnitude("l2_norm", "sqrt(sum(x^2))", _ELEMENT, lambda c: np.sqrt(c["square_sum"]))
+    yield magnitude("cur_amax", "max(|x|)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, _amax(c)))
     ratio = "log2(max(|x|)) - log2(min(|x|) over x != 0)"
-    yield of_tensor("dynamic_range", ratio, _POWERS, _dynamic_range, merge=_EXTREME)
+    yield of_tensor("dynamic_range", ratio, _POWERS, _dynamic_range)
     numel = "number of elements, finite or not"
     yield new("numel", numel, _COUNT, lambda c: c["finite"] + c["nonfinite"], worse=Worse.NEITHER)
     yield new("zeros%", "100 * (number of x = 0) / n", _PERCENT, _share("zeros", of="finite"))
@@ -229,7 +218,6 @@ def _statistics() -> Iterable[Statistic]:
         _POWERS,
         lambda c: np.maximum(c["block_range"], 0.0),
         of=Of.BLOCKS,
-        merge=_EXTREME,
         upstream=True,
     )
     yield Statistic(
@@ -239,10 +227,9 @@ def _statistics() -> Iterable[Statistic]:
         _COUNT,
         None,
         of=Of.EXPONENTS,
-        merge=_ADD,
         worse=Worse.NEITHER,
     )
-    quantized = functools.partial(Statistic, of=Of.QUANTIZED, merge=_ADD)
+    quantized = functools.partial(Statistic, of=Of.QUANTIZED)
     underflows, overflows = "number of x != 0 with y = 0", f"number of {_BEYOND}"
     yield quantized(
         "underflows%", f"100 * ({underflows}) / n", _PERCENT, _share("underflows", of="compared"), upstream=True
@@ -256,20 +243,18 @@ def _statistics() -> Iterable[Statistic]:
         "square of the tensor's",
         lambda c: _ratio(c["error_square_sum"], c["compared"]),
         upstream=True,
-        misses=_LOSSES,
     )
     sqnr = "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x, -inf where `mse` is inf"
-    yield quantized("sqnr_db", sqnr, "dB", _sqnr, worse=Worse.LOW, misses=_LOSSES)
+    yield quantized("sqnr_db", sqnr, "dB", _sqnr, worse=Worse.LOW)
     scales = functools.partial(Statistic, unit=_ELEMENT, of=Of.SCALES, worse=Worse.NEITHER)
-    yield scales("scale_inv_min", "smallest factor", value=_least_scale, merge=_EXTREME, upstream=True)
-    yield scales("scale_inv_max", "largest factor", value=_largest_scale, merge=_EXTREME, upstream=True)
+    yield scales("scale_inv_min", "smallest factor", value=_least_scale, upstream=True)
+    yield scales("scale_inv_max", "largest factor", value=_largest_scale, upstream=True)
     yield scales(
         "scale_inv_std",
         "sample standard deviation of the factors",
         value=lambda c: _spread(
             c["scale_sum"], c["scale_square_sum"], c["scales"], c["scale_max"], c["negated_scale_min"]
         ),
-        merge=_ADD,
     )
     yield from _of_blocks()
     yield from _of_gemms()
@@ -311,15 +296,14 @@ RANK_BITS = (1 << 29) - 1
 ranks brings its rank along."""
 
 
-_SYMBOLS_OF_GEMMS = "; docs/gemm-error.md has the symbols"
+SYMBOLS_OF_GEMMS = "; docs/gemm-error.md has the symbols"
 
 
 def _of_gemms() -> Iterable[Statistic]:
     """The statistics of LogGemmError. C is the result, A and B are the operands as Transformer Engine names them."""
-    symbols = _SYMBOLS_OF_GEMMS
+    symbols = SYMBOLS_OF_GEMMS
     relative, ratio = "relative", "tolerances"
-    of_gemm = functools.partial(Statistic, of=Of.GEMM, merge=_ADD)
-    extreme = functools.partial(Statistic, of=Of.GEMM, merge=_EXTREME)
+    of_gemm = functools.partial(Statistic, of=Of.GEMM)
     yield of_gemm(
         "gemm_kernel_error",
         f"|v_run - v_deq| / |v_deq|: the kernel's result against the product of the decoded operands{symbols}",
@@ -327,19 +311,19 @@ def _of_gemms() -> Iterable[Statistic]:
         _norm_ratio("kernel_error_square", "expected_square"),
     )
     yield of_gemm("gemm_gain", "<v_run, v_deq> / |v_deq|^2", relative, _gain, worse=Worse.NEITHER)
-    yield extreme(
+    yield of_gemm(
         "gemm_kernel_ratio",
         "the largest ratio of an error to its tolerance, over the whole product, its rows and its columns; above 1, the"
         " error exceeds rounding",
         ratio,
         lambda c: np.maximum(c["kernel_ratio"], 0.0),
     )
-    yield extreme("gemm_kernel_ratio_rank", "the rank of `gemm_kernel_ratio`", "rank", _rank, worse=Worse.NEITHER)
+    yield of_gemm("gemm_kernel_ratio_rank", "the rank of `gemm_kernel_ratio`", "rank", _rank, worse=Worse.NEITHER)
     for name, what in (("row", "row of C"), ("column", "column of C"), ("rank", "rank")):
         unit = "rank" if name == "rank" else "index"
         for end in ("first", "last"):
             column = f"bad_{name}_last" if end == "last" else f"negated_bad_{name}_first"
-            yield extreme(
+            yield of_gemm(
                 f"gemm_kernel_{name}_{end}",
                 f"the {end} {what} whose error is above its tolerance; otherwise -1",
                 unit,
@@ -347,7 +331,7 @@ def _of_gemms() -> Iterable[Statistic]:
                 worse=Worse.NEITHER,
             )
     for name in ("rows", "columns"):
-        yield extreme(
+        yield of_gemm(
             f"gemm_kernel_{name}",
             f"the number of {name} of C whose error is above its tolerance; the largest number over the GEMMs",
             _COUNT,
@@ -361,7 +345,7 @@ def _of_gemms() -> Iterable[Statistic]:
         lambda c: 100 * _ratio(c["unjudged"], c["judged"] + c["unjudged"]),
         worse=Worse.NEITHER,
     )
-    formats = functools.partial(Statistic, of=Of.GEMM_FORMAT, merge=_ADD, unit=relative)
+    formats = functools.partial(Statistic, of=Of.GEMM_FORMAT, unit=relative)
     yield formats(
         "gemm_error",
         f"|v_run - v_hp| / |v_hp|: the kernel's result against the product in high precision{symbols}",
@@ -385,7 +369,7 @@ def _of_gemms() -> Iterable[Statistic]:
         value=_excess,
     )
     for name, of in (("a", Of.GEMM_CODES_A), ("b", Of.GEMM_CODES_B)):
-        codes = functools.partial(Statistic, of=of, merge=_ADD)
+        codes = functools.partial(Statistic, of=of)
         yield codes(
             f"gemm_wrong_codes_{name}%",
             "100 * (codes that are not the nearest value; with stochastic rounding: not a neighbor) / codes, in a"
@@ -429,27 +413,25 @@ def _of_blocks() -> Iterable[Statistic]:
     ):
         left_out = "; such a block is left out of `scale_inv_*`" if column == "zero_blocks" else ""
         formula = f"100 * (number of blocks {what}) / blocks{left_out}"
-        yield Statistic(name, formula, _PERCENT, _share(column, of="blocks"), of=Of.SCALE_LIMITS, merge=_ADD)
+        yield Statistic(name, formula, _PERCENT, _share(column, of="blocks"), of=Of.SCALE_LIMITS)
     for name, what, more in (("underflow", "an underflow", ""), ("overflow", "an overflow", _LIMITED)):
         column, formula = f"{name}_blocks", f"100 * (number of blocks with {what}) / blocks{more}"
-        yield Statistic(f"{column}%", formula, _PERCENT, _share(column, of="blocks"), of=Of.LOSSES, merge=_ADD)
+        yield Statistic(f"{column}%", formula, _PERCENT, _share(column, of="blocks"), of=Of.LOSSES)
     yield Statistic(
         "block_underflows%_max",
         "the largest `underflows%` of a block",
         _PERCENT,
         lambda c: 100 * np.maximum(c["underflow_share"], 0.0),
         of=Of.LOSSES,
-        merge=_EXTREME,
     )
     ranges = functools.partial(Statistic, unit=_POWERS, of=Of.RANGES)
     of_a_block = "log2(max(|x|)) - log2(min(|x|) over x != 0) of a block"
-    yield ranges("block_dynamic_range_min", f"smallest {of_a_block}", value=_least_range, merge=_EXTREME)
-    yield ranges("block_dynamic_range_max", f"largest {of_a_block}", value=_largest_range, merge=_EXTREME)
+    yield ranges("block_dynamic_range_min", f"smallest {of_a_block}", value=_least_range)
+    yield ranges("block_dynamic_range_max", f"largest {of_a_block}", value=_largest_range)
     yield ranges(
         "block_dynamic_range_mean",
         f"mean {of_a_block}",
         value=lambda c: _ratio(c["range_sum"], c["ranges"]),
-        merge=_ADD,
     )
 
 
@@ -466,56 +448,3 @@ after the name."""
 
 GEMM_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.of in OF_GEMMS)
 """The statistics of LogGemmError, of the tensor that a GEMM makes."""
-
-
-_GROUPS = (
-    ("The tensor before quantization: `LogTensorStats`", (Of.TENSOR, Of.BLOCKS, Of.EXPONENTS)),
-    ("The quantized tensor: `LogFp8TensorStats` and `LogNvfp4TensorStats`", (Of.QUANTIZED, Of.SCALES)),
-    ("The same, block by block: only for recipes with a scale per block", tuple(OF_BLOCKS)),
-    ("GEMMs: `LogGemmError`", OF_GEMMS),
-)
-"""The tables of docs/statistics.md: title and sources."""
-
-_FAMILIES = (
-    (r"(gemm_\w+)_[ab](%?)", r"\1_X\2", r"operand [AB]", "operand X"),
-    (
-        r"gemm_kernel_(?:row|column)_(?:first|last)",
-        "gemm_kernel_{row,column}_{first,last}",
-        r"first|last",
-        "first or last",
-    ),
-    (r"gemm_kernel_rank_(?:first|last)", "gemm_kernel_rank_{first,last}", r"first|last", "first or last"),
-    (r"gemm_kernel_(?:rows|columns)", "gemm_kernel_{rows,columns}", r"rows of|columns of", "rows or columns of"),
-)
-"""Statistics that share a row: pattern and placeholder of their names, and the part of their formulas that differs."""
-
-
-def table() -> str:
-    """The tables of docs/statistics.md, in Markdown: one row per statistic or family of statistics."""
-    return "\n\n".join(f"**{title}**\n\n{_rows(sources)}" for title, sources in _GROUPS)
-
-
-def _rows(sources: Iterable[Of]) -> str:
-    lines = ["| statistic | formula | unit | worse | in TE 2.20 |", "|---|---|---|---|---|"]
-    for s in STATISTICS.values():
-        if s.of in sources:
-            name, formula = _row_of(s)
-            upstream = "yes" if s.upstream else ""
-            lines.append(f"| `{name}` | {formula} | {s.unit} | {s.worse.value} | {upstream} |")
-    return "\n".join(dict.fromkeys(lines))
-
-
-def _row_of(statistic: Statistic) -> tuple[str, str]:
-    """The name and the formula of a statistic in its row, with placeholders if others share the row."""
-    name, formula = statistic.name, statistic.formula.removesuffix(_SYMBOLS_OF_GEMMS).replace("|", "\\|")
-    for pattern, placeholder, part, replaced in _FAMILIES:
-        if re.fullmatch(pattern, name):
-            formula = re.sub(part, replaced, formula, count=1)
-            return re.sub(pattern, placeholder, name), re.sub(r"(?:row|column) of C", "row or column of C", formula)
-    return name, formula
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(table() + "\n")

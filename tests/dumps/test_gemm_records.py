@@ -76,7 +76,7 @@ def test_what_is_no_record(tmp_path: Path) -> None:
     dump = load(file)
     lacking = {name: tensor for name, tensor in dump.tensors.items() if name != "b.rowwise_data"}
     write(dataclasses.replace(dump, tensors=lacking), tmp_path / "lacking.safetensors")
-    with pytest.raises(NotADumpError, match=r"has no 'b.rowwise_data'"):
+    with pytest.raises(NotADumpError, match=r"'b\.rowwise_data'"):
         load(tmp_path / "lacking.safetensors")
     assert torch.equal(load(file).tensors["out"], dump.tensors["out"])
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
 from te_precision_callbacks.base.numerics.layouts import packed, stored, unpacked
 from te_precision_callbacks.gemm_error.codes import CodeCheck, check_codes, distance, rules_of
@@ -90,7 +91,7 @@ def test_a_quantizer_with_a_fault(recipe: str) -> None:
     part = stored(tensor, columnwise=False)
     assert part is not None
     number_format = part.element_format
-    exact = high.double() / part.spread(part.factors()).double()
+    exact = high.double() / blocks.spread(part.factors(), part.block, part.matrix_shape).double()
     apart = distance(exact.clamp(-number_format.max, number_format.max), number_format)
     down = ((exact.abs() / apart).floor() * apart).clamp(max=number_format.max).copysign(exact).float()
     codes = number_format.encode(down)

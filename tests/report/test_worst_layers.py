@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,11 +17,9 @@ from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.sinks.choice import SeriesChoice
 from te_precision_callbacks.sinks.worst import judged
 from te_precision_callbacks.statistics.series import family_of
-from te_precision_callbacks.views.report import write_report
 from te_precision_callbacks.views.report.data import PageData
 from te_precision_callbacks.views.show.view import look
 from tests.conftest import Keeper, feature
-from tests.report.conftest import Look
 
 LAYERS, LOSSY, STEPS, MOST = 16, (3, 12), 4, 5
 CONFIG = {
@@ -97,13 +94,11 @@ def test_show_chooses_after_it_has_left_the_first_step_out(trained: Trained) -> 
     assert all(series.worst > 5 and series.worst_iteration > 0 for series in shown)
 
 
-def test_show_names_those_that_lose_most_among_the_worst_of_the_sqnr(trained: Trained) -> None:
+def test_show_sorts_by_the_statistic(trained: Trained) -> None:
     shown = look(trained.run, ["sqnr_db"], most=4).worst["sqnr_db"]
-    named = [series.subject[1:3] for series in shown]
-    assert {(layer, "weight") for layer in trained.lossy} == {named[1], named[3]}, "they take turns"
-    assert [None if series.lost is None else series.lost.statistic for series in shown] == [None, "underflows%"] * 2
-    assert shown[1].lost is not None
-    assert shown[1].lost.value > 5
+    sqnr = [series.worst for series in shown]
+    assert sqnr == sorted(sqnr)
+    assert not {(layer, "weight") for layer in trained.lossy} & {series.subject[1:3] for series in shown}
 
 
 def test_the_report_names_the_same(trained: Trained) -> None:
@@ -117,14 +112,10 @@ def test_the_report_names_the_same(trained: Trained) -> None:
         items = of_page["underflows%", tensor]["items"]
         named = [told["layers"][item["layer"]]["name"] for item in items]
         assert named == losses[: len(named)]
-        assert all(item["at"] > 0 and "lost" not in item for item in items)
+        assert all(item["at"] > 0 for item in items)
         items = of_page["sqnr_db", tensor]["items"]
         named = [told["layers"][item["layer"]]["name"] for item in items]
-        assert named[0] == sqnr[0]
-        if tensor == "weight":
-            assert {named[1], named[3]} == set(trained.lossy)
-            assert items[1]["lost"]["statistic"] == "underflows%"
-            assert items[1]["lost"]["value"] > 5
+        assert named == sqnr[: len(named)]
 
 
 def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,16 +123,8 @@ def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("te_precision_callbacks.sinks.choice.PLACES", 4)
     choice, records = SeriesChoice(), trained.keeper.steps[-1]
     choice.take(records.families, judged(records))
-    assert set(trained.lossy) <= choice.logged(family_of("weight", "sqnr_db"))
-
-
-@pytest.mark.slow  # a browser
-def test_the_page_says_why_a_layer_is_listed(trained: Trained, look: Look, tmp_path: Path) -> None:
-    look.open(write_report(trained.run, tmp_path / "report.html"))
-    card = look.page.locator(".worst", has_text="sqnr_db of weight")
-    (row, *_) = card.locator("tbody tr").all()
-    assert row.locator("small").inner_text().startswith("worst underflows% ")
-    assert row.locator("a").first.inner_text() in trained.lossy
+    assert set(trained.lossy) <= choice.logged(family_of("weight", "underflows%"))
+    assert choice.logged(family_of("weight", "sqnr_db")) == set(by_hand(trained.run, "sqnr_db", "weight")[:4])
 
 
 @pytest.mark.parametrize(

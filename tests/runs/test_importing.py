@@ -21,7 +21,6 @@ from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.runs import NotARunError, importing, open_run
 from te_precision_callbacks.runs.importing import parse_names
 from te_precision_callbacks.runs.tables import STEP0
-from te_precision_callbacks.sinks import Row, RunInfo, StatisticsLog, StepRecords
 from te_precision_callbacks.views.show.view import look
 from tests.conftest import feature, statistics
 
@@ -134,28 +133,6 @@ def test_half_a_line_at_the_end_and_lines_that_are_none(tmp_path: Path) -> None:
     path = log(tmp_path, (whole + line("a_weight_max", 4, "1.234", end="")).encode() + b"")
     assert rows(tmp_path) == {("a", "weight", "max", None): {0: 1.0, 1: 2.0, 3: 4.0}}
     assert open_run(tmp_path).notes == (f"{path}: 2 lines are no statistics, and were left out.",)
-
-
-def test_a_log_in_two_files(tmp_path: Path) -> None:
-    """As the sink writes it at its limit, with the event log; and what the same numbers give in one file."""
-    rows_of = [Row(name, "activation", None, "max", 1.5) for name in "ab"]
-    for folder, limit in ((tmp_path / "one", 0), (tmp_path / "two", 10_000)):
-        for first in (0, 20):
-            sink = StatisticsLog(limit=limit)
-            sink.start(RunInfo(folder, 0, 1, first, (), {}, ""))
-            for iteration in range(first, first + 20):
-                sink.write(StepRecords.from_rows(iteration, iteration, rows_of))
-            sink.close(None)
-    assert sorted(path.name[-4:] for path in (tmp_path / "two").rglob("*.log*")) == [".log", ".old"]
-    assigned(tmp_path / "two", "b", "c")
-    events = tmp_path / "two" / "nvdlfw_inspect_logs" / "nvdlfw_inspect_globalrank-0.log"
-    events.rename(f"{events}.old")
-    assigned(tmp_path / "two", "a")
-    run, whole = open_run(tmp_path / "two"), open_run(tmp_path / "one")
-    assert (run.notes, [segment.number for segment in run.segments]) == ((), [0, 1])
-    assert run.ordered_layers == ["b", "c", "a"]
-    assert len(run.values()) == len(whole.values()) == 80
-    assert rows(tmp_path / "two") == rows(tmp_path / "one")
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:

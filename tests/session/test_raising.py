@@ -94,7 +94,6 @@ READERS = {
     "DeviceError",
     "DifferentShapesError",
     "IterationError",
-    "LaterVersionError",
     "ModelFactoryError",
     "NotADumpError",
     "NotARunError",

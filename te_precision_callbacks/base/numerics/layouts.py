@@ -130,9 +130,6 @@ class Stored:
             return scales
         return nvfp4_factors(scales, self.amax.reshape(-1, 1), self.largest_scale)
 
-    def spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.spread(of_blocks, self.block, self.matrix_shape)
-
     def matrix(self) -> torch.Tensor:
         """Dequantize in the order of memory: float32, [rows, columns]."""
         return blocks.times_blocks(self.elements(), self.factors(), self.block)

@@ -9,12 +9,12 @@ from typing import Literal
 from te_precision_callbacks.base.errors import install_line
 from te_precision_callbacks.base.torch_facts import Torch
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.cli.doctor.machine import LogFolder, Machine, Package
+from te_precision_callbacks.cli.doctor.machine import LogFolder, Machine
 from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine
 
 Severity = Literal["stops a run", "changes a run"]
 
-_ENGINE = "transformer-engine"
+COMPILED_BUILD = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'"
 _ORDER: tuple[Severity, ...] = ("stops a run", "changes a run")
 
 
@@ -27,38 +27,19 @@ class DoctorFinding:
 
 def findings(machine: Machine) -> tuple[DoctorFinding, ...]:
     engine, torch = machine.transformer_engine, machine.torch
-    wanted = next((package.wanted for package in machine.packages if package.name == _ENGINE), "")
-    compiled_build = f"pip install --no-build-isolation '{_ENGINE}[pytorch]{wanted}'"
-    advice = list(_of_packages(machine.packages, engine, compiled_build))
-    advice += _of_engine(engine, compiled_build, with_gpu=not isinstance(torch, str) and bool(torch.gpus))
+    advice = list(_of_engine(engine, with_gpu=not isinstance(torch, str) and bool(torch.gpus)))
     advice += _of_torch(torch)
     advice += _of_folder(machine.log_folder)
     return tuple(sorted(advice, key=lambda finding: _ORDER.index(finding.severity)))
 
 
-def _of_packages(
-    packages: tuple[Package, ...], engine: TransformerEngine, compiled_build: str
-) -> Iterator[DoctorFinding]:
-    for package in packages:
-        remedy = f"Do: pip install '{package.name}{package.wanted}'"
-        if package.name == _ENGINE and engine.backend == "compiled":
-            remedy = f"Do: {compiled_build}"
-        if package.name == "python":
-            remedy = f"Use Python {package.wanted}."
-        if package.state == "outside":
-            what = f"{package.name} {package.version} is installed; the versions that work are {package.wanted}"
-            yield DoctorFinding("changes a run", what, remedy)
-        elif package.state == "missing" and not package.extra:
-            yield DoctorFinding("stops a run", f"{package.name} is not installed", remedy)
-
-
-def _of_engine(engine: TransformerEngine, compiled_build: str, *, with_gpu: bool) -> Iterator[DoctorFinding]:
+def _of_engine(engine: TransformerEngine, *, with_gpu: bool) -> Iterator[DoctorFinding]:
     if engine.backend == "none":
         yield DoctorFinding(
             "stops a run",
             "neither the compiled Transformer Engine nor the reference backend can be used. Compiled:"
             f" {engine.why_not_compiled}. Reference backend: {engine.why_no_reference}",
-            f"With a GPU: {compiled_build}. Without a GPU: {install_line('reference')}. Overflow"
+            f"With a GPU: {COMPILED_BUILD}. Without a GPU: {install_line('reference')}. Overflow"
             " detection needs neither.",
         )
     elif engine.backend == "reference" and (with_gpu or len(engine.installed) > 1):
@@ -66,7 +47,7 @@ def _of_engine(engine: TransformerEngine, compiled_build: str, *, with_gpu: bool
             "changes a run",
             f"the compiled Transformer Engine cannot be imported: {engine.why_not_compiled}. The reference backend runs"
             " instead where a script or te-precision run installs it, and is slow",
-            f"Install the build for this torch and CUDA: {compiled_build}",
+            f"Install the build for this torch and CUDA: {COMPILED_BUILD}",
         )
     recipes = engine.recipes
     if recipes is None:
@@ -76,12 +57,6 @@ def _of_engine(engine: TransformerEngine, compiled_build: str, *, with_gpu: bool
             "stops a run",
             f"Transformer Engine's checks of recipes fail ({recipes.place}): {recipes.failure}",
             "A variable with a bad value can be the reason: see the other findings.",
-        )
-    elif recipes.why_no_default:
-        yield DoctorFinding(
-            "stops a run",
-            f"te.autocast() without a recipe raises an exception ({recipes.place}): {recipes.why_no_default}",
-            "Give te.autocast() a recipe, or change the variable that the exception names.",
         )
     elif len(recipes.refusals) == len(RECIPES):
         reasons = "; ".join(dict.fromkeys(recipes.refusals.values()))

@@ -49,10 +49,8 @@ _INDENT = 3
 def _show(machine: Machine, advice: tuple[DoctorFinding, ...]) -> None:
     terminal.show_text(f"te-precision doctor on {machine.platform}")
     _title("Packages")
-    table = terminal.table("package", "installed", "works with", "")
-    for package in machine.packages:
-        table.add_row(*map(terminal.cell, (package.name, package.version or "", package.wanted, package.state)))
-    terminal.show(table)
+    for name, version in machine.packages.items():
+        _line(name, version or "not installed")
     _title("Transformer Engine")
     _show_engine(machine.transformer_engine)
     _title("GPU and torch")
@@ -101,7 +99,6 @@ def _show_engine(engine: TransformerEngine) -> None:
     for recipe in RECIPES:
         answer = "not known" if engine.recipes.failure else engine.recipes.refusals.get(recipe, "runs")
         table.add_row(recipe, terminal.cell(answer))
-    table.add_row("te.autocast() takes", terminal.cell(engine.recipes.default or "none"))
     terminal.show(table)
 
 

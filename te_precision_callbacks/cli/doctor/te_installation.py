@@ -38,14 +38,11 @@ class Recipes:
     Attributes:
         place: ``this GPU``, or the emulated compute capability.
         refusals: recipe -> why it does not run.
-        default: the class of the default recipe of ``te.autocast()``; or ``why_no_default``, its exception.
         failure: the exception of the checks; empty without one.
     """
 
     place: str
     refusals: Mapping[str, str] = field(default_factory=dict)
-    default: str = ""
-    why_no_default: str = ""
     failure: str = ""
 
 
@@ -120,10 +117,4 @@ def _recipes(quantization: Any, place: str) -> Recipes:
     except Exception as error:  # a compiled build without a GPU, for example
         return Recipes(place, failure=f"{type(error).__name__}: {error}")
     refusals = {recipe: why for recipe, (runs, why) in answers.items() if not runs}
-    default = why_no_default = ""
-    try:
-        default = type(quantization.get_default_recipe()).__name__
-    except Exception as error:
-        words = " ".join(str(error).split()).partition(" [type=")[0]  # pydantic appends its input
-        why_no_default = f"{type(error).__name__}: {words}"
-    return Recipes(place, refusals, default, why_no_default)
+    return Recipes(place, refusals)

@@ -5,8 +5,8 @@ The exit code is 0, or 2 for an unknown name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+import itertools
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
     from te_precision_callbacks.cli.manual.features import FeatureEntry
-    from te_precision_callbacks.cli.manual.statistics import Explained
+    from te_precision_callbacks.statistics.names import Request
 
 _INDENT = 2
 
@@ -42,20 +42,54 @@ def features_command(
 def statistics_command(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="The statistic to explain, also with a recipe, such as mxfp8_mse."),
+        typer.Argument(metavar="NAME", help="List only this statistic, also with a recipe, such as mxfp8_mse."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the statistics that features collect, or explain one: its formula, its unit, and an example."""
-    from te_precision_callbacks.cli.manual.statistics import find, statistics
+    """List the statistics that features collect: formula, unit, worse direction, and a line for a config."""
+    from te_precision_callbacks.config.problems import suggestion
+    from te_precision_callbacks.statistics.names import UnknownStatisticError, named_request, quantized_names
+    from te_precision_callbacks.statistics.table import STATISTICS
 
-    listed = statistics() if name is None else (find(name),)
+    listed = []
+    for label in STATISTICS if name is None else [name]:
+        try:
+            request = named_request(label)
+        except UnknownStatisticError as error:
+            hint = suggestion(label, [*STATISTICS, *quantized_names()], known_as="The statistics are")
+            raise UnknownStatisticError(f"{error}.{hint}") from None
+        features, line = _options(label, request)
+        statistic = request.statistic
+        listed.append(
+            {
+                "name": label,
+                "formula": statistic.formula,
+                "unit": statistic.unit,
+                "worse": statistic.worse.value,
+                "is_upstream": statistic.upstream,
+                "collected_by": features,
+                "example": line,
+            }
+        )
     if as_json:
         terminal.show_json({"statistics": listed})
-    elif name is None:
-        _list_statistics(listed)
-    else:
-        _explain_statistic(listed[0])
+        return
+    _list_statistics(listed)
+    if name is not None:
+        terminal.show_as_it_is(line, _INDENT)
+
+
+def _options(name: str, request: Request) -> tuple[tuple[str, ...], str]:
+    """The features that collect a statistic, and a line for their options."""
+    from te_precision_callbacks.statistics.table import BLOCKWISE, OF_GEMMS
+
+    if request.statistic.of in OF_GEMMS:
+        return ("LogGemmError",), "gemms: [fprop, dgrad, wgrad]"
+    if blocks := request.blocks:
+        return ("LogTensorStats",), f"stats: [{BLOCKWISE}: {{block_size: {blocks.size}, dims: {blocks.dims}}}]"
+    if request.recipe is None:
+        return ("LogTensorStats",), f"stats: [{name}]"
+    return ("LogFp8TensorStats", *(() if request.recipe else ("LogNvfp4TensorStats",))), f"stats: [{name}]"
 
 
 def _list_features(listed: tuple[FeatureEntry, ...]) -> None:
@@ -93,61 +127,14 @@ def _explain_feature(feature: FeatureEntry) -> None:
         typer.echo(f"\nExample\n\n{feature.example}")
 
 
-def _list_statistics(listed: tuple[Explained, ...]) -> None:
+def _list_statistics(listed: list[dict[str, Any]]) -> None:
     from te_precision_callbacks.statistics.table import SYMBOLS
 
-    groups: dict[tuple[tuple[str, tuple[str, ...]], ...], list[Explained]] = {}
-    for statistic in listed:
-        groups.setdefault(tuple(statistic["collected_by"].items()), []).append(statistic)
-    for features, statistics in groups.items():
-        _, tensors = features[0]
-        terminal.show_text(f"{' and '.join(name for name, _ in features)}, of {', '.join(tensors)}", hanging=_INDENT)
-        table = terminal.table("statistic", "formula, unit, and how ranks are merged")
+    for features, statistics in itertools.groupby(listed, key=lambda statistic: statistic["collected_by"]):
+        terminal.show_text(f"In the options of {' or '.join(features)}")
+        table = terminal.table("statistic", "formula", "unit", "worse")
         for statistic in statistics:
             name = f"{statistic['name']} *" if statistic["is_upstream"] else statistic["name"]
-            text = f"{statistic['formula']}; unit: {statistic['unit']}; ranks: {statistic['merged']}"
-            table.add_row(*map(terminal.cell, (name, text)))
+            table.add_row(*map(terminal.cell, (name, statistic["formula"], statistic["unit"], statistic["worse"])))
         terminal.show(table)
-    terminal.show_text(f"{SYMBOLS} *: Transformer Engine 2.20 has it, too.")
-    terminal.show_text("te-precision statistics NAME explains a statistic, also with a recipe: mxfp8_mse_columnwise.")
-
-
-def _explain_statistic(statistic: Explained) -> None:
-    from te_precision_callbacks.statistics.table import SYMBOLS
-
-    terminal.show_text(statistic["name"])
-    typer.echo()
-    terminal.show_text(statistic["formula"], _INDENT)
-    terminal.show_text(SYMBOLS, _INDENT)
-    typer.echo()
-    for heading, text in _facts(statistic):
-        terminal.show_text(f"{heading}: {text}", hanging=_INDENT)
-    features = list(statistic["collected_by"])
-    typer.echo(f"\nIn the options of {' or '.join(features)}:\n\n{' ' * _INDENT}{statistic['example']}")
-
-
-def _facts(statistic: Explained) -> Iterator[tuple[str, str]]:
-    yield "unit", statistic["unit"]
-    yield "computed from", statistic["of"]
-    if statistic["is_histogram"]:
-        yield "value", "a histogram"
-    if statistic["block_size"] is not None:
-        yield "blocks", f"block_size {statistic['block_size']}, dims {statistic['dims']}"
-    if statistic["is_of_own_recipe"]:
-        yield "recipe", "the one that the layer runs"
-    if recipe := statistic["recipe"]:
-        is_simulated = recipe["is_simulated"]
-        others = "for other layers what it would give" if is_simulated else "other layers have no such statistic"
-        yield "recipe", f"{recipe['name']}; {others}"
-        yield "elements that share a factor", recipe["shares"]
-        yield "factor", recipe["factor"]
-        yield "elements", (statistic["element_format"] or "").upper() or recipe["elements"]
-    if statistic["direction"]:
-        read = ", ".join(f"{gemm} of the {tensor}" for tensor, gemm in statistic["read_by"].items())
-        yield "direction", f"{statistic['direction']}, read by {read}"
-    yield "over micro-batches and ranks", statistic["merged"]
-    if statistic["worse"]:
-        yield "worse", statistic["worse"]
-    for feature, tensors in statistic["collected_by"].items():
-        yield f"collected by {feature}", f"of {', '.join(tensors)}"
-    yield "in Transformer Engine 2.20", "yes" if statistic["is_upstream"] else "no"
+    terminal.show_text(f"{SYMBOLS} *: Transformer Engine 2.20 has it, too. docs/statistics.md has the recipes.")

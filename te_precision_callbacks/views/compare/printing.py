@@ -103,6 +103,8 @@ def _show_parted(comparison: Comparison) -> None:
         rows.setdefault((*what, strongest.statistic, strongest.difference > 0), []).append(parting)
     last = "beyond its ordinary spread" if comparison.floor else "of what counts"
     table = terminal.table("step", "where", "statistic", "A", "B", "difference", last, "")
+    for column in table.columns[3:6]:
+        column.no_wrap = True
     for parted in list(rows.values())[:_MOST_ROWS]:
         worst = max(parted, key=lambda parting: parting.strongest.strength)
         departure = worst.strongest

@@ -25,7 +25,7 @@ from te_precision_callbacks.runs.answers import (
 )
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun
-from te_precision_callbacks.sinks.worst import worst_beside
+from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
@@ -109,29 +109,24 @@ class PageData:
 
 
 def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
-    """The worst layers of each statistic with a bad direction, most severe first, without perfect values.
-
-    A layer that is listed because of a loss in another statistic has ``lost``, see
-    :func:`~te_precision_callbacks.sinks.worst.worst_first`.
-    """
+    """The worst layers of each statistic with a bad direction, most severe first, without perfect values."""
     worst = {
         overview.family: {int(overview.layers[row]): number for row, number in overview.worst_of_rows().items()}
         for overview in made
     }
-    values = {family: {layer: number.value for layer, number in numbers.items()} for family, numbers in worst.items()}
     listed_families = []
     for place, overview in enumerate(made):
         family = overview.family
         if not family.has_direction or family.request is None:
             continue
         items = []
-        for layer, lost in worst_beside(WORST, family, values[family], values).items():
+        values = {layer: number.value for layer, number in worst[family].items()}
+        for layer in worst_first(WORST, family, values):
             value, rank, at = worst[family][layer]
             is_good = (family.worse is Worse.HIGH and value == 0) or (family.worse is Worse.LOW and np.isposinf(value))
-            if is_good and lost is None:
+            if is_good:
                 continue
-            item: dict[str, Any] = {"layer": layer, "rank": rank, "value": value, "at": at}
-            items.append(item if lost is None else {**item, "lost": lost._asdict()})
+            items.append({"layer": layer, "rank": rank, "value": value, "at": at})
         listed_families.append({"family": place, "items": items, "counted": bool(worst[family])})
 
     def gravity(listed: dict[str, Any]) -> tuple[int, int]:
@@ -186,15 +181,14 @@ def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], C
 
 
 class FamilyOnPage:
-    """A heat map with packed arrays; by default the scale of its colours fits the values."""
+    """A heat map with packed arrays."""
 
-    def __init__(self, overview: Overview, packed: Packed, scale: PackedScale | None = None) -> None:
+    def __init__(self, overview: Overview, packed: Packed) -> None:
         self.overview = overview
         family, request = overview.family, overview.family.request
         row = None if request is None else request.statistic
-        if scale is None:
-            shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
-            scale = PackedScale.of(shown, centred=family.is_signed)
+        shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
+        scale = PackedScale.of(shown, centred=family.is_signed)
         self.content: dict[str, Any] = {
             "tensor": family.tensor,
             "statistic": family.statistic,

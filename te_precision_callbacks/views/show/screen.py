@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.base.terminal import Paragraph, visible
+from te_precision_callbacks.base.terminal import paragraph, visible
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import ShortNames, folded
 from te_precision_callbacks.runs.recorded import Curve
@@ -33,18 +33,18 @@ class Screen:
         view, width = self._view, options.max_width
         run = view.run
         for note in run.unread:
-            yield Paragraph(f"Note: {note}", "yellow")
+            yield paragraph(f"Note: {note}", "yellow")
         for line in view.outcome:
-            yield Paragraph(visible(line), "bold red")
+            yield paragraph(line, "bold red")
         yield from _verdict(view)
-        yield Paragraph(visible(f"{run.run_id}: {view.status}, {run.path}"), "bold")
-        yield Paragraph(_facts(view))
+        yield paragraph(f"{run.run_id}: {view.status}, {run.path}", "bold")
+        yield paragraph(_facts(view))
         if view.coverage:
             yield from _coverage(view.coverage, width, _BLOCK if console.color_system else _SHADES)
         for line in view.other_steps:
-            yield Paragraph(visible(f"{line}."))
-        if view.check.speed:
-            yield Paragraph(visible(f"Speed: {view.check.speed}"))
+            yield paragraph(visible(f"{line}."))
+        if view.speed:
+            yield paragraph(visible(f"Speed: {view.speed}"))
         yield from _scalars(view.scalars, width, short_names(run.scalars["name"]))
         names = short_names(run.layers["layer"], run.series["layer"])
         for statistic, worst in view.worst.items():
@@ -54,26 +54,14 @@ class Screen:
         if view.more_statistics:
             yield Text()
             shown = ", ".join(folded(view.more_statistics, most=8))
-            yield Paragraph(f"Not shown: {shown}. --statistic shows one.", "dim")
+            yield paragraph(f"Not shown: {shown}. --statistic shows one.", "dim")
         if view.events:
             yield Text("\nLast events", style="bold")
             for event in view.events:
-                yield Paragraph(event_in_words(event), _SEVERITY.get(event["severity"], ""))
+                yield paragraph(event_in_words(event), _SEVERITY.get(event["severity"], ""))
         for note in view.notes:
             if note not in run.unread:
-                yield Paragraph(f"Note: {note}", "yellow")
-
-
-def line_of(view: RunView) -> str:
-    parts = ["no numbers yet" if view.last is None else f"step {view.last}"]
-    parts += [view.check.verdict.summary.rstrip(".")] if view.check.verdict.judged else []
-    parts += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
-    for statistic, worst in view.worst.items():
-        if worst:
-            where = "".join(_name(worst[0]))
-            parts.append(f"worst {statistic} {_worst_number(worst[0])} in {where}")
-            break
-    return visible("  ".join(parts))
+                yield paragraph(f"Note: {note}", "yellow")
 
 
 def event_in_words(event: ShownEvent) -> str:
@@ -85,22 +73,21 @@ def event_in_words(event: ShownEvent) -> str:
 
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
-    verdict, until = view.check.verdict, view.check.until
-    stale = "" if until == view.last else f" As of step {until}."
+    verdict = view.verdict
     style = _SEVERITY[verdict.severity] if verdict.wrong else "bold green" if verdict.healthy else "bold yellow"
-    yield Paragraph(verdict.summary + stale, style)
+    yield paragraph(verdict.summary, style)
     if verdict:
         table = Table.grid(padding=(0, 1, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for finding in verdict[:MOST_FINDINGS]:
-            text = Group(Paragraph(str(finding)), Paragraph(f"{finding.remedy}.", "dim"))
+            text = Group(paragraph(str(finding)), paragraph(f"{finding.remedy}.", "dim"))
             table.add_row(Text(finding.severity, _SEVERITY.get(finding.severity, "")), text)
         yield table
         left = more_findings(len(verdict))
-        yield Paragraph(f"{f'{left}; ' if left else ''}more: {view.more}")
+        yield paragraph(f"{f'{left}; ' if left else ''}more: {view.more}")
     if verdict.not_judged:
-        yield Paragraph(f"Not checked: {', '.join(rule.rule for rule in verdict.not_judged)}.", "dim")
+        yield paragraph(f"Not checked: {', '.join(rule.rule for rule in verdict.not_judged)}.", "dim")
     yield Text()
 
 
@@ -135,7 +122,7 @@ def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterat
         alike = [other for other, other_curve in left.items() if curve.equals(other_curve)]
         yield _scalar(name, curve, width, names)
         if len(alike) > 1:
-            yield Paragraph(f"  equal to it: {', '.join(alike[1:])}", "dim")
+            yield paragraph(f"  equal to it: {', '.join(alike[1:])}", "dim")
         left = {other: other_curve for other, other_curve in left.items() if other not in alike}
 
 
@@ -174,8 +161,7 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
 
 
 def _worst_number(series: WorstSeries) -> str:
-    lost = "" if series.lost is None else f" (worst {visible(series.lost.statistic)} {series.lost.value:.3g})"
-    return f"{series.worst:.3g} ({series.worst_iteration}){lost}"
+    return f"{series.worst:.3g} ({series.worst_iteration})"
 
 
 def _name(series: WorstSeries) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from te_precision_callbacks.runs.answers import (
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve
-from te_precision_callbacks.sinks.worst import Lost, worst_first
+from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.errors import SpeedError
 from te_precision_callbacks.speed.estimate import estimate_step
 from te_precision_callbacks.speed.printing import in_short
@@ -44,9 +43,6 @@ MOST_STATISTICS = 8
 
 MOST_EVENTS = 5
 
-_PAUSE = 10.0
-"""The pause between two checks of a run that is followed, as a multiple of the time of a check."""
-
 _LOST = (Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS)
 
 
@@ -60,7 +56,6 @@ class WorstSeries:
 
     Attributes:
         worst, worst_iteration: the worst value; the largest magnitude of a statistic without a worse direction.
-        lost: another statistic's loss, if that is why the series is listed.
         curve: all values, without delayed scaling's first step.
     """
 
@@ -68,26 +63,10 @@ class WorstSeries:
     worst: float
     worst_iteration: int
     low_is_worse: bool
-    lost: Lost | None
     curve: Curve
 
 
 ShownEvent = Mapping[str, Any]
-
-
-class RunCheck(NamedTuple):
-    """Results that are too slow to compute for each view of a run that is followed.
-
-    Attributes:
-        until: the last iteration that was checked.
-        speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
-        next_at: the time of the next check, by ``time.monotonic()``.
-    """
-
-    verdict: Verdict
-    until: int | None
-    speed: str
-    next_at: float
 
 
 @dataclass(frozen=True)
@@ -95,6 +74,7 @@ class RunView:
     """The view of a run.
 
     Attributes:
+        speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
         more: the command that prints the whole verdict.
         outcome: a failure, and broken clauses of the contract, in lines.
         facts: integration, recipes, GPU and ranks of the last process start.
@@ -104,7 +84,8 @@ class RunView:
     """
 
     run: RecordedRun
-    check: RunCheck
+    verdict: Verdict
+    speed: str
     more: str
     status: str
     outcome: tuple[str, ...]
@@ -125,11 +106,9 @@ class RunView:
 
     def as_json(self) -> dict[str, Any]:
         """The keys of ``te-precision show --json``; at the top the verdict, as :meth:`Verdict.as_json` has it."""
-        run, check = self.run, self.check
+        run = self.run
         return {
-            **{name: value for name, value in vars(self).items() if name not in ("run", "check")},
-            "judged_to": check.until,
-            "speed": check.speed,
+            **{name: value for name, value in vars(self).items() if name not in ("run", "verdict")},
             "path": str(run.path),
             "run_id": run.run_id,
             "source": run.source,
@@ -140,7 +119,7 @@ class RunView:
             "lacks": run.lacks_in_words,
             "scalars": {name: _curve_as_json(curve) for name, curve in self.scalars.items()},
             "worst": {name: [_worst_as_json(series) for series in worst] for name, worst in self.worst.items()},
-            **check.verdict.as_json(),
+            **self.verdict.as_json(),
         }
 
 
@@ -150,7 +129,6 @@ def _worst_as_json(series: WorstSeries) -> dict[str, Any]:
         **{name: value for name, value in vars(series).items() if name != "subject"},
         "last": float(series.curve.values[-1]),
         "last_iteration": int(series.curve.iterations[-1]),
-        "lost": series.lost and series.lost._asdict(),
         "curve": _curve_as_json(series.curve),
     }
 
@@ -163,28 +141,23 @@ def look(
     run: RecordedRun,
     statistics: Sequence[str] = (),
     most: int = MOST_LAYERS,
-    before: RunView | None = None,
 ) -> RunView:
     """Read the view of a run.
 
     Args:
         statistics: names as in records, or without recipe and direction; by default losses in quantization come first.
         most: the number of layers of each statistic.
-        before: an earlier view of the run while it was written. Its verdict is kept until the run has ended, or until
-            ten times as long has passed as the check took.
     """
     groups = _groups(run)
     chosen = _chosen(groups, statistics, run)
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
-    status = status_in_words(run)
-    is_known = before is not None and status == "running" and time.monotonic() < before.check.next_at
-    check = before.check if before is not None and is_known else _check(run, max(last, default=None))
     return RunView(
         run=run,
-        check=check,
+        verdict=diagnose(run),
+        speed=_speed(run),
         more=_command(run, "diagnose"),
-        status=status,
+        status=status_in_words(run),
         outcome=tuple(outcome_in_words(run)),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
         first=min(first, default=None),
@@ -199,17 +172,11 @@ def look(
     )
 
 
-def _check(run: RecordedRun, last: int | None) -> RunCheck:
-    begun = time.monotonic()
-    verdict = diagnose(run)
+def _speed(run: RecordedRun) -> str:
     try:
-        estimate = estimate_step(step_of_run(run), device_of_run(run))
-        speed = f"{in_short(estimate)}; more: {_command(run, 'speed')}"
+        return f"{in_short(estimate_step(step_of_run(run), device_of_run(run)))}; more: {_command(run, 'speed')}"
     except SpeedError:
-        speed = ""
-    now = time.monotonic()
-    # The first numbers of a run are checked as soon as they come.
-    return RunCheck(verdict, last, speed, now if last is None else now + _PAUSE * (now - begun))
+        return ""
 
 
 def _command(run: RecordedRun, name: str) -> str:
@@ -309,10 +276,10 @@ def _is_of(label: str, statistic: str) -> bool:
 def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) -> Iterable[WorstSeries]:
     group = groups[name]
     family = next(iter(group.values())).family
-    chosen = worst_first(most, family, _worst_numbers(group), lambda label: _worst_numbers(groups.get(label, {})))
+    chosen = worst_first(most, family, _worst_numbers(group))
     table = run.values(group[place].number for place in chosen)
     numbers = table["series"].to_numpy()
-    for place, lost in chosen.items():
+    for place in chosen:
         number, family, worst, worst_iteration = group[place]
         begin, end = np.searchsorted(numbers, (number, number + 1)).tolist()
         rows = table.slice(begin, end - begin)
@@ -321,7 +288,7 @@ def _worst(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) ->
         if worst is None or worst_iteration is None or not len(curve.values):
             continue
         subject = place._replace(statistic=family.statistic)
-        yield WorstSeries(subject, worst, worst_iteration, family.worse is Worse.LOW, lost, curve)
+        yield WorstSeries(subject, worst, worst_iteration, family.worse is Worse.LOW, curve)
 
 
 def _shown_event(row: Mapping[str, Any]) -> ShownEvent:

@@ -153,7 +153,7 @@ function worstCard(report, { family: index, items }) {
       worst.rank === REDUCED ? "" : ` on rank ${worst.rank}`, "."),
     items.length > 1 && table(["then", "#worst value", "#step"], items.slice(1).map((item) => [
       layerLink(report, item.layer, { ...where, step: item.at, ...rank(item) }),
-      [value(item), item.lost && el("div", {}, el("small", { class: "quiet" }, `worst ${item.lost.statistic} ${shown(item.lost.value, 3)}`))], link({ page: "heatmap", ...where, step: item.at, layer: "" }, shown(item.at)),
+      value(item), link({ page: "heatmap", ...where, step: item.at, layer: "" }, shown(item.at)),
     ])));
 }
 
@@ -168,7 +168,7 @@ function worstPart(report) {
   }
   return [
     el("div", {}, el("h2", {}, "Worst layers"),
-      el("p", { class: "quiet" }, "The five worst layers for each statistic, over the whole run. SQNR and squared error hide elements that are lost next to an outlier, so their lists also show the layers with the most underflows and overflows, with that share.")),
+      el("p", { class: "quiet" }, "The five worst layers for each statistic, over the whole run. SQNR and squared error hide elements that are lost next to an outlier: see underflows and overflows, too.")),
     el("div", { class: "two" }, found.map((listed) => worstCard(report, listed))),
     clean.length > 0 && el("p", { class: "quiet clean" }, `No issues in any layer or step: ${clean.join(", ")}.`),
     unjudged.length > 0 && el("p", { class: "quiet" }, `Only numbers of delayed scaling's first step, which has no scale yet: ${unjudged.join(", ")}.`),
