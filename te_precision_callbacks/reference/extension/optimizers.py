@@ -11,7 +11,7 @@ from typing import SupportsInt
 import torch
 
 from te_precision_callbacks.base.numerics.scaling import amax_of
-from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.enums import fp8_format
 from te_precision_callbacks.reference.extension.multi_tensor import TensorLists
 
 L2_REGULARIZATION = 0

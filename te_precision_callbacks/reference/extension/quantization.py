@@ -11,7 +11,7 @@ from typing import Any, SupportsInt
 import torch
 
 from te_precision_callbacks.base.numerics.scaling import amax_of
-from te_precision_callbacks.reference.extension.dtypes import torch_dtype
+from te_precision_callbacks.reference.extension.enums import torch_dtype
 from te_precision_callbacks.reference.extension.float8 import transposed
 from te_precision_callbacks.reference.extension.operands import dequantized
 from te_precision_callbacks.reference.extension.quantizers import casting_for

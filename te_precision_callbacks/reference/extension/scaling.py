@@ -10,7 +10,7 @@ import torch
 
 from te_precision_callbacks.base.numerics.scaling import amax_of, delayed_scaling
 from te_precision_callbacks.reference.extension.buffers import overwrite
-from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.enums import fp8_format
 
 
 @torch.no_grad()
