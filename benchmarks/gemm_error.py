@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
+from accumulating import accumulated
 from in_turn import Interval, add_arguments
 from measuring import arguments, report
 from step import Run, Training, measure, with_ours, without
@@ -39,7 +40,7 @@ from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.recipes import round_blocks
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.config.keys import PROBES
-from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, Accumulator, accumulated
+from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, Accumulator
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
 from te_precision_callbacks.gemm_error.judging import GemmCall, Judged, judged, probes, product, seed_of, thin
 from te_precision_callbacks.reference import target

@@ -19,8 +19,7 @@ from transformer_engine.pytorch.triton import grouped_dbias_dscales
 from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.dtypes import fp8_format
-from te_precision_callbacks.reference.extension.enums import DType
+from te_precision_callbacks.reference.extension.enums import DType, fp8_format
 from te_precision_callbacks.reference.extension.gemm import _result_shape_of, generic_gemm
 from te_precision_callbacks.reference.extension.quantization import quantize, row_sum
 

@@ -69,10 +69,9 @@ def test_parts_of_names_are_suggested() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a:\n  b: [*head]", r"'\*head' in line 2 is an undefined alias: .* quote it: '\*head'\.$"),
-        ("a:\n  b: *.fc1\n", r"'\*\.fc1' in line 2 is an undefined alias: .* quote it: '\*\.fc1'\.$"),
-        ("a: [1, 2", r"not valid YAML: while parsing a flow sequence that begins in line 1: .*\(line 2 column 1\)"),
-        ("a:\n\tenabled: True", r"not valid YAML: there is a tab in line 2 column 1\. YAML indents with spaces"),
+        ("a:\n  b: [*head]", r"not valid YAML: found undefined alias .*line 2, column 7"),
+        ("a: [1, 2", r"not valid YAML: while parsing a flow sequence in line 1, .* line 2, column 1"),
+        ("a:\n\tenabled: True", r"not valid YAML: .*cannot start any token in line 2, column 1"),
         (
             "LogTensorStats:\n  enabled: True\n  tensors: [weight]\n  freq: 3",
             r"^[^\n]*line 1 .*'LogTensorStats' is a feature, and not a section\. Put it into one[^\n]*$",
@@ -95,7 +94,7 @@ def test_parts_of_names_are_suggested() -> None:
         ("a:\n  enabled: True\n  layers:\n    layer_types:\n    - fc1\n    - 3", r"line 6.*list of names, but has 3"),
         ("a:\n  enabled: True\n  layers: {layer_numbers: ['0-99999999999']}", r"up to 999999, .* not '0-99999999999'"),
         ("a:\n  enabled: True\n  layers: {layer_numbers: [-1]}", r"takes numbers.* not -1"),
-        ("a:\n  enabled: 2026-02-31\n", r"(?s)not valid YAML: '2026-02-31': day is out of range.*line 2"),
+        ("a:\n  enabled: 2026-02-31\n", r"not valid YAML: day is out of range"),
         ("a:\n  enable: True\n  layers: {layer_types: [x]}", r"'enabled' is missing. Is 'enable' meant"),
         ("a:\n  enabled: maybe\n  layers: {layer_types: [x]}", r"line 2.*'enabled' must be True or False, not 'maybe'"),
         ("a:\n  enabled: True\n  layers: {layer_type: [x]}", r"line 3.*'layer_type'.*Did you mean 'layer_types'"),

@@ -31,7 +31,7 @@ def test_a_condition_on_a_share() -> None:
 def test_the_ways_to_write_a_contract(tmp_path: Path) -> None:
     contract = read_contract(WHOLE)
     assert contract is not None
-    assert [str(share) for share in contract.shares] == ["fp8 >= 95%", "fp8 wgrad >= 90.5%"]
+    assert [str(share) for share in contract.share.values()] == ["fp8 >= 95%", "fp8 wgrad >= 90.5%"]
     assert (contract.layers, contract.state) == ({r".*mlp.*": "mxfp8"}, {"optimizer_state": "float32"})
     assert (contract.by_step, contract.on_broken) == (5, "warn")
     file = tmp_path / "contract.yaml"

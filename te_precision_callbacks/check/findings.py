@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -143,7 +143,7 @@ def unsized_shares(
     """
     findings: list[PlanFinding] = []
     checkable: list[Share] = []
-    for share in contract.shares:
+    for share in contract.share.values():
         left = [*not_counted, *(attention if share.part not in GEMMS else ())]
         texts = [f"the products of {listed(left)} cannot be sized without --batch (batch=)"] if left else []
         texts += [f"not counted: {text}" for text in left_out_in_words(coverage)]
@@ -151,7 +151,7 @@ def unsized_shares(
             findings.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
         else:
             checkable.append(share)
-    return findings, replace(contract, shares=tuple(checkable))
+    return findings, contract.model_copy(update={"share": dict(enumerate(checkable))})
 
 
 class _LayerFacts(NamedTuple):

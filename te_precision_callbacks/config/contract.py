@@ -15,11 +15,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, StrictInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictInt,
+    ValidationError,
+)
 
 from te_precision_callbacks.base.vocabulary import PRECISIONS, SUBJECTS
 from te_precision_callbacks.config.conditions import Share, parse_share
@@ -30,26 +38,64 @@ CONTRACT = "precision_contract"
 
 OnBroken = Literal["raise", "warn"]
 
-_BY_STEP = 3
+
+def _entries(data: Any) -> Mapping[Any, Any]:
+    """Conditions on shares by their key: the index in a list, or the products, with a number of percent."""
+    if not isinstance(data, Mapping):
+        return dict(enumerate(data if isinstance(data, (list, tuple)) else [data]))
+    numbers = {name: number for name, number in data.items() if type(number) in (int, float)}
+    return {**data, **{name: f"{name} >= {number}%" for name, number in numbers.items()}}
 
 
-@dataclass(frozen=True)
-class Contract:
-    """The requirements for a run.
+def _known(words: Iterable[str], problem: str) -> PlainValidator:
+    """Accept some words; the problem has a placeholder for the value."""
+    known = list(words)
+
+    def check(value: Any) -> str:
+        if isinstance(value, str) and value in known:
+            return value
+        raise ValueError(f"{problem.format(shown(value))}.{suggestion(str(value), known)}")
+
+    return PlainValidator(check)
+
+
+def _pattern(pattern: Any) -> str:
+    try:
+        re.compile(str(pattern))
+    except re.error as error:
+        raise ValueError(f"{shown(pattern)} is no regular expression: {error}.") from error
+    return str(pattern)
+
+
+_SHORT = {"optimizer": "optimizer_state"}
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "int8", "int16")
+_Subject = Annotated[
+    str, _known((*_SHORT, *SUBJECTS), "nothing is called {}"), AfterValidator(lambda name: _SHORT.get(name, name))
+]
+_Precision = Annotated[str, _known(PRECISIONS, "{} is no precision")]
+_Dtype = Annotated[str, _known(_DTYPES, "{} is no type")]
+
+
+class Contract(BaseModel):
+    """The requirements for a run. The description of a key continues "must be".
 
     Attributes:
-        shares: conditions on shares of the multiply-adds.
+        share: conditions on shares of the multiply-adds, by their key or index.
         layers: pattern of layer names -> the precision of all their GEMMs.
         state: subject -> dtype, as torch names it: ``float32``.
         by_step: the number of steps until the contract must hold, and stay valid.
         on_broken: by default the integration's keyword ``on_broken``.
     """
 
-    shares: tuple[Share, ...] = ()
-    layers: Mapping[str, str] = field(default_factory=dict)
-    state: Mapping[str, str] = field(default_factory=dict)
-    by_step: int = _BY_STEP
-    on_broken: OnBroken | None = None
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    share: Annotated[dict[Any, Annotated[Share, PlainValidator(parse_share)]], BeforeValidator(_entries)] = {}
+    layers: dict[Annotated[str, PlainValidator(_pattern)], _Precision] = Field(
+        {}, min_length=1, description="a mapping of patterns of layers to precisions"
+    )
+    state: dict[_Subject, _Dtype] = Field({}, min_length=1, description="a mapping of what is kept to types")
+    by_step: StrictInt = Field(3, ge=1, description="an integer >= 1")
+    on_broken: OnBroken | None = Field(None, description="'raise' or 'warn'")
 
 
 ContractSource = str | os.PathLike[str] | Mapping[str, Any] | Contract | None
@@ -86,71 +132,21 @@ def read_contract(source: ContractSource) -> Contract | None:
     )
 
 
-def _entries(data: Any) -> Mapping[Any, Any]:
-    """Conditions on shares by their key: the index in a list, or the products, with a number of percent."""
-    if not isinstance(data, Mapping):
-        return dict(enumerate(data if isinstance(data, (list, tuple)) else [data]))
-    numbers = {name: number for name, number in data.items() if type(number) in (int, float)}
-    return {**data, **{name: f"{name} >= {number}%" for name, number in numbers.items()}}
-
-
-def _known(words: Iterable[str], problem: str) -> PlainValidator:
-    """Accept some words; the problem has a placeholder for the value."""
-    known = list(words)
-
-    def check(value: Any) -> str:
-        if isinstance(value, str) and value in known:
-            return value
-        raise ValueError(f"{problem.format(shown(value))}.{suggestion(str(value), known)}")
-
-    return PlainValidator(check)
-
-
-def _pattern(pattern: Any) -> str:
-    try:
-        re.compile(str(pattern))
-    except re.error as error:
-        raise ValueError(f"{shown(pattern)} is no regular expression: {error}.") from error
-    return str(pattern)
-
-
-_SHORT = {"optimizer": "optimizer_state"}
-_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "int8", "int16")
-_Subject = Annotated[str, _known((*_SHORT, *SUBJECTS), "nothing is called {}")]
-_Precision = Annotated[str, _known(PRECISIONS, "{} is no precision")]
-_Dtype = Annotated[str, _known(_DTYPES, "{} is no type")]
-
-
-class _Written(BaseModel):
-    """A contract as it is written. The description of a key continues "must be"."""
-
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-
-    share: Annotated[dict[Any, Annotated[Share, PlainValidator(parse_share)]], BeforeValidator(_entries)] = {}
-    layers: dict[Annotated[str, PlainValidator(_pattern)], _Precision] = Field(
-        {}, min_length=1, description="a mapping of patterns of layers to precisions"
-    )
-    state: dict[_Subject, _Dtype] = Field({}, min_length=1, description="a mapping of what is kept to types")
-    by_step: StrictInt = Field(_BY_STEP, ge=1, description="an integer >= 1")
-    on_broken: OnBroken | None = Field(None, description="'raise' or 'warn'")
-
-
 def _read(data: Any, place: Callable[..., str]) -> Contract:
-    known = list(_Written.model_fields)
+    known = list(Contract.model_fields)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{place()}: a contract is a mapping of {', '.join(map(repr, known))}, not {shown(data)}.")
     try:
-        written = _Written.model_validate(dict(data))
+        contract = Contract.model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError(*(_problem(details, place) for details in error.errors(include_url=False))) from None
-    if not (written.share or written.layers or written.state):
+    if not (contract.share or contract.layers or contract.state):
         raise ConfigError(f"{place()}: the contract demands nothing. Give it 'share', 'layers' or 'state'.")
-    state = {_SHORT.get(subject, subject): dtype for subject, dtype in written.state.items()}
-    return Contract(tuple(written.share.values()), written.layers, state, written.by_step, written.on_broken)
+    return contract
 
 
 def _problem(details: Any, place: Callable[..., str]) -> str:
-    keys, known = [key for key in details["loc"] if key != "[key]"], _Written.model_fields
+    keys, known = [key for key in details["loc"] if key != "[key]"], Contract.model_fields
     where, key = place(*keys), keys[0]
     if key not in known:
         return f"{where}: a contract has no key {shown(key)}.{suggestion(str(key), known)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import re
@@ -182,7 +181,7 @@ class ContractKeeper:
 def left_out(contract: Contract, coverage: Coverage) -> str:
     """The reason if the shares of a contract cannot be checked; empty if they can."""
     texts = left_out_in_words(coverage)
-    if not contract.shares or not texts:
+    if not contract.share or not texts:
         return ""
     return (
         f"The precision contract (require=) cannot be checked, since not all products are counted: {'; '.join(texts)}."
@@ -194,14 +193,16 @@ def broken_clauses(contract: Contract, coverage: Coverage) -> list[str]:
 
 
 def _is_broken_for_certain(contract: Contract, coverage: Coverage) -> bool:
-    whole = tuple(share for share in contract.shares if share.number >= 1 and share.comparison in (">", ">="))
-    return any(_broken_shares(dataclasses.replace(contract, shares=whole), coverage)) or any(
+    whole = {
+        key: share for key, share in contract.share.items() if share.number >= 1 and share.comparison in (">", ">=")
+    }
+    return any(_broken_shares(contract.model_copy(update={"share": whole}), coverage)) or any(
         _broken_layers(contract, coverage)
     )
 
 
 def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
-    for share in contract.shares:
+    for share in contract.share.values():
         backward = _HALVES.get(share.part)
         gemm = share.part if share.part and backward is None else None
         measured = coverage.share(share.precision, gemm=gemm, backward=backward)

@@ -564,9 +564,7 @@ class _Measuring:
             return None
         if not rest and len(self._wanted) == len(plan.wanted):
             plan.ready[key] = ready
-        return ready, [
-            self._pending(single, None if single.form is None else held[single.form]) for single in ready.passes
-        ]
+        return ready, self._all_pending(ready.passes, held)
 
     def end(self, ready: _Ready) -> None:
         for segment, requests in ready.asked:
@@ -595,6 +593,11 @@ class _Measuring:
             return isinstance(held, PerTensor)
         return isinstance(held, InBlocks) and held.fits(self._values)
 
+    def _all_pending(
+        self, passes: Iterable[_Pass], held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
+    ) -> Sequence[Pending]:
+        return [self._pending(single, None if single.form is None else held[single.form]) for single in passes]
+
     def _pending(self, one: _Pass, held: PerTensor | InBlocks | None) -> Pending:
         if isinstance(held, PerTensor):
             return Pending(self._values, held.codes, held.scale_inv, held.e5m2, one.places)
@@ -621,14 +624,14 @@ class _Measuring:
             if is_elsewhere:
                 segment = here.segment(segment.key, segment.sums, segment.maxima, device, contributes=True)
             at[first if kind.form is None else kind.form][kind.of] = segment
-        passes = [_pass(form, of, in_blocks=isinstance(form and held.get(form), InBlocks)) for form, of in at.items()]
+        passes = [
+            _pass(form, of, in_blocks=form is not None and isinstance(held[form], InBlocks)) for form, of in at.items()
+        ]
         ready = _Ready(slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused])
         if not is_elsewhere:
             return ready, rest
         # Earlier micro-batches of the step were measured on another device.
-        kernels.add(
-            [self._pending(single, single.form and held.get(single.form)) for single in passes], *here.on(device)
-        )
+        kernels.add(self._all_pending(passes, held), *here.on(device))
         for segment, _ in ready.asked:
             slots.merge(segment, *here.parts(here.segments[segment.key]))
         self.end(ready)

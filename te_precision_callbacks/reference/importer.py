@@ -1,25 +1,27 @@
 """Imports Transformer Engine's Python on the reference backend, through a finder in ``sys.meta_path``.
 
-No file of Transformer Engine changes on disk; :mod:`te_precision_callbacks.reference.code_cache` keeps rewritten code.
+No file of Transformer Engine changes on disk; rewritten bytecode lies beside its own, in ``__pycache__``.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.reference.code_cache import CachedCode
+from te_precision_callbacks.reference import rewrite as rewrite_module
 from te_precision_callbacks.reference.compiled_extension import COMPILED_MODULE
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 
@@ -76,14 +78,26 @@ class _ExtensionLoader(Loader):
 
 
 class RewritingLoader(SourceFileLoader):
+    """Compiles rewritten source, and lets Python cache it beside its own bytecode, under a name of its own."""
+
     def __init__(self, fullname: str, path: str, cuda_on_cpu: bool) -> None:
         super().__init__(fullname, path)
         self.cuda_on_cpu = cuda_on_cpu
 
-    def get_code(self, fullname: str) -> CodeType | None:
-        path = self.get_filename(fullname)
-        source = self.get_data(path)
-        return _code_of(source, path, fullname, self.cuda_on_cpu)
+    def source_to_code(self, data: Any, path: Any, **options: Any) -> CodeType:  # type: ignore[override]
+        tree = rewrite(ast.parse(data, path), cuda_on_cpu=self.cuda_on_cpu) if is_concerned(data) else data
+        return super().source_to_code(tree, path, **options)
+
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(self._own(path))
+
+    def set_data(self, path: str, data: Any, **options: Any) -> None:
+        super().set_data(self._own(path), data, **options)
+
+    def _own(self, path: str) -> str:
+        """The path of rewritten bytecode for that of bytecode; a source's own."""
+        device = "cpu" if self.cuda_on_cpu else "cuda"
+        return f"{path.removesuffix('.pyc')}.{device}-{_rewriter()}.pyc" if path.endswith(".pyc") else path
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -92,18 +106,9 @@ class RewritingLoader(SourceFileLoader):
             module.__dict__[replaced.name] = replaced.by
 
 
-@lru_cache(maxsize=64)
-def _code_of(source: bytes, path: str, fullname: str, cuda_on_cpu: bool) -> CodeType | None:
-    """The code of a module, cached since nvdlfw_inspect executes all feature files again at each initialization."""
-    if not is_concerned(source):
-        return SourceFileLoader(fullname, path).get_code(fullname)
-    kept = CachedCode(source, path, "cuda on cpu" if cuda_on_cpu else "cuda on cuda")
-    code = kept.read()
-    if code is None:
-        tree = rewrite(ast.parse(source, path), cuda_on_cpu=cuda_on_cpu)
-        code = compile(tree, path, "exec", dont_inherit=True)
-        kept.write(code)
-    return code
+@cache
+def _rewriter() -> str:
+    return hashlib.sha256(Path(rewrite_module.__file__).read_bytes()).hexdigest()[:16]
 
 
 class _CommonLoader(RewritingLoader):

@@ -4,7 +4,7 @@ A proxy for the module-global name ``torch`` would not do: attributes of a tenso
 ``tensor.device.type == "cuda"``) do not go through that name; they would need changes to ``torch.Tensor``, which the
 whole process sees. A rewritten module keeps the real ``torch``, and nothing outside Transformer Engine changes.
 
-Each rule is a row of the table in :mod:`te_precision_callbacks.reference.seams`, which has the reasons.
+Each rule is a row of the table in ``tests/reference/seams.py``, which has the reasons.
 """
 
 from __future__ import annotations

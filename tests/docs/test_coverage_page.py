@@ -37,13 +37,13 @@ def test_the_contract_and_the_integration_accept_the_examples_of_the_page(
     Path("contract.yaml").write_text(CONTRACT)
     contract = read_contract("contract.yaml")
     assert contract is not None
-    assert (len(contract.shares), len(contract.layers), len(contract.state)) == (2, 1, 1)
+    assert (len(contract.share), len(contract.layers), len(contract.state)) == (2, 1, 1)
     exec(FRONT_DOOR, {})
     names: dict[str, Any] = {}
     exec(SEVERAL, names)
     several = read_contract(names["require"])
     assert several is not None
-    assert [str(share) for share in several.shares] == names["require"]["share"]
+    assert [str(share) for share in several.share.values()] == names["require"]["share"]
 
 
 def test_a_script_under_a_contract_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from te_precision_callbacks.diagnosis import rules
-from tools import options_page
+from tools import options_page, rules_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,5 +15,5 @@ def test_the_table_of_options_is_made_from_the_docstring() -> None:
 
 
 def test_the_table_of_rules_is_made_from_the_rules() -> None:
-    remedy = "a rule has changed; python -m te_precision_callbacks.diagnosis.rules prints the table"
-    assert rules.table() in (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8"), remedy
+    remedy = "a rule has changed; python -m tools.rules_table prints the table"
+    assert rules_table.table() in (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8"), remedy

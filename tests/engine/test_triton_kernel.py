@@ -138,12 +138,20 @@ def kernel() -> Iterator[ModuleType]:
         yield module
 
 
+def by_kernel(kernel: ModuleType) -> Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]:
+    def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+        for together in kernel.grouped(pending):
+            kernel.add_together(together, sums, maxima)
+
+    return add
+
+
 @pytest.fixture
 def measure(kernel: ModuleType) -> Measure:
     """``measure`` with the columns by name, and the exponent counts as "histogram"."""
 
     def measure(values: torch.Tensor, codes: torch.Tensor | None = None, *args: Any, **options: Any) -> dict[str, Any]:
-        found = measured_by(kernel.add, values, codes, *args, **options)
+        found = measured_by(by_kernel(kernel), values, codes, *args, **options)
         return named(*found, compared=codes is not None, histogram_too=options.get("histogram", False))
 
     return measure
@@ -287,7 +295,7 @@ def test_elements_2_to_the_31_apart(measure: Measure, dtype: torch.dtype) -> Non
 
 def test_indices_beyond_int32_take_the_same_path(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     values = VIEWS["four dimensions that stay"](normal(5760))
-    sums, maxima = measured_by(kernel.add, values)
+    sums, maxima = measured_by(by_kernel(kernel), values)
     launched = kernel._measure
     launches = []
 
@@ -297,7 +305,7 @@ def test_indices_beyond_int32_take_the_same_path(kernel: ModuleType, monkeypatch
             return lambda *args, **options: launched[grid](*args, **options | {"SMALL": False})
 
     monkeypatch.setattr(kernel, "_measure", Wide())
-    wide_sums, wide_maxima = measured_by(kernel.add, values)
+    wide_sums, wide_maxima = measured_by(by_kernel(kernel), values)
     assert launches
     assert torch.equal(sums, wide_sums)
     assert torch.equal(maxima, wide_maxima)
@@ -371,7 +379,7 @@ def test_a_quantized_value_that_is_not_finite_shows_in_the_error(measure: Measur
 )
 def test_wrong_arguments(kernel: ModuleType, arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        measured_by(kernel.add, *arguments)
+        measured_by(by_kernel(kernel), *arguments)
 
 
 # --- what the host does -----------------------------------------------------------------------------------------------
@@ -417,7 +425,7 @@ def test_the_host_neither_waits_nor_copies(
     values = view(torch.zeros(400, 300, dtype=torch.bfloat16))
     codes, scale_inv = torch.zeros(values.shape, dtype=torch.uint8), torch.ones(1)
     with Operations() as operations:
-        measured_by(kernel.add, values, codes, scale_inv, histogram=True)
+        measured_by(by_kernel(kernel), values, codes, scale_inv, histogram=True)
     assert operations.names <= {"detach", "view", "empty", "zeros", "full"}
     most = kernel.program_count(values.device)
     assert operations.most <= most * (6 + 5 + 3 + 256 + 3 + 2)
@@ -450,9 +458,9 @@ def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType,
     ]
     assert list(map(len, kernel.grouped(pending))) == [4]
     together, by_hand = vectors(1200), vectors(1200)
-    kernel.add(pending, *together)
+    by_kernel(kernel)(pending, *together)
     for one in pending:
-        sums, maxima = measured_by(kernel.add, one.values, one.codes, one.scale_inv, histogram=histogram)
+        sums, maxima = measured_by(by_kernel(kernel), one.values, one.codes, one.scale_inv, histogram=histogram)
         begin = one.places.moments
         by_hand[0][begin : begin + len(sums)] += sums
         kept = by_hand[1][begin : begin + len(maxima)]
@@ -469,7 +477,7 @@ def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.Monk
 
     def add(pending: Sequence[Pending], *into: torch.Tensor) -> None:
         launches.extend(map(len, kernel.grouped(pending)))
-        kernel.add(pending, *into)
+        by_kernel(kernel)(pending, *into)
 
     def found() -> dict[tuple[str, str], float]:
         engine = StatisticsEngine()
@@ -514,7 +522,7 @@ def compiled(
         (one,) = pending
         apart = ColumnPlaces(*(1000 if place >= 0 else -1 for place in one.places))
         places = [ColumnPlaces(*map(operator.add, one.places, (n * step for step in apart))) for n in range(together)]
-        module.add([one._replace(places=of_tensor) for of_tensor in places], sums, maxima)
+        by_kernel(module)([one._replace(places=of_tensor) for of_tensor in places], sums, maxima)
 
     measured_by(add, values, *arguments, **options)
     return compiled_launch(capability, function, launches[kernel])

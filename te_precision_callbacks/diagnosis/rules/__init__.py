@@ -35,10 +35,3 @@ RULES: Sequence[Rule] = (
     *outcome.RULES,
 )
 """All rules. Of two findings of one severity in one step, that of the earlier rule comes first."""
-
-
-def table() -> str:
-    """The table of docs/diagnosis.md, in Markdown."""
-    lines = ["| rule | severity | what is wrong | needs |", "|---|---|---|---|"]
-    lines += [f"| `{rule.id}` | {rule.severity} | {rule.title} | {rule.needs} |" for rule in RULES]
-    return "\n".join(lines)

@@ -4,7 +4,8 @@ Usage::
 
     from te_precision_callbacks.engine.kernels import triton_kernel
 
-    triton_kernel.add([Pending(gradient, codes, scale_inv, True, places)], sums, maxima)
+    for together in triton_kernel.grouped([Pending(gradient, codes, scale_inv, True, places)]):
+        triton_kernel.add_together(together, sums, maxima)
 
 Runs on a GPU, and on CPU tensors if ``TRITON_INTERPRET=1`` was set before triton was imported. The host never waits for
 the device.
@@ -69,31 +70,17 @@ _jit_of_tensors: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_special
 _jit_of_places: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_NUMBERS)
 
 
-def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure tensors, and their quantized values if any, and merge the results.
-
-    The result is bit-identical for the same tensors, strides and device, together or alone. A quantized value that is
-    inf or NaN makes ``error_square_sum`` inf or NaN, unless its element is not finite either.
+def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
+    """Group tensors by launch: similar ones without gaps share one, up to :data:`_MOST_TOGETHER`.
 
     Args:
         pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. More than 5 dimensions that
             cannot be merged cost a contiguous copy. A quantized value is the decoded code times ``scale_inv``, in
             float32; an element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv``.
-        sums, maxima: float64, 1-D, on the device of the tensors.
 
     Raises:
         TypeError: another dtype.
         ValueError: codes and values differ in shape or device, or ``scale_inv`` does not have exactly one element.
-    """
-    for together in grouped(pending):
-        add_together(together, sums, maxima)
-
-
-def grouped(pending: Sequence[Pending]) -> list[list[Pending]]:
-    """Group tensors by launch: similar ones without gaps share one, up to :data:`_MOST_TOGETHER`.
-
-    Raises:
-        TypeError, ValueError: as :func:`add`.
     """
     groups: list[list[Pending]] = []
     open_groups: dict[tuple[object, ...], list[Pending]] = {}
@@ -128,6 +115,14 @@ def _shared_launch(one: Pending) -> tuple[object, ...] | None:
 
 
 def add_together(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Measure tensors of one launch, and their quantized values if any, and merge the results.
+
+    The result is bit-identical for the same tensors, strides and device, together or alone. A quantized value that is
+    inf or NaN makes ``error_square_sum`` inf or NaN, unless its element is not finite either.
+
+    Args:
+        sums, maxima: float64, 1-D, on the device of the tensors.
+    """
     values, codes, _, e5m2, places, *_ = first = together[0]
     if values.numel() == 0:
         return eager.add(together, sums, maxima)

@@ -50,6 +50,14 @@ from te_precision_callbacks.reference.extension.attention import (
     convert_thd_to_bshd,
     get_fused_attn_backend,
     multi_tensor_transpose_to_bhsd,
+    scaled_aligned_causal_masked_softmax_backward,
+    scaled_aligned_causal_masked_softmax_forward,
+    scaled_masked_softmax_backward,
+    scaled_masked_softmax_forward,
+    scaled_softmax_backward,
+    scaled_softmax_forward,
+    scaled_upper_triang_masked_softmax_backward,
+    scaled_upper_triang_masked_softmax_forward,
 )
 from te_precision_callbacks.reference.extension.enums import (
     CommOverlapType,
@@ -117,16 +125,6 @@ from te_precision_callbacks.reference.extension.rope import (
 from te_precision_callbacks.reference.extension.scaling import (
     compute_amax,
     fused_amax_and_scale_update_after_reduction,
-)
-from te_precision_callbacks.reference.extension.softmax import (
-    scaled_aligned_causal_masked_softmax_backward,
-    scaled_aligned_causal_masked_softmax_forward,
-    scaled_masked_softmax_backward,
-    scaled_masked_softmax_forward,
-    scaled_softmax_backward,
-    scaled_softmax_forward,
-    scaled_upper_triang_masked_softmax_backward,
-    scaled_upper_triang_masked_softmax_forward,
 )
 from te_precision_callbacks.reference.extension.swizzling import (
     multi_tensor_swizzle_scales_for_gemm_,

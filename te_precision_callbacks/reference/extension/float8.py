@@ -20,7 +20,7 @@ from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import is_noop, matrix_shape, overwrite, transposed_shape
 from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting
-from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.enums import fp8_format
 from te_precision_callbacks.reference.target import capability
 
 

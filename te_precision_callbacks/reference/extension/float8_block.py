@@ -27,7 +27,7 @@ from te_precision_callbacks.reference.extension.buffers import (
     written,
 )
 from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting, by_usage
-from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.enums import fp8_format
 from te_precision_callbacks.reference.target import capability
 
 BLOCK = 128

@@ -14,8 +14,10 @@ are refused too, as far as the operands show that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, SupportsInt
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, SupportsInt, TypeVar
 
 import torch
 
@@ -25,15 +27,40 @@ from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
 from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.activation import GELU
-from te_precision_callbacks.reference.extension.autocast import outside_of_autocast
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
-from te_precision_callbacks.reference.extension.dtypes import torch_dtype
+from te_precision_callbacks.reference.extension.enums import torch_dtype
 from te_precision_callbacks.reference.extension.operands import FP8_BLOCKS, Operand, logical_shape, operand
 from te_precision_callbacks.reference.extension.products import multiplies_bfloat16, product, takes
 from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
 from te_precision_callbacks.reference.target import capability
 
 NOT_SUPPORTED = "cuBLAS has no such GEMM (CUBLAS_STATUS_NOT_SUPPORTED)"
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+def outside_of_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap ``function`` so that products have the type of their operands.
+
+    In autocast torch multiplies float32 tensors as float16 or bfloat16. The codes of FP8 tensors are float32 here: a
+    sum of their products is too large for float16, and bfloat16 would round it twice.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
+        enabled = [name for name in _DEVICE_TYPES if torch.is_autocast_enabled(name)]
+        if not enabled:
+            return function(*arguments, **options)
+        with contextlib.ExitStack() as stack:
+            for name in enabled:
+                stack.enter_context(torch.autocast(name, enabled=False))
+            return function(*arguments, **options)
+
+    return call
 
 
 @outside_of_autocast

@@ -6,35 +6,20 @@ belong together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from te_precision_callbacks.base.numerics.scaling import fp8_scale
-from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import overwrite
 
 TensorLists = Sequence[Sequence[torch.Tensor]]
 
 
-def groups(tensor_lists: TensorLists, counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The tensors that belong together, one group after the other.
-
-    Raises:
-        ReferenceBackendError: the number of lists is not one of ``counts``, or the lists differ in length.
-    """
-    if len(tensor_lists) not in counts:
-        allowed = " or ".join(str(count) for count in counts)
-        raise ReferenceBackendError(f"{len(tensor_lists)} lists of tensors were given; {allowed} are needed.")
-    if len({len(tensors) for tensors in tensor_lists}) != 1:
-        raise ReferenceBackendError(f"The lists of tensors have lengths {[len(tensors) for tensors in tensor_lists]}.")
-    return zip(*tensor_lists, strict=True)
-
-
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists: TensorLists, scale: float) -> None:
     """``out = in * scale`` for each pair of [inputs, outputs]; ``is_infinite`` becomes 1 if an input is not finite."""
-    for source, target in groups(tensor_lists, (2,)):
+    for source, target in zip(*tensor_lists, strict=True):
         _note_nonfinite(source, is_infinite)
         overwrite(target, source.float() * scale)
 
@@ -47,7 +32,7 @@ def multi_tensor_l2norm(
 
     ``noop_flag`` becomes 1 if a norm is not finite.
     """
-    norms = [torch.sqrt(tensor.float().square().sum()) for (tensor,) in groups(tensor_lists, (1,))]
+    norms = [torch.sqrt(tensor.float().square().sum()) for (tensor,) in zip(*tensor_lists, strict=True)]
     of_tensors = torch.stack(norms) if norms else torch.empty(0, dtype=torch.float32, device=noop_flag.device)
     _note_nonfinite(of_tensors, noop_flag)
     return torch.sqrt(of_tensors.square().sum()).reshape(1), of_tensors if per_tensor else of_tensors[:0]
@@ -63,7 +48,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     epsilon: float,
 ) -> None:
     """The scale and its inverse for each amax, of lists [amaxes, scales, inverse scales], all float32."""
-    for amax, scale, scale_inv in groups(tensor_lists, (3,)):
+    for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
         overwrite(scale, fp8_scale(amax, max_fp8, power_of_two=force_pow_2_scales, epsilon=epsilon))
         overwrite(scale_inv, torch.reciprocal(scale))
 

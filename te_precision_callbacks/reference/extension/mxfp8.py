@@ -20,7 +20,7 @@ from te_precision_callbacks.base.numerics.scaling import e8m0_codes, mxfp8_scale
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import is_noop, matrix_shape, overwrite, round_up, written
 from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting, by_usage
-from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.enums import fp8_format
 from te_precision_callbacks.reference.extension.swizzling import as_stored
 
 BLOCK = 32

@@ -12,7 +12,7 @@ from typing import Any, SupportsInt
 
 import torch
 
-from te_precision_callbacks.reference.extension.dtypes import torch_dtype
+from te_precision_callbacks.reference.extension.enums import torch_dtype
 from te_precision_callbacks.reference.extension.operands import dequantized
 from te_precision_callbacks.reference.extension.quantization import quantize_result
 

@@ -11,8 +11,8 @@ from typing import SupportsInt
 import torch
 
 from te_precision_callbacks.base.numerics.scaling import amax_of
-from te_precision_callbacks.reference.extension.dtypes import fp8_format
-from te_precision_callbacks.reference.extension.multi_tensor import TensorLists, groups
+from te_precision_callbacks.reference.extension.enums import fp8_format
+from te_precision_callbacks.reference.extension.multi_tensor import TensorLists
 
 L2_REGULARIZATION = 0
 
@@ -32,7 +32,7 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """One step for lists [gradients, parameters, first moments, second moments], and master weights as a fifth."""
-    for grad, param, exp_avg, exp_avg_sq, *rest in groups(tensor_lists, (4, 5)):
+    for grad, param, exp_avg, exp_avg_sq, *rest in zip(*tensor_lists, strict=True):
         master = rest[0] if rest else param
         updated = _adam(
             grad.float(), master.float(), exp_avg, exp_avg_sq, _Step(step, bias_correction, beta1, beta2), lr, epsilon,
@@ -63,7 +63,7 @@ def multi_tensor_adam_fp8(
     Lists: [gradients, FP8 codes, first moments, second moments, master weights, scales, amaxes, inverse scales].
     """
     fmt = fp8_format(fp8_dtype)
-    for grad, codes, exp_avg, exp_avg_sq, master, scale, amax, scale_inv in groups(tensor_lists, (8,)):
+    for grad, codes, exp_avg, exp_avg_sq, master, scale, amax, scale_inv in zip(*tensor_lists, strict=True):
         updated = _adam(
             grad.float(), master.float(), exp_avg, exp_avg_sq, _Step(step, bias_correction, beta1, beta2), lr, epsilon,
             mode, weight_decay,
@@ -96,7 +96,7 @@ def multi_tensor_sgd(
     """
     if bool(noop_flag.view(-1)[0] != 0):
         return
-    for gradient, weight, velocity, *copies in groups(tensor_lists, (3, 4)):
+    for gradient, weight, velocity, *copies in zip(*tensor_lists, strict=True):
         grad, current = gradient.float() * scale, weight.float()
         if wd != 0.0 and not wd_after_momentum:
             grad = grad + wd * current

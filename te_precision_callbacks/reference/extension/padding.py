@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from te_precision_callbacks.reference.errors import ReferenceBackendError
-
 
 @torch.no_grad()
 def fused_multi_row_padding(
@@ -21,7 +19,6 @@ def fused_multi_row_padding(
     The lists have the rows of each group without and with its padding. A group without rows is not written, as
     upstream.
     """
-    _check(input_row_list, padded_input_row_list)
     source = target = 0
     for rows, padded in zip(input_row_list, padded_input_row_list, strict=True):
         if rows:
@@ -39,15 +36,7 @@ def fused_multi_row_unpadding(
 ) -> None:
     """Copy groups of rows without the padding between them. The lists have the rows of each group with and without
     padding."""
-    _check(input_row_list, unpadded_input_row_list)
     source = target = 0
     for padded, rows in zip(input_row_list, unpadded_input_row_list, strict=True):
         output[target : target + rows] = input[source : source + rows]
         source, target = source + padded, target + rows
-
-
-def _check(first: Sequence[int], second: Sequence[int]) -> None:
-    if len(first) != len(second):
-        raise ReferenceBackendError(
-            f"{len(first)} groups of rows before and {len(second)} after: give as many of each."
-        )

@@ -13,10 +13,9 @@ import torch
 from te_precision_callbacks.base.numerics.conversions import block_amaxes
 from te_precision_callbacks.base.numerics.formats import E4M3, E8M0
 from te_precision_callbacks.base.numerics.scaling import e8m0_codes, mxfp8_scale_inv
-from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension import mxfp8
 from te_precision_callbacks.reference.extension.buffers import padded
-from te_precision_callbacks.reference.extension.multi_tensor import TensorLists, groups
+from te_precision_callbacks.reference.extension.multi_tensor import TensorLists
 
 
 @torch.no_grad()
@@ -33,7 +32,6 @@ def mxfp8_scaling_compute_partial_amax(
     ``amax_rowwise`` is of the type of ``input``, [at least rows, at least cols / 32], written; padding becomes 0.
     ``amax_colwise`` is the same, [at least rows / 32, at least cols].
     """
-    _check_mxfp8(rows, cols)
     weight = _in_place(input.float(), rows, cols, start_offset)
     for amax, block in ((amax_rowwise, (1, mxfp8.BLOCK)), (amax_colwise, (mxfp8.BLOCK, 1))):
         amax.copy_(padded(block_amaxes(weight, block), amax.shape))
@@ -43,14 +41,8 @@ def mxfp8_scaling_compute_partial_amax(
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, noop_flag: torch.Tensor | None, tensor_lists: TensorLists
 ) -> None:
-    """The MXFP8 scale for each amax, for E4M3, of lists [amaxes (bfloat16), scales (uint8)]; the rest has no effect.
-
-    Raises:
-        ReferenceBackendError: amaxes of another type.
-    """
-    for amax, scale_inv in groups(tensor_lists, (2,)):
-        if amax.dtype != torch.bfloat16:
-            raise ReferenceBackendError(f"multi_tensor_compute_scale_inv_e8m0: amax should be bf16, not {amax.dtype}.")
+    """The MXFP8 scale for each amax, for E4M3, of lists [amaxes (bfloat16), scales (uint8)]; the rest has no effect."""
+    for amax, scale_inv in zip(*tensor_lists, strict=True):
         scale_inv.copy_(e8m0_codes(mxfp8_scale_inv(amax.float(), E4M3)).view(scale_inv.shape))
 
 
@@ -70,8 +62,7 @@ def mxfp8_scaling_partial_cast(
     The outputs are uint8 with as many elements; the scales are E8M0 as uint8, [at least rows, at least cols / 32] and
     [at least rows / 32, at least cols].
     """
-    _check_mxfp8(rows, cols)
-    row, column = _places(input, rows, cols, start_offset)
+    row, column = _places(input, cols, start_offset)
     values = input.reshape(-1).float()
     for output, exponents in (
         (output_rowwise, scale_inv_rowwise[row, column // mxfp8.BLOCK]),
@@ -80,21 +71,12 @@ def mxfp8_scaling_partial_cast(
         output.copy_(E4M3.encode(values * torch.reciprocal(E8M0.decode(exponents))).view(output.shape))
 
 
-def _places(shard: torch.Tensor, rows: int, columns: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if start < 0 or start + shard.numel() > rows * columns:
-        raise ReferenceBackendError(
-            f"A shard of {shard.numel()} elements from {start} on is not within a weight of {rows} x {columns}."
-        )
+def _places(shard: torch.Tensor, columns: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     places = torch.arange(start, start + shard.numel(), device=shard.device)
     return places // columns, places % columns
 
 
 def _in_place(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
     weight = shard.new_zeros(rows, columns)
-    weight[_places(shard, rows, columns, start)] = shard.reshape(-1)
+    weight[_places(shard, columns, start)] = shard.reshape(-1)
     return weight
-
-
-def _check_mxfp8(rows: int, columns: int) -> None:
-    if rows % mxfp8.BLOCK or columns % mxfp8.BLOCK:
-        raise ReferenceBackendError(f"A weight of {rows} x {columns}: MXFP8 needs multiples of {mxfp8.BLOCK}.")

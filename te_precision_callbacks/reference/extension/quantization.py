@@ -11,8 +11,7 @@ from typing import Any, SupportsInt
 import torch
 
 from te_precision_callbacks.base.numerics.scaling import amax_of
-from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.dtypes import torch_dtype
+from te_precision_callbacks.reference.extension.enums import torch_dtype
 from te_precision_callbacks.reference.extension.float8 import transposed
 from te_precision_callbacks.reference.extension.operands import dequantized
 from te_precision_callbacks.reference.extension.quantizers import casting_for
@@ -134,12 +133,6 @@ def fp8_transpose(input: torch.Tensor, dtype: SupportsInt, *, out: torch.Tensor 
 
 @torch.no_grad()
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The first two dimensions exchanged, contiguous.
-
-    Raises:
-        ReferenceBackendError: fewer dimensions.
-    """
-    if tensor.dim() < 2:
-        raise ReferenceBackendError(f"swap_first_dims needs at least 2 dimensions; {tuple(tensor.shape)} was given.")
+    """The first two dimensions exchanged, contiguous."""
     result = tensor.transpose(0, 1).contiguous()
     return result if out is None else out.copy_(result.view(out.shape))

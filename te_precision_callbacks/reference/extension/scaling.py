@@ -9,9 +9,8 @@ from typing import SupportsInt
 import torch
 
 from te_precision_callbacks.base.numerics.scaling import amax_of, delayed_scaling
-from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import overwrite
-from te_precision_callbacks.reference.extension.dtypes import fp8_format
+from te_precision_callbacks.reference.extension.enums import fp8_format
 
 
 @torch.no_grad()
@@ -39,20 +38,7 @@ def fused_amax_and_scale_update_after_reduction(
         amax_compute_algo: "max" (over the history) or "most_recent".
         fp8_dtype: E4M3 or E5M2.
         margin: the scale is lowered by this power of two.
-
-    Raises:
-        ReferenceBackendError: another algorithm, or counts that do not fit.
     """
-    if amax_compute_algo not in ("max", "most_recent"):
-        raise ReferenceBackendError(
-            f'amax_compute_algo={amax_compute_algo!r}: the extension knows "max" and "most_recent".'
-        )
-    expected = sum(scale.numel() for scale in scales)
-    if len(amax_histories) != len(scales) or amax_reduction_buffer.numel() != expected:
-        raise ReferenceBackendError(
-            f"{len(amax_histories)} amax histories, {len(scales)} scale tensors with {expected} scales and "
-            f"{amax_reduction_buffer.numel()} reduced amaxes do not fit together."
-        )
     scaled_max = fp8_format(fp8_dtype).max * 2.0**-margin
     reduced = torch.split(amax_reduction_buffer.view(-1), [scale.numel() for scale in scales])
     by_length = defaultdict(list)
