@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.sinks import MetricSelection, StepRecords
+from te_precision_callbacks.sinks import MetricSelection
 from te_precision_callbacks.sinks.loggers import add_to_tensorboard
 from te_precision_callbacks.sinks.metrics import Histogram
 from te_precision_callbacks.statistics.series import family_of
@@ -20,6 +20,7 @@ from tests.engine import recipes
 from tests.engine.recipes import Pair, quantize
 from tests.features import layers
 from tests.reference.processes import REPOSITORY, python
+from tests.step_records import records_from_rows
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the layers compute on the CPU, with the reference backend of two GPUs"
@@ -109,7 +110,7 @@ def histograms() -> dict[str, Histogram]:
     """Of a step with one layer, as they go to the loggers: scales of 2^-127 (blocks of zeros), 1 and 2^(1/8)."""
     counts = [0.0] * 2040
     counts[0], counts[8 * 127], counts[8 * 127 + 1] = 5.0, 2.0, 1.0
-    records = StepRecords.from_rows(
+    records = records_from_rows(
         3, 4, (), vectors={("fc", "weight", "mxfp8_scale_inv_histogram_columnwise"): tuple(counts)}
     )
     return MetricSelection().histograms(records)
