@@ -7,12 +7,10 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import math
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -54,24 +52,12 @@ def llama(layers: int, hidden: int, sequence: int, vocabulary: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def as_in_a_long_run() -> AbstractContextManager[None]:
-    """Our kernels are compiled at once: a short run goes without them, a long one has them nearly all of its time."""
-    return _compiled_after(0)
-
-
-def in_plain_torch() -> AbstractContextManager[None]:
-    """Our kernels are not compiled, as in a short run."""
-    return _compiled_after(math.inf)
-
-
 @contextlib.contextmanager
-def _compiled_after(elements: float) -> Iterator[None]:
+def as_in_a_long_run() -> Iterator[None]:
+    """Simulations of recipes are compiled at once, as they are for nearly all of a long run."""
     from te_precision_callbacks.engine.kernels import compiled
-    from te_precision_callbacks.engine.kernels.native import ONE_PASS
 
-    with contextlib.ExitStack() as stack:
-        for of, name in ((compiled, "PAYS_FROM"), (ONE_PASS, "pays_from")):
-            stack.enter_context(mock.patch.object(of, name, elements))
+    with mock.patch.object(compiled, "PAYS_FROM", 0):
         yield
 
 

@@ -20,9 +20,8 @@ watched in every step. Columns:
 Two cases have nothing to compute: a session without collection steps in this range, and a session without features.
 
 With --default, the cost of the default config for a whole training instead. A Llama of transformers trains, converted
-by Accelerate. Statistics are computed in plain torch, as in the first steps of every process. The parts of a training
-are measured in pairs with steps without a session: start, first step and stop together; a collection step; another
-step. The cost of 200 and of 1,000 steps is their sum.
+by Accelerate. The parts of a training are measured in pairs with steps without a session: start, first step and stop
+together; a collection step; another step. The cost of 200 and of 1,000 steps is their sum.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ from measuring import (
     Spent,
     arguments,
     as_in_a_long_run,
-    in_plain_torch,
     llama,
     machine,
     progress,
@@ -377,16 +375,15 @@ def run_default(training: Training, options: argparse.Namespace, folder: Path) -
         "a collection step": functools.partial(training.within, session),
     }
     base, others = functools.partial(training.within, without), Pairs()
-    with in_plain_torch():
-        results = in_turn(once, base, training.device, share=_SHARE, seconds=options.seconds, least=options.least)
-        for number in range(3 * options.least):
-            sides: list[tuple[list[Spent], Run]]
-            sides = [(others.ways, functools.partial(session, early_steps=False)), (others.bases, without)]
-            for times, run in sides if number % 2 else sides[::-1]:
-                with training.within(run) as step:
-                    step()
-                    times.append(_middle([spent(step, training.device) for _ in range(_STEPS)]))
-            progress(f"another step, pair {number + 1}: {others.latest:.3f}")
+    results = in_turn(once, base, training.device, share=_SHARE, seconds=options.seconds, least=options.least)
+    for number in range(3 * options.least):
+        sides: list[tuple[list[Spent], Run]]
+        sides = [(others.ways, functools.partial(session, early_steps=False)), (others.bases, without)]
+        for times, run in sides if number % 2 else sides[::-1]:
+            with training.within(run) as step:
+                step()
+                times.append(_middle([spent(step, training.device) for _ in range(_STEPS)]))
+        progress(f"another step, pair {number + 1}: {others.latest:.3f}")
     results["another step"] = others
     first, collection, other = (pairs.ratio("processor").scaled(100, -1) for pairs in results.values())
     schedule = Schedule.of(

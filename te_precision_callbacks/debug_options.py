@@ -3,7 +3,7 @@
 Usage::
 
     parser = argparse.ArgumentParser()
-    add_debug_options(parser)  # --debug NAME [NAME ...], --te_precision_config PATH, --te_precision_require CONTRACT
+    add_debug_options(parser)  # --debug NAME [NAME ...], --te_precision_config PATH
     arguments = parser.parse_args()
     with debugging(arguments, model, log_dir="run") as debug:
         for batch in loader:
@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Union
 
 from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
-    FLAGS,
+    CONFIG_FLAG,
+    CONFIG_HELP,
     TE_PRECISION,
     UnknownDebugOptionError,
-    given_flags,
-    naming_flags,
     parse_debug,
+    refuse_unread_config,
 )
 from te_precision_callbacks.base.errors import OptionError
 
@@ -58,11 +58,10 @@ detector of inf and nan. A loop that scales its loss without torch's GradScaler 
 
 
 def add_debug_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config``, ``_require``, ``_records``, ``_statistics_log``,
-    ``_on_finding`` and ``_report`` to a parser.
+    """Add ``--debug NAME [NAME ...]`` and ``--te_precision_config PATH`` to a parser.
 
     ``--debug`` may be repeated, and ``"a b"`` is read as ``a b``; an unknown name ends the program with a list of all
-    names. ``arguments.debug`` is a tuple, ``arguments.te_precision_report`` a bool, the others are str or None.
+    names. ``arguments.debug`` is a tuple, ``arguments.te_precision_config`` is str or None.
     """
     parser.add_argument(
         "--debug",
@@ -73,13 +72,7 @@ def add_debug_options(parser: argparse.ArgumentParser) -> None:
         help=f"{ACTIVATION_OVERFLOW}: stop where an activation or a gradient becomes inf or nan;"
         f" {TE_PRECISION}: debug the precision of Transformer Engine's layers",
     )
-    for flag in FLAGS:
-        names = (f"--{flag.name}", f"--{flag.name.replace('_', '-')}")
-        text = f"with --debug {TE_PRECISION}: {flag.help}"
-        if flag.metavar:
-            parser.add_argument(*names, metavar=flag.metavar, help=text)
-        else:
-            parser.add_argument(*names, action="store_true", help=text)
+    parser.add_argument(f"--{CONFIG_FLAG}", f"--{CONFIG_FLAG.replace('_', '-')}", metavar="PATH", help=CONFIG_HELP)
 
 
 class _AddNames(argparse.Action):
@@ -111,24 +104,22 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
             ``activation_overflow`` alone uses only ``reduce`` and ``process_group``.
 
     Raises:
-        OptionError: the parser lacks the options; an option of ``te_precision`` was given without it; an unknown
-            keyword, or an invalid value.
+        OptionError: the parser lacks the options; a config was given without ``te_precision``; an unknown keyword, or
+            an invalid value.
         UnknownDebugOptionError: an unknown name.
         ConfigError: the config cannot be used.
     """
-    for name in ("debug", FLAGS[0].name):
+    for name in ("debug", CONFIG_FLAG):
         if not hasattr(arguments, name):
             raise OptionError(f"The arguments have no {name!r}: call add_debug_options(parser) before parsing.")
     debug = parse_debug(arguments.debug)
-    given = given_flags(arguments, debug)
-    config = given.pop("config", None)
-    keywords.update(given)  # type: ignore[typeddict-item]  # their types are checked below
+    config = arguments.te_precision_config
+    refuse_unread_config(config, debug)
     if "debug" in keywords:
         raise OptionError("debugging() takes no debug=: its value is in the parsed arguments.")
     from te_precision_callbacks.options import SessionOptions
 
-    with naming_flags(given):
-        options = SessionOptions.from_keywords(config, debug=debug, **keywords)
+    options = SessionOptions.from_keywords(config, debug=debug, **keywords)
     if TE_PRECISION in debug:
         from te_precision_callbacks.session import InspectSession
 

@@ -17,17 +17,14 @@ from te_precision_callbacks.options import SessionKeywords, SessionOptions, Step
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection
 from te_precision_callbacks.sinks.loggers import (
-    REPORT_NAME,
     LoggerSink,
-    add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.sinks.metrics import Histogram, overall_name
+from te_precision_callbacks.sinks.metrics import overall_name
 
 try:
-    from lightning.fabric.loggers.csv_logs import CSVLogger
     from lightning.fabric.loggers.logger import Logger
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -379,20 +376,12 @@ class LightningLoggerSink(LoggerSink):
         super().__init__(select)
         self._receiver = receiver
 
-    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
         if metrics:
             named = names_for_mlflow(metrics) if isinstance(self._receiver, MLFlowLogger) else metrics
             self._receiver.log_metrics(named, step=step)
         for name, counts in histograms.items():
             _log_histogram(self._receiver, name, counts, step)
-
-    def report(self, path: Path) -> None:
-        if isinstance(self._receiver, WandbLogger):
-            add_report_to_wandb(self._receiver.experiment, path)
-        elif isinstance(self._receiver, TensorBoardLogger):
-            self._receiver.experiment.add_text(REPORT_NAME, str(path))
-        elif type(self._receiver) is not CSVLogger:  # Fabric's accepts numbers only
-            self._receiver.log_hyperparams({REPORT_NAME: str(path)})
 
 
 def _log_histogram(receiver: Logger, name: str, counts: Sequence[float], step: int) -> None:

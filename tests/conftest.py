@@ -167,8 +167,6 @@ def global_state() -> dict[str, Any]:
     from transformer_engine.pytorch import cpu_offload
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    from te_precision_callbacks.session.endings import Uncaught
-
     return {
         "manager": debug_api.DEBUG_MANAGER,
         "inspect logger": inspect_logging.LOGGER,
@@ -193,8 +191,6 @@ def global_state() -> dict[str, Any]:
             for found in [logging.getLogger(name)]
         },
         "open files": sorted(_target(fd) for fd in _descriptors() if "nvdlfw" in _target(fd)),
-        # Others set one too: torch does where a process group is made.
-        "excepthook is ours": isinstance(getattr(sys.excepthook, "__self__", None), Uncaught),
         "environment": {key: value for key, value in os.environ.items() if key.startswith("NVDLFW")},
     }
 

@@ -18,7 +18,6 @@ from te_precision_callbacks.debug_options import (
     add_debug_options,
     debugging,
 )
-from te_precision_callbacks.diagnosis import PrecisionFindingError
 from te_precision_callbacks.overflow import ActivationOverflowError
 from tests.conftest import Keeper, statistics
 from tests.lightning.models import logged_lines
@@ -118,14 +117,6 @@ def test_te_precision_is_a_session(tmp_path: Path, keeper: Keeper, more: list[st
     assert logged_lines(tmp_path) == {("0_activation_max", step): batch(step).max().item() for step in range(3)}
 
 
-def test_a_finding_stops_the_loop(tmp_path: Path) -> None:
-    flags = ["--debug", "te_precision", "--te-precision-on-finding"]
-    with pytest.raises(PrecisionFindingError, match="nonfinite"):
-        train(parser().parse_args([*flags, "stop: nonfinite"]), net(), spoil_at=1, log_dir=tmp_path, quiet=True)
-    with pytest.raises(OptionError, match="there is no rule 'nonfinit'"):
-        debugging(parser().parse_args([*flags, "stop: nonfinit"]), net())
-
-
 @pytest.mark.parametrize("flags", [["activation_overflow"], ["activation_overflow", "te_precision"]])
 def test_an_overflow_stops_the_loop(tmp_path: Path, flags: list[str]) -> None:
     model = net()
@@ -135,35 +126,6 @@ def test_an_overflow_stops_the_loop(tmp_path: Path, flags: list[str]) -> None:
     assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
 
 
-@pytest.mark.parametrize(
-    ("flags", "keywords", "message"),
-    [
-        (["--te_precision_records", "maybe"], {}, "te_precision_records= must be 'on'"),
-        (["--te-precision-records", "10"], {}, "te_precision_records='10' leaves 10 bytes"),
-        (["--te_precision_statistics_log", "4 apples"], {}, "te_precision_statistics_log= must be one of"),
-        (["--te_precision_on_finding", "stop: hol"], {}, "te_precision_on_finding='stop: hol': there is no rule 'hol'"),
-        (["--te_precision_require", "fp8 > much"], {}, "te_precision_require= has 'fp8 > much'"),
-        (
-            ["--te_precision_report", "--te_precision_records", "off"],
-            {},
-            "te_precision_report=True makes a page of what is recorded, but te_precision_records='off' records nothing",
-        ),
-        (
-            ["--te_precision_report"],
-            {"records": "off"},
-            "te_precision_report=True makes a page of what is recorded, but records='off' records nothing",
-        ),
-        ([], {"records": "maybe"}, "records= must be 'on'"),
-    ],
-)
-def test_an_error_names_the_flag_where_a_flag_was_given(
-    flags: list[str], keywords: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(PrecisionDebugError) as caught:
-        debugging(parser().parse_args(["--debug", "te_precision", *flags]), net(), **keywords)
-    assert str(caught.value).startswith(message)
-
-
 def test_wrong_options_raise_before_the_loop(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"no 'debug': call add_debug_options\(parser\)"):
         debugging(argparse.Namespace(), net())
@@ -171,8 +133,6 @@ def test_wrong_options_raise_before_the_loop(tmp_path: Path) -> None:
         debugging(argparse.Namespace(debug=["overflow"], te_precision_config=None), net())
     with pytest.raises(OptionError, match=r"my.yaml.*--debug te_precision"):
         debugging(parser().parse_args(["--te_precision_config", "my.yaml"]), net())
-    with pytest.raises(OptionError, match=r"te_precision_report=True.*--debug te_precision"):
-        debugging(parser().parse_args(["--te_precision_report"]), net())
     with pytest.raises(ConfigError, match=r"no_such\.yaml"):
         debugging(parser().parse_args(["--debug", "te_precision", "--te_precision_config", "no_such.yaml"]), net())
     with pytest.raises(OptionError, match="log_dri"):

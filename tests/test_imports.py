@@ -117,7 +117,6 @@ def test_doctor_loads_no_session() -> None:
 CHANGES = {
     "session.session": {"_last_started"},  # the session of this process
     "transformers.callback": {"_TRAININGS"},  # trainings that a Trainer has left without closing
-    "session.endings": {"_WATCHING"},  # watchers of signals, which a forked process closes
     "overflow.grad_scaler": {"_listeners"},  # the listeners to torch's GradScaler
     "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and what they cannot do

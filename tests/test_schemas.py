@@ -111,7 +111,7 @@ def test_a_bare_name_is_handed_over_as_a_list_and_no_default_is_filled_in(tmp_pa
         ("LogNvfp4TensorStats", "tensors: [weight]\nstats: [mse, nvfp4_mse, underflows%_columnwise]"),
         ("LogNvfp4TensorStats", f"tensors: [weight]\nstats: [{', '.join(QUANTIZED_STATISTICS)}]"),
         ("LogFp8TensorStats", f"tensors: [weight]\nstats: [{', '.join(f'mxfp8_{s}' for s in BLOCK_STATISTICS)}]"),
-        ("LogFp8TensorStats", "tensors: [weight]\nstats: [nvfp4_block_underflows%_max_columnwise, scale_inv_p1]"),
+        ("LogFp8TensorStats", "tensors: [weight]\nstats: [nvfp4_block_underflows%_max_columnwise, zero_blocks%]"),
         ("DisableQuantizationGEMM", "gemms_struct: [{gemm: fprop}, {gemm: wgrad}]"),
         ("PerTensorScaling", "tensors: [weight]\nmargin: -2\ngemms_struct: [{gemm: fprop}, {gemm: dgrad, margin: 0}]"),
         ("PerTensorScaling", "gemms: [fprop]\ntensors: [weight, gradient]"),
@@ -182,11 +182,11 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
         ),
         (
             "LogFp8TensorStats",
-            TENSORS + "stats: [current_scaling_scale_inv_p50]",
+            TENSORS + "stats: [current_scaling_zero_blocks%]",
             8,
-            "has 'current_scaling_scale_inv_p50': fp8_current_scaling has one scale .*, and no blocks; .*'mxfp8_'",
+            "has 'current_scaling_zero_blocks%': fp8_current_scaling has one scale .*, and no blocks; .*'mxfp8_'",
         ),
-        ("LogNvfp4TensorStats", TENSORS + "stats: [scale_inv_p95]", 8, "has 'scale_inv_p95': .*'scale_inv_p99'"),
+        ("LogNvfp4TensorStats", TENSORS + "stats: [scale_inv_mxx]", 8, "has 'scale_inv_mxx': .*'scale_inv_max'"),
         ("LogTensorStats", STATS + "tensors: [weight, activations]", 8, "'activations' is none of them.*'activation'"),
         ("LogTensorStats", STATS + "tensors: activations", 8, "'tensors' of N must be a list .*'activations' is none"),
         (

@@ -7,17 +7,28 @@ same code runs on the reference backend, with the expected times of an H200.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from gpu_parts.rows import Rows, Settings, run_part
+from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
+from te_precision_callbacks.base.vocabulary import RECIPES as FORMATS
+from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed import Device, Shape, SpeedError, device_named, device_reported
 from te_precision_callbacks.speed.calibration import Calibration, calibrate
-from te_precision_callbacks.speed.expected import ProductTime, products_of_shapes, timed, with_recipes
+from te_precision_callbacks.speed.expected import ProductTime, timed, with_recipes
 
-LARGE = ("15872x4096x12288", "15872x4096x4096", "15872x4096x16384", "15872x16384x4096", "4096x1024x256")
+LARGE = (
+    Shape(15872, 4096, 12288),
+    Shape(15872, 4096, 4096),
+    Shape(15872, 4096, 16384),
+    Shape(15872, 16384, 4096),
+    Shape(4096, 1024, 256),
+)
 """Those of Transformer Engine's tutorial, and one that is too small to gain."""
 
-SMALL = ("64x64x128", "64x64x64")
+SMALL = (Shape(64, 64, 128), Shape(64, 64, 64))
 
 RECIPES = ("fp8_current_scaling", "fp8_delayed_scaling", "fp8_block_scaling", "mxfp8", "nvfp4")
 
@@ -25,7 +36,7 @@ RECIPES = ("fp8_current_scaling", "fp8_delayed_scaling", "fp8_block_scaling", "m
 def check(settings: Settings, rows: Rows) -> None:
     settings.transformer_engine()
     device = _device(settings, rows)
-    shapes = [Shape.parse(text) for text in (SMALL if settings.small else LARGE)]
+    shapes = SMALL if settings.small else LARGE
     table: Calibration | None = None
     for recipe in RECIPES:
         try:
@@ -34,11 +45,29 @@ def check(settings: Settings, rows: Rows) -> None:
             rows.left_out(recipe, str(error))
             continue
         with rows.of(recipe):
-            products = with_recipes(products_of_shapes(shapes, recipe), recipe)
+            products = with_recipes(_products_of_shapes(shapes, recipe), recipe)
             modeled = timed(products, device)
             table = calibrate(products, device=settings.device.type, table=table)
             measured = timed(products, device, table=table)
             _beside(rows, modeled, measured, settings.backend_note)
+
+
+def _products_of_shapes(shapes: Iterable[Shape], recipe: str) -> list[Product]:
+    """Return the three GEMMs of a linear layer of each shape, named after it."""
+    form = FORMATS[recipe].format
+    products = []
+    for shape in shapes:
+        tokens, k, n = shape[:3]
+        sizes: dict[GemmName, tuple[int, int, int]] = {
+            "fprop": (tokens, n, k),
+            "dgrad": (tokens, k, n),
+            "wgrad": (n, k, tokens),
+        }
+        for gemm, of_product in sizes.items():
+            operands: dict[str, str] = {str(tensor): form for tensor in OPERANDS[gemm]}
+            macs = shape.operations // 2
+            products.append(Product(str(shape), "te", gemm, gemm != "fprop", *of_product, 1, 1, macs, operands))
+    return products
 
 
 def _device(settings: Settings, rows: Rows) -> Device:

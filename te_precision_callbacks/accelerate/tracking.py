@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -14,14 +13,11 @@ from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.sinks import MetricSelection, StepRecords
 from te_precision_callbacks.sinks.loggers import (
-    REPORT_NAME,
     LoggerSink,
-    add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.sinks.metrics import Histogram
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +34,7 @@ class TrackerSink(LoggerSink):
         if self._accelerator.is_main_process:
             super().write(records)
 
-    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
         """Log at the script's own step, as ``accelerator.log`` does, but under the names that each tracker takes."""
         trackers = self._accelerator.trackers
         if not trackers:
@@ -48,18 +44,6 @@ class TrackerSink(LoggerSink):
                 tracker.log(names_for_mlflow(metrics) if tracker.name == "mlflow" else metrics, step=step)
             if histograms:
                 _log_histograms(tracker, histograms, step)
-
-    def report(self, path: Path) -> None:
-        for tracker in self._accelerator.trackers if self._accelerator.is_main_process else ():
-            if tracker.name == "wandb":
-                add_report_to_wandb(tracker.tracker, path)
-            elif tracker.name == "tensorboard":
-                tracker.writer.add_text(REPORT_NAME, str(path))
-                tracker.writer.flush()
-            elif tracker.name == "aim":  # Accelerate 1.15: its configuration would replace the script's
-                tracker.writer[REPORT_NAME] = str(path)
-            else:
-                tracker.store_init_configuration({REPORT_NAME: str(path)})
 
     def _warn(self) -> None:
         if not self._notices.first("no tracker"):
@@ -98,7 +82,7 @@ class LoggedNumbers:
             take(values, step if isinstance(step, int) else None)
 
 
-def _log_histograms(tracker: Any, histograms: Mapping[str, Histogram], step: int) -> None:
+def _log_histograms(tracker: Any, histograms: Mapping[str, Sequence[float]], step: int) -> None:
     if tracker.name == "tensorboard":
         for name, counts in histograms.items():
             add_to_tensorboard(tracker.tracker, name, counts, step)

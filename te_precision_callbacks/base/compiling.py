@@ -1,4 +1,7 @@
-"""C++ functions for the CPU, compiled by torch in one or two seconds; plain torch, with one warning, otherwise."""
+"""C++ functions for the CPU, compiled by torch at their first use; plain torch, with one warning, otherwise.
+
+The first compilation on a machine takes some seconds; torch keeps the library on disk.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ class CppFile:
         functions: name -> its argument types, of ctypes.
         what: the work that plain torch does otherwise, for the warning.
         times: how much slower that is at most, for the warning.
-        pays_from: compile only after plain torch has processed this number of elements.
         flags: compiler flags, after torch's own.
     """
 
@@ -29,7 +31,6 @@ class CppFile:
         *,
         what: str,
         times: str,
-        pays_from: int = 0,
         flags: Sequence[str] = (),
     ) -> None:
         self._source = file
@@ -38,20 +39,11 @@ class CppFile:
         self._flags = tuple(flags)
         self.functions: dict[str, Any] = {}
         self.failed = False
-        self.pays_from = pays_from
-        self.in_plain_torch = 0
 
     @property
     def function(self) -> Any:
         """The only function of the file, once compiled."""
         return next(iter(self.functions.values()), None)
-
-    def is_taken(self) -> bool:
-        return not self.failed and self.in_plain_torch >= self.pays_from and self.is_compiled()
-
-    def leaves_to_torch(self, elements: int) -> None:
-        if not self.functions:
-            self.in_plain_torch += elements
 
     def is_compiled(self) -> bool:
         """Compile the file unless that was tried; return whether it succeeded."""

@@ -6,9 +6,9 @@ The function takes no arguments. It is called on the meta device first, and on t
 from __future__ import annotations
 
 import contextlib
-import importlib
-import operator
+import functools
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.config.problems import nearest, shortened, shown
+from te_precision_callbacks.config.problems import shortened, shown
 
 
 class ModelFactoryError(PrecisionDebugError):
@@ -30,7 +30,6 @@ class BatchError(PrecisionDebugError):
 
 
 class _Wanted(NamedTuple):
-    what: str
     returns: str
     error: type[PrecisionDebugError]
 
@@ -39,9 +38,9 @@ class _Wanted(NamedTuple):
         return f"Write package.module:function; the function takes no arguments and returns {self.returns}."
 
 
-_MODEL = _Wanted("model", "a torch.nn.Module", ModelFactoryError)
+_MODEL = _Wanted("a torch.nn.Module", ModelFactoryError)
 _BATCH = _Wanted(
-    "batch", "a tensor, a mapping of keywords, or a tuple of positional arguments for the model's forward", BatchError
+    "a tensor, a mapping of keywords, or a tuple of positional arguments for the model's forward", BatchError
 )
 
 
@@ -53,22 +52,18 @@ def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, st
         ModelFactoryError: the function does not exist, needs arguments or a GPU, raises, or does not return a module.
     """
     with _as_from_here():
-        factory = _found(spec, _MODEL)
+        factory = _called(functools.partial(pkgutil.resolve_name, spec), spec, _MODEL)
         if on_meta:
-            try:
-                with meta_device():
-                    return _module(factory(), spec), "meta"
-            except ModelFactoryError:
-                raise
-            except (Exception, SystemExit):
-                pass  # many models cannot be made there: the CPU shows whether it is the function's own mistake
+            # Many models cannot be made there: the CPU shows whether it is the function's own mistake.
+            with contextlib.suppress(Exception, SystemExit), meta_device():
+                return _module(factory(), spec), "meta"
         return _module(_called(factory, spec, _MODEL), spec), "cpu"
 
 
 def build_batch(spec: str) -> Any:
     """Return the batch that a function makes; raises BatchError as :func:`build_model` does its own error."""
     with _as_from_here():
-        made = _called(_found(spec, _BATCH), spec, _BATCH)
+        made = _called(_called(functools.partial(pkgutil.resolve_name, spec), spec, _BATCH), spec, _BATCH)
     require_batch(made, f"{shown(spec)} has returned ")
     return made
 
@@ -112,61 +107,17 @@ def _as_from_here() -> Iterator[None]:
         sys.path[:] = before
 
 
-def _called(factory: Callable[[], object], spec: str, wanted: _Wanted) -> object:
+def _called(function: Callable[[], Any], spec: str, wanted: _Wanted) -> Any:
     try:
-        return factory()
+        return function()
     except (Exception, SystemExit) as error:
-        raise wanted.error(_failed_factory(f"{shown(spec)} failed", error, wanted)) from error
-
-
-def _found(spec: str, wanted: _Wanted) -> Callable[[], object]:
-    module_name, colon, name = spec.partition(":")
-    if not (colon and name and all(part.isidentifier() for part in module_name.split("."))):
-        raise wanted.error(f"{shown(spec)} names no function. {wanted.spelling}")
-    try:
-        module: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is None or not f"{module_name}.".startswith(f"{missing}."):
-            raise wanted.error(_failed_factory(f"{module_name!r} cannot be imported", error, wanted)) from error
-        files = (file.removesuffix(".py") for file in os.listdir() if file.endswith(".py"))
-        raise wanted.error(
-            f"There is no module {missing!r}, neither in the current folder nor in the environment."
-            f"{_meant(nearest(missing, files))} {wanted.spelling}"
-        ) from None
-    try:
-        factory: Any = operator.attrgetter(name)(module)
-    except AttributeError:
-        own = [f"{module_name}:{key}" for key in nearest(name, (key for key in vars(module) if key[0] != "_"))]
-        raise wanted.error(f"{module_name!r} has no function {name!r}.{_meant(own)} {wanted.spelling}") from None
-    if isinstance(factory, (torch.nn.Module, torch.Tensor)):
-        raise wanted.error(f"{shown(spec)} is a {wanted.what}, which has been made already. {wanted.spelling}")
-    if not callable(factory):
-        raise wanted.error(f"{shown(spec)} is no function, but {shown(factory)}. {wanted.spelling}")
-    return factory  # type: ignore[no-any-return]
-
-
-def _meant(close: Sequence[str]) -> str:
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise wanted.error(f"{failed(f'{shown(spec)} failed', error)} {wanted.spelling}") from error
 
 
 def _module(made: object, spec: str) -> torch.nn.Module:
     if isinstance(made, torch.nn.Module):
         return made
-    hint = " Return an instance of it." if isinstance(made, type) and issubclass(made, torch.nn.Module) else ""
-    raise ModelFactoryError(f"{shown(spec)} has returned {shown(made)}, which is no torch.nn.Module.{hint}")
-
-
-def _failed_factory(what: str, error: BaseException, wanted: _Wanted) -> str:
-    text, place = failed(what, error), _place(error)
-    if isinstance(error, TypeError) and "argument" in str(error) and not place:
-        return f"{text} {wanted.spelling}"
-    if any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA driver")):
-        return (
-            f"{text} It asks for a GPU, and there is none. Make the {wanted.what} without .cuda() and without a device,"
-            " which the training script can choose afterwards."
-        )
-    return text
+    raise ModelFactoryError(f"{shown(spec)} has returned {shown(made)}. {_MODEL.spelling}")
 
 
 def failed(what: str, error: BaseException) -> str:

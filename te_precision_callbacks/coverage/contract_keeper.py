@@ -39,36 +39,6 @@ _MOST_INCOMPLETE = 16
 ASKING = 10
 """Interval, in steps, of the cross-rank check for changes, if no statistics are collected."""
 
-_COUNTERPARTS = {name: f"te.{name}" for name in ("Linear", "MultiheadAttention")}
-_WITHOUT_COUNTERPART = re.compile(r"(?:(?:Lazy)?Conv\w*d|(?:RNN|LSTM|GRU)(?:Cell)?|Bilinear)")
-"""Classes of torch that multiply matrices and have no counterpart in Transformer Engine 2.20."""
-
-_CLASS = {Reason.NOT_TE: re.compile(r"torch\.nn\.(\w+)"), Reason.NOT_CONVERTED: re.compile(r"[\d x]+ of (\w+):.*")}
-"""Reason -> pattern of the class of torch in its reference."""
-
-_MULTIPLE = 16
-"""FP8 of Transformer Engine supports multiples of 16; MXFP8, multiples of 32."""
-
-
-def remedy(reason: Reason, ref: str, sizes: Iterable[int] = ()) -> str:
-    """Return a remedy for a product in high precision, given its reason and the sizes of its weight; empty if none is
-    known.
-    """
-    leave = "leave it out of what the contract demands"
-    named = _CLASS[reason].fullmatch(ref) if reason in _CLASS else None
-    kind = named[1] if named else ""
-    if _WITHOUT_COUNTERPART.fullmatch(kind):
-        return f"Transformer Engine has no layer of this kind: {leave}."
-    pads = [f"{size} to {size + -size % _MULTIPLE}" for size in dict.fromkeys(sizes) if size % _MULTIPLE]
-    if pads and (kind == "Linear" or reason is Reason.NOT_CONVERTED):
-        use = f"use {_COUNTERPARTS.get(kind, 'te.Linear')} in its place, and " if kind else ""
-        return (
-            f"To change that, {use}pad {' and '.join(pads)}, since FP8 takes multiples of 16 (MXFP8 of 32), or {leave}."
-        )
-    if kind in _COUNTERPARTS:
-        return f"To change that, use {_COUNTERPARTS[kind]} in its place, or {leave}."
-    return f"To change that, {REMEDIES[reason]}." if reason in REMEDIES else ""
-
 
 class PrecisionContractError(PrecisionDebugError, RuntimeError):
     """The run breaks the contract of ``require=``. ``coverage`` has the checked products of all ranks."""
@@ -280,7 +250,6 @@ _HALVES = {"forward": False, "backward": True}
 
 def _offenders(coverage: Coverage) -> list[str]:
     whole = coverage.macs()
-    sizes = {product.layer: (product.k, product.m) for product in coverage if product.gemm == "fprop"}
     of_layer: dict[tuple[str, str, Reason | None, str], list[Product]] = {}
     for product in coverage:
         if product.macs and not product.is_low:
@@ -293,7 +262,7 @@ def _offenders(coverage: Coverage) -> list[str]:
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         text = f"- {in_sentence(layer)} {gemms}: {share} % in {precision}"
         if reason is not None:
-            text += f": {why}. {remedy(reason, products[0].reason_ref, sizes.get(layer, ()))}".rstrip()
+            text += f": {why}." + (f" To change that, {REMEDIES[reason]}." if reason in REMEDIES else "")
         texts.append(text)
     more = len(rows) - _MOST_OFFENDERS
     return [*texts, f"- and {more} more"] if more > 0 else texts

@@ -48,7 +48,7 @@ class Reason(enum.Enum):
 
 REMEDIES: Mapping[Reason, str] = {
     Reason.SECTION: "take the GEMM or the layer out of that section",
-    Reason.NOT_TE: "make it a layer of Transformer Engine, or leave it out of what the contract demands",
+    Reason.NOT_TE: "use a layer of Transformer Engine in its place, such as te.Linear, where there is one",
     Reason.NOT_CONVERTED: "convert it by hand: te.Linear in place of the layer",
     Reason.NO_AUTOCAST: "run its forward inside te.autocast(enabled=True, recipe=...)",
     Reason.RECOMPUTED: "checkpoint it with transformer_engine.pytorch.checkpoint, called inside of te.autocast; or keep"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -44,11 +45,12 @@ def explain_failure(
         logger.error("The layer of the exception above could not be found.", exc_info=failure)
         return
     if text:
-        _add_note(inner, text)
+        _add_note(inner, text, was_shown=_was_shown(error))
 
 
 def explain_checkpoint(error: BaseException | None, modules: Sequence[NamedModule]) -> None:
     """Add a note to a ``CheckpointError`` of torch that layers of Transformer Engine in FP8 cause."""
+    was_shown = _was_shown(error)
     while error is not None and not isinstance(error, CheckpointError):
         error = error.__cause__ or error.__context__
     if error is not None and any("recipe" in (vars(named.module).get("fp8_meta") or {}) for named in modules):
@@ -60,11 +62,17 @@ def explain_checkpoint(error: BaseException | None, modules: Sequence[NamedModul
             " gradient_checkpointing=True, and call model.gradient_checkpointing_enable() and"
             " model._set_gradient_checkpointing(gradient_checkpointing_func=transformer_engine.pytorch.checkpoint)"
             " before the training: docs/transformers.md.",
+            was_shown=was_shown,
         )
 
 
-def _add_note(error: BaseException, text: str) -> None:
-    if not hasattr(error, "add_note"):
+def _was_shown(error: BaseException | None) -> bool:
+    """Return whether Python has shown the traceback of an exception that ends the process."""
+    return error is not None and error is getattr(sys, "last_value", None)
+
+
+def _add_note(error: BaseException, text: str, *, was_shown: bool) -> None:
+    if was_shown or not hasattr(error, "add_note"):
         logger.error("%s", text)
     elif text not in getattr(error, "__notes__", ()):
         error.add_note(text)

@@ -46,7 +46,6 @@ class LayerFacts:
         low: the GEMMs in low precision.
         never: GEMM -> why it did not run.
         rows: n of its forward product, the rows of its input in a call; 0 if unknown.
-        calls: the calls of its forward product in a step.
         refused: why it, or some of its forwards, are not observed; empty if they are.
         is_quantized_only: whether its weights exist in quantized form only (``te.quantized_model_init``).
     """
@@ -63,7 +62,6 @@ class LayerFacts:
     low: frozenset[str] = frozenset()
     never: Mapping[str, str] = field(default_factory=dict)
     rows: int = 0
-    calls: int = 1
     is_of_te: bool = False
     refused: str = ""
     is_quantized_only: bool = False
@@ -99,7 +97,6 @@ class Settings:
         unmeasured: why LogGemmError has measured nothing; empty otherwise.
         loss_is_filtered: whether the trainer leaves inf and nan out of the logged loss.
         expects_low: why low precision is expected, such as "Accelerate's mixed_precision is 'fp8'"; empty otherwise.
-        gpu: empty without a GPU.
     """
 
     loss_is_scaled: bool = False
@@ -112,16 +109,14 @@ class Settings:
     unmeasured: str = ""
     expects_low: str = ""
     loss_is_filtered: bool = False
-    gpu: str = ""
 
     @classmethod
     def from_run(cls, run: Mapping[str, Any]) -> Settings | None:
-        """Read ``settings`` and ``gpu`` of a ``run.json``; None without settings."""
+        """Read ``settings`` of a ``run.json``; None without settings."""
         settings = run.get("settings")
         if settings is None:
             return None
-        known = cls.__dataclass_fields__.keys() - {"gpu"}
-        return cls(**{name: settings[name] for name in known & settings.keys()}, gpu=run.get("gpu") or "")
+        return cls(**{name: settings[name] for name in cls.__dataclass_fields__.keys() & settings.keys()})
 
 
 @dataclass(frozen=True)
@@ -165,7 +160,7 @@ class Facts:
         for row in gemms:
             known, gemm = of(row["layer"]), row["gemm"]
             if gemm == "fprop":
-                known |= {"shape": (row["m"], row["k"]), "rows": row.get("n") or 0, "calls": row["calls"] or 1}
+                known |= {"shape": (row["m"], row["k"]), "rows": row.get("n") or 0}
             known["recipe"] = row["recipe"] or known.get("recipe", "")
             known["module_class"] = known.get("module_class") or row["family"] or ""
             known["is_of_te"] = row["family"] in ("te", "te_ops")

@@ -68,7 +68,7 @@ from te_precision_callbacks.gemm_error.judging import FORMAT_SUMS, KERNEL_MAXIMA
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
-from te_precision_callbacks.statistics.table import EXPONENTS, OF_BLOCKS, OF_SCALES, RANGES, SCALES, STATISTICS, Of
+from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS, OF_BLOCKS, OF_SCALES, STATISTICS, Of
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ class _TableReading:
         self._uncounted = [  # moments of tensors without a request for nonfinite_num: row, layer and tensor
             (row, key.layer, key.tensor)
             for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True))
-            if key.kind == _MOMENTS.name and _NONFINITE not in labels
+            if key.kind == Of.TENSOR.name and _NONFINITE not in labels
         ]
         self._uncounted_rows = np.array([row for row, _, _ in self._uncounted], dtype=np.intp)
         numbers: list[int] = []
@@ -396,15 +396,13 @@ class _TableReading:
 
 _COLUMNS: Mapping[Of, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Of.TENSOR: (MOMENT_SUMS, MAXIMA),
-    Of.EXPONENTS: (EXPONENTS.columns, ()),
+    Of.EXPONENTS: (EXPONENT_COLUMNS, ()),
     Of.BLOCKS: ((), ("block_range",)),
     Of.QUANTIZED: (COMPARISON_SUMS, ()),
     Of.SCALES: (SCALE_SUMS, SCALE_MAXIMA),
-    Of.SCALE_BINS: (SCALES.columns, SCALE_MAXIMA),
     Of.SCALE_LIMITS: (LIMIT_SUMS, ()),
     Of.LOSSES: (LOSS_SUMS, LOSS_MAXIMA),
     Of.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
-    Of.RANGE_BINS: (RANGES.columns, RANGE_MAXIMA),
     Of.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
     Of.GEMM_FORMAT: (FORMAT_SUMS, ()),
     Of.GEMM_CODES_A: (CodeCheck._fields, ()),
@@ -502,11 +500,7 @@ def _wanted(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _
     return wanted
 
 
-_OF_TENSORS = (Of.TENSOR, Of.EXPONENTS)
 _OF_CODES = frozenset({Of.QUANTIZED, Of.SCALES})
-_OF_BLOCKS = _OF_CODES | OF_BLOCKS
-_MOMENTS = _SegmentKind(Of.TENSOR)
-_EXPONENTS = _SegmentKind(Of.EXPONENTS)
 
 
 class _Measuring:
@@ -564,11 +558,11 @@ class _Measuring:
                 held[form] = self._held(form)
             except Exception as error:
                 self._failed(form, error)
-        ready = self._in_one_pass(held)
+        ready, rest = self._fused(held)
+        self._measure_apart(rest, held)
         if ready is None:
-            self._in_several_passes(held)
             return None
-        if len(self._wanted) == len(plan.wanted):
+        if not rest and len(self._wanted) == len(plan.wanted):
             plan.ready[key] = ready
         return ready, [
             self._pending(single, None if single.form is None else held[single.form]) for single in ready.passes
@@ -608,59 +602,60 @@ class _Measuring:
             return Pending(self._values, None, None, False, one.places, held, one.of_blocks)
         return Pending(self._values, None, None, False, one.places)
 
-    def _in_several_passes(self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> None:
-        codes = next((data for data in held.values() if isinstance(data, PerTensor)), None)
-        if self._watched.values is None:
-            codes = None  # nothing to compare with
-        of_codes: dict[Of, SumsAndMaxima] = {}
-        amax = None
-        simulated = None in held.values()
-        if _MOMENTS in self._wanted or _EXPONENTS in self._wanted or codes is not None or simulated:
-            histogram = _EXPONENTS in self._wanted
-            sums, maxima = kernels.measure(
-                self._values,
-                None if codes is None else codes.codes,
-                None if codes is None else codes.scale_inv,
-                e5m2=codes is not None and codes.e5m2,
-                histogram=histogram,
-            )
-            amax = maxima[:2].amax() if simulated else None
-            at = kernels.layout(codes=codes is not None, histogram=histogram).places
-            if _MOMENTS in self._wanted:
-                self._merge(_MOMENTS, (sums[: len(MOMENT_SUMS)], maxima[: len(MAXIMA)]))
-            if codes is not None:
-                of_codes[Of.QUANTIZED] = sums[at.compared : at.scales], None
-                of_codes[Of.SCALES] = sums[at.scales :][: len(SCALE_SUMS)], maxima[at.scale_maxima :]
-            if histogram:
-                self._merge(_EXPONENTS, (sums[at.exponents :], None))
-        for kind in self._wanted:
+    def _fused(
+        self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
+    ) -> tuple[_Ready | None, Sequence[_SegmentKind]]:
+        """Return passes for all kinds that passes cover (one, or one per form), and the other kinds."""
+        fused = [kind for kind in self._wanted if self._is_fusable(kind, held)]
+        rest = [kind for kind in self._wanted if kind not in fused]
+        if not fused:
+            return None, rest
+        at: dict[_QuantizedForm | None, dict[Of, SlotRange]]
+        at = {kind.form: {} for kind in fused if kind.form is not None} or {None: {}}
+        first = next(iter(at))  # its pass also covers kinds without a form
+        slots, device = self._engine._slots, self._values.device
+        is_elsewhere = self._is_elsewhere(fused)
+        here = Segments() if is_elsewhere else slots
+        for kind in fused:
+            segment = self._segment(kind)
+            if is_elsewhere:
+                segment = here.segment(segment.key, segment.sums, segment.maxima, device, contributes=True)
+            at[first if kind.form is None else kind.form][kind.of] = segment
+        passes = [_pass(form, of, in_blocks=isinstance(form and held.get(form), InBlocks)) for form, of in at.items()]
+        ready = _Ready(slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused])
+        if not is_elsewhere:
+            return ready, rest
+        # Earlier micro-batches of the step were measured on another device.
+        kernels.add(
+            [self._pending(single, single.form and held.get(single.form)) for single in passes], *here.on(device)
+        )
+        for segment, _ in ready.asked:
+            slots.merge(segment, *here.parts(here.segments[segment.key]))
+        self.end(ready)
+        return None, rest
+
+    def _is_elsewhere(self, kinds: Iterable[_SegmentKind]) -> bool:
+        return any(self._segment(kind).device != self._values.device for kind in kinds)
+
+    def _is_fusable(self, kind: _SegmentKind, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> bool:
+        if kind.form is None:
+            return kind.blocks is None
+        data = held.get(kind.form)
+        if self._watched.values is None or data is None:  # without values, codes have nothing to be compared with
+            return False
+        return kind.of in _OF_CODES if isinstance(data, PerTensor) else data.fits(self._values)
+
+    def _measure_apart(
+        self, kinds: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
+    ) -> None:
+        """Measure kinds that no pass covers: ranges of blocks, simulated recipes, scales without the tensor."""
+        for kind in kinds:
             if kind.blocks is not None:
                 self._merge(kind, (None, largest_range(self._values, kind.blocks)))
         for form, data in held.items():
-            self._compare(form, data, of_codes, amax)
-
-    def _in_one_pass(self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> _Ready | None:
-        """Return passes that cover all requests (one, or one per block-scaled form); None if they cannot."""
-        if self._watched.values is None:  # nothing to compare codes with
-            return None
-        in_blocks = all(isinstance(codes, InBlocks) and codes.fits(self._values) for codes in held.values())
-        if not in_blocks and not (len(held) == 1 and all(isinstance(codes, PerTensor) for codes in held.values())):
-            return None
-        at: dict[_QuantizedForm | None, dict[Of, SlotRange]] = {form: {} for form in held or (None,)}
-        first = next(iter(at))  # its pass also covers requests without a form
-        of_form = _OF_BLOCKS if in_blocks else _OF_CODES
-        for kind in self._wanted:
-            form = first if kind.form is None else kind.form
-            if kind.blocks is not None or kind.of not in (_OF_TENSORS if kind.form is None else of_form):
-                return None
-            if form not in at:
-                return None  # the form could not be read
-            at[form][kind.of] = segment = self._segment(kind)
-            if segment.device != self._values.device:
-                return None
-        passes = [_pass(form, segments, in_blocks=in_blocks and form is not None) for form, segments in at.items()]
-        asked = [(self._segment(kind), requests) for kind, requests in self._wanted.items()]
-        return _Ready(self._engine._slots.moves, self._values.device, passes, asked)
+            wanted = {kind.of for kind in kinds if kind.form == form}
+            if wanted:
+                self._compare(form, data, wanted)
 
     def _held(self, form: _QuantizedForm) -> PerTensor | InBlocks | None:
         """Return the quantized data that a GEMM reads; None if the form must be simulated."""
@@ -684,26 +679,17 @@ class _Measuring:
             raise QuantizationError(f"the quantized tensor has the shape {sizes}")
         return held
 
-    def _compare(
-        self,
-        form: _QuantizedForm,
-        found: PerTensor | InBlocks | None,
-        of_codes: Mapping[Of, SumsAndMaxima],
-        amax: torch.Tensor | None,
-    ) -> None:
-        """Merge the requested kinds of a form, and report kinds that cannot be measured."""
-        wanted = {kind.of for kind in self._wanted if kind.form == form}
+    def _compare(self, form: _QuantizedForm, found: PerTensor | InBlocks | None, wanted: Set[Of]) -> None:
+        """Merge the wanted kinds of a form, and report kinds that cannot be measured."""
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
-        refused: dict[str, set[Of]] = {}
+        refused: dict[str, Set[Of]] = {}
         if self._watched.values is None:
             refused["the tensor exists in its quantized form only"] = wanted - (OF_SCALES if found else set())
         if isinstance(found, PerTensor) or (found is None and its_recipe == "fp8_current_scaling"):
             refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & OF_BLOCKS
-        wanted = wanted.difference(*refused.values())
+        wanted = wanted - set().union(*refused.values())
         try:
-            if isinstance(found, InBlocks) and self._in_a_pass(form, found, wanted):
-                return
-            columns = self._columns(form._replace(recipe=its_recipe), found, of_codes, amax, wanted) if wanted else {}
+            columns = self._columns(form._replace(recipe=its_recipe), found, wanted) if wanted else {}
         except Exception as error:
             self._failed(form, error)
             return
@@ -713,34 +699,16 @@ class _Measuring:
             if kinds:
                 self._failed(form, QuantizationError(reason), kinds)
 
-    def _in_a_pass(self, form: _QuantizedForm, found: InBlocks, wanted: Set[Of]) -> bool:
-        """Merge the requested kinds of a block-scaled form if one pass covers them."""
-        segments = {of: self._segment(_SegmentKind(of, form)) for of in wanted}
-        if self._watched.values is None or any(at.device != self._values.device for at in segments.values()):
-            return False
-        pending = self._pending(_pass(form, segments, in_blocks=True), found)
-        kernels.add([pending], *self._engine._slots.on(self._values.device))
-        for of, segment in segments.items():
-            segment.measured = True
-            self._asked(segment, self._wanted[_SegmentKind(of, form)])
-        return True
-
     def _columns(
-        self,
-        form: _QuantizedForm,
-        found: PerTensor | InBlocks | None,
-        of_codes: Mapping[Of, SumsAndMaxima],
-        amax: torch.Tensor | None,
-        wanted: Set[Of],
+        self, form: _QuantizedForm, found: PerTensor | InBlocks | None, wanted: Set[Of]
     ) -> Mapping[Of, SumsAndMaxima]:
         if isinstance(found, PerTensor):
-            return of_codes or {Of.SCALES: scale_columns(found.scale_inv)}
+            return {Of.SCALES: scale_columns(found.scale_inv)}
         if isinstance(found, InBlocks):
             return eager_blocks.columns(found, self._watched.values, wanted)
-        if amax is None:
-            raise QuantizationError("the tensor exists in its quantized form only")
+        finite = torch.where(self._values.isfinite(), self._values.abs(), 0.0)
         settings = self._settings(form)
-        return simulate(form.recipe, self._values, amax, wanted, settings, columnwise=form.columnwise)
+        return simulate(form.recipe, self._values, finite.amax().double(), wanted, settings, columnwise=form.columnwise)
 
     def _settings(self, form: _QuantizedForm) -> QuantizerSettings:
         """Return the settings of the layer's quantizer if it has the recipe, else the recipe's defaults."""

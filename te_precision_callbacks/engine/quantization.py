@@ -36,7 +36,6 @@ from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import InBlocks
 from te_precision_callbacks.engine.kernels.eager_blocks import (
-    RANGE_KINDS,
     Scales,
     SumsAndMaxima,
     columns_of,
@@ -156,8 +155,8 @@ def simulate(
     else:
         matrix = as_matrix(values)
         blocks = in_blocks(matrix.t() if columnwise else matrix, block)
-    if RANGE_KINDS.issuperset(wanted):
-        return range_columns(blocks, wanted)
+    if set(wanted) == {Of.RANGES}:
+        return {Of.RANGES: range_columns(blocks)}
     tensor_amax = amax.reshape(()).clamp(0.0, FLOAT32_MAX).to(torch.float32)
     by_block = block is not None and needs_blocks(wanted)
     simulation = _simulation(recipe, settings, by_block)

@@ -184,7 +184,7 @@ class Segments:
     def merge(self, segment: SlotRange, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         """Add a measurement to a segment, on the segment's device."""
         segment.measured = True
-        kept_sums, kept_maxima = self._parts(segment)
+        kept_sums, kept_maxima = self.parts(segment)
         # Checking a tensor's device costs less than a torch call that does nothing.
         if sums is not None:
             kept_sums.add_(sums if sums.device == segment.device else sums.to(segment.device))
@@ -192,7 +192,7 @@ class Segments:
             maxima = maxima if maxima.device == segment.device else maxima.to(segment.device)
             torch.maximum(kept_maxima, maxima, out=kept_maxima)
 
-    def _parts(self, segment: SlotRange) -> tuple[torch.Tensor, torch.Tensor]:
+    def parts(self, segment: SlotRange) -> tuple[torch.Tensor, torch.Tensor]:
         vectors = self._devices[segment.device].current()
         parts = segment.parts
         if parts is None or parts[0] is not vectors:

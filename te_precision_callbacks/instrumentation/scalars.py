@@ -37,12 +37,6 @@ class ScalarBuffer:
             follow(stream, tensors)
         return to_floats([value for _, value in self.entries])
 
-    def drop_from_device(self) -> int:
-        """Drop scalars that are not on the host, and return their number."""
-        kept = [(name, value) for name, value in self.entries if is_on_host(value)]
-        dropped, self.entries = len(self.entries) - len(kept), kept
-        return dropped
-
     def clear(self) -> None:
         self.entries, self._on_streams = [], {}
 

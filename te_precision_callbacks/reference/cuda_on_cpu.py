@@ -62,8 +62,8 @@ def no_attention(error: ValueError, context_parallel: bool) -> Exception:
     """Replaces ``error``, which Transformer Engine raises if no attention takes the inputs, by one with advice."""
     if not context_parallel:
         return MissingFunctionError(
-            f"{error} The reference backend has fused attention in FP8 alone, and not for these inputs; Transformer "
-            "Engine's unfused attention cannot compute this one. Use the compiled Transformer Engine on a GPU for it."
+            f"{error} The reference backend has no fused attention, and Transformer Engine's unfused attention "
+            "cannot compute this one. Use the compiled Transformer Engine on a GPU for it."
         )
     return MissingFunctionError(
         "Context parallelism is not in the reference backend: it needs a fused attention over several ranks, which the "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +15,12 @@ from functools import lru_cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from te_precision_callbacks.reference.code_cache import CachedCode
 from te_precision_callbacks.reference.compiled_extension import COMPILED_MODULE
-from te_precision_callbacks.reference.cuda_on_cpu import no_attention
 from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
 
 
@@ -120,30 +118,6 @@ def _pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(inp, (0, -columns % 4, 0, -rows % 128))
 
 
-def _launch_grouped_dbias(
-    dy: torch.Tensor,
-    offsets: torch.Tensor,
-    dbias: torch.Tensor,
-    scales: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dscales: torch.Tensor | None,
-) -> None:
-    """Replaces Transformer Engine's function of this name: adds the sum over the rows of each group to ``dbias``, the
-    rows times ``scales`` where there are any, and to ``dscales`` each row times the ``bias`` of its group.
-    """
-    for group, (first, end) in enumerate(itertools.pairwise(offsets.tolist())):
-        rows = dy[first:end].float()
-        if scales is None or bias is None or dscales is None:
-            dbias[group] += rows.sum(0)
-            continue
-        dbias[group] += (rows * scales[first:end].float().unsqueeze(1)).sum(0)
-        dscales[first:end] += rows @ bias[group].float()
-
-
-def _attn_forward_func_with_cp(*_arguments: Any, **_options: Any) -> NoReturn:
-    raise no_attention(ValueError("attn_forward_func_with_cp"), context_parallel=True)
-
-
 def _load_framework_extension(framework: str) -> None:
     """Replaces Transformer Engine's function of this name: the finder gives torch's part."""
     if framework != "torch":
@@ -174,12 +148,6 @@ class _Replaced(NamedTuple):
 
 _REPLACED = {
     "transformer_engine.common": _Replaced("load_framework_extension", _load_framework_extension, False),
-    "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": _Replaced(
-        "attn_forward_func_with_cp", _attn_forward_func_with_cp, False
-    ),
-    "transformer_engine.pytorch.triton.grouped_dbias_dscales": _Replaced(
-        "_launch_grouped_dbias", _launch_grouped_dbias, True
-    ),
     "transformer_engine.pytorch.triton.pad": _Replaced("pad_columnwise_scale_inv", _pad_columnwise_scale_inv, True),
 }
 """Module -> the one function that is replaced in it."""

@@ -29,6 +29,7 @@ _MARKS = (
 )
 
 _NO_ATTENTION = "No dot product attention backend is available"
+_EMULATE = "NVTE_UnfusedDPA_Emulate_FP8"
 
 _Node = TypeVar("_Node", bound=ast.AST)
 
@@ -42,7 +43,8 @@ def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
     """Change ``tree``, a module of Transformer Engine or a debug feature, in place so that the backend answers its uses
     of CUDA.
 
-    With ``cuda_on_cpu=False`` there is a real GPU, and only ``torch.compile`` and the queries of the capability change.
+    With ``cuda_on_cpu=False`` there is a real GPU, and only ``torch.compile``, attention and the queries of the
+    capability change.
     """
     rules = _OnCpu() if cuda_on_cpu else _OnCuda()
     rules.visit(tree)
@@ -67,6 +69,12 @@ class _OnCuda(ast.NodeTransformer):
         if node.module == "torch.cuda" and node.level == 0:
             node.module = self.module
         return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        match node.args:
+            case [ast.Constant(value=name), ast.Constant() as default] if name == _EMULATE:
+                default.value = "1"
+        return self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
         match node.exc:
@@ -106,7 +114,7 @@ class _OnCpu(_OnCuda):
             del node.args[1]  # an index belongs to a GPU
         if dotted == "torch.is_autocast_enabled" and not node.args:
             node.args.append(ast.Constant("cpu"))
-        return self.generic_visit(node)
+        return super().visit_Call(node)
 
     def visit_Import(self, node: ast.Import) -> ast.AST:
         # `import triton` and `import triton.language as tl`

@@ -94,15 +94,15 @@ SEAMS = (
         "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py",
         "No dot product attention backend is available for the provided inputs.",
         "`MissingFunctionError`, which says what to use instead",
-        "There is unfused attention, and fused attention in FP8. Neither supports context parallelism, and the message "
-        "is of variables that log why a fused one is not used.",
+        "There is unfused attention alone. It does not support context parallelism, and the message is of variables "
+        "that log why a fused one is not used.",
         everywhere=True,
     ),
     Seam(
-        "transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py",
-        "def attn_forward_func_with_cp(",
-        "`MissingFunctionError`, which says what to use instead",
-        "Fused attention in FP8 is selected for context parallelism too, but the backend has none over several ranks.",
+        "transformer_engine/pytorch/attention/dot_product_attention/utils.py",
+        'os.environ.get("NVTE_UnfusedDPA_Emulate_FP8", "0")',
+        'the default is `"1"`',
+        "Unfused attention then emulates FP8 attention, for which there is no fused kernel.",
         everywhere=True,
     ),
     Seam(
@@ -171,11 +171,5 @@ SEAMS = (
         "def pad_columnwise_scale_inv(",
         "a function in torch",
         "A triton kernel that is launched in training without being asked for: gathering MXFP8 data.",
-    ),
-    Seam(
-        "transformer_engine/pytorch/triton/grouped_dbias_dscales.py",
-        "def _launch_grouped_dbias(",
-        "a function in torch",
-        "A triton kernel that is launched in training without being asked for: the bias of grouped tensors.",
     ),
 )

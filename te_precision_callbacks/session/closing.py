@@ -17,8 +17,7 @@ from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 from te_precision_callbacks.session.context import RunContext
-from te_precision_callbacks.session.delivery import RunFiles, Sinks
-from te_precision_callbacks.session.endings import Uninterrupted
+from te_precision_callbacks.session.delivery import RunFiles
 from te_precision_callbacks.session.results import Results
 
 logger = logging.getLogger(__name__)
@@ -53,11 +52,10 @@ class ClosingReport:
                 logger.info("%s.", text)
                 self._context.inspector.log(text)
 
-    def write_page(self, error: BaseException | None, sinks: Sinks, guard: Uninterrupted) -> None:
+    def write_page(self, error: BaseException | None) -> None:
         """Log the command that makes a page of the run; write the page if that is wanted and no error ended the run."""
         if (run_id := self._files.log_command()) and self._context.options.report and error is None:
-            with guard.interruptible():
-                self._files.write_page(run_id, sinks)
+            self._files.write_page(run_id)
 
     def write_summary(self) -> None:
         from te_precision_callbacks.session.summary import write_summary
@@ -77,7 +75,7 @@ class ClosingReport:
             self._files.page,
             other_steps=self._other_steps,
             trace="" if trace is None else str(trace),
-            speed="" if trace is None else self._files.speed_command(trace),
+            speed="" if trace is None else self._files.speed_command(),
             ended_by="" if error is None else in_short(error),
         )
         sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
@@ -34,34 +33,23 @@ _MOST_KEPT, _LONGEST = 256, 1.0
 """The tensors, and the seconds, after which the trainer's scalars are copied to the host."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EndingStep:
-    """A step, from its end until all sinks have its records. Ctrl-C may interrupt it anywhere in between.
+    """A step at its end.
 
     Attributes:
         begun: when its end began, by ``time.perf_counter``.
         is_remainder: whether this is no step, but the remainder collected when the session was stopped.
-        local: whether the statistics belong to this rank alone although statistics are reduced.
-        is_read: whether ``records`` is known.
-        is_checked: whether the rules have seen the records, or were interrupted there.
     """
 
     iteration: int
     logging_step: int
     begun: float = field(default_factory=time.perf_counter)
     is_remainder: bool = False
-    local: bool = False
-    records: StepRecords | None = None
-    is_read: bool = False
-    is_checked: bool = False
 
 
 class StepCollector:
-    """Collects the statistics and scalars of a step, and makes its records.
-
-    Attributes:
-        ending: the step that is not delivered to all sinks yet.
-    """
+    """Collects the statistics and scalars of a step, and makes its records."""
 
     def __init__(
         self,
@@ -71,8 +59,6 @@ class StepCollector:
         layers: NamedLayers,
         delayed_scaling: DelayedScalingLayers,
     ) -> None:
-        self.ending: EndingStep | None = None
-        self.last_logging_step: int | None = None
         self._context = context
         self._inspector = context.inspector
         self._observation = observation
@@ -80,6 +66,11 @@ class StepCollector:
         self._layers = layers
         self._delayed_scaling = delayed_scaling
         self._measured: list[Measured] = []
+        self._is_local = False
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._scalars.entries) or self._observation.engine.has_news
 
     def _receive(self, measured: Measured, iteration: int) -> None:
         if measured:
@@ -94,7 +85,7 @@ class StepCollector:
             self._observation.take(self._inspector.iteration, self._receive, reduce=False)
             self._inspector.log_local_buffers()
 
-    def collect_local(self, ending: EndingStep) -> None:
+    def collect_local(self) -> None:
         """Collect this rank's statistics, unless the statistics of the step were already collected."""
         received = list(self._measured)
         try:
@@ -104,61 +95,15 @@ class StepCollector:
         if received and not self._inspector.ended:
             self._measured = received
         else:  # also what was collected when the script ended upstream
-            ending.local = self._context.ranks.several
-
-    def read_local(self, ending: EndingStep, *, from_device: bool = True) -> None:
-        """Read the records of a step without the other ranks, if they were not read."""
-        self.ending = ending
-        if not ending.is_read:
-            if from_device:
-                self.collect_local(ending)
-            else:
-                self._leave_on_device(ending)
-            try:
-                self.read(ending)
-            except ObservationError:  # something else has ended the step already
-                ending.is_read = True
-        self._clear()
-
-    def _leave_on_device(self, ending: EndingStep) -> None:
-        dropped = self._scalars.drop_from_device()
-        ending.local = self._context.ranks.several and not self._measured
-        if dropped or (self._inspector.runs and self._observation.engine.has_news):
-            logger.warning(
-                "The statistics of iteration %d are not written: they are on the GPU, which is not asked before a"
-                " signal ends the process.",
-                ending.iteration,
-            )
+            self._is_local = self._context.ranks.several
 
     def read(self, ending: EndingStep) -> StepRecords | None:
-        if not ending.is_read:
-            ending.records = self._records(ending)
-            ending.is_read = True
-        self._clear()
-        return ending.records
-
-    def finish(self, ending: EndingStep) -> None:
-        self.last_logging_step, self.ending = ending.logging_step, None
-
-    def remainder(self, logging_step: int | None) -> EndingStep:
-        """Return the statistics since the last step, at the end of the run, by default for the logging step after the
-        last one.
-        """
-        iteration = self._inspector.iteration
-        if logging_step is None:
-            last = self.last_logging_step
-            logging_step = self._context.logging_step(iteration) if last is None else last + 1
-        return EndingStep(iteration, logging_step, is_remainder=True)
-
-    @property
-    def completed(self) -> int:
-        """The first iteration that was not run to its end."""
-        ending = self.ending
-        return self._inspector.iteration if ending is None or ending.is_remainder else ending.iteration + 1
-
-    def _clear(self) -> None:
-        self._measured = []
-        self._scalars.clear()
+        """Make the records of a step from what was collected, once."""
+        try:
+            return self._records(ending)
+        finally:
+            self._measured, self._is_local = [], False
+            self._scalars.clear()
 
     @without_collections()
     def _records(self, ending: EndingStep) -> StepRecords | None:
@@ -174,13 +119,12 @@ class StepCollector:
             numbers = np.concatenate([*(part.values for part in measured), np.array(values)])
             histograms = {number: counts for part in measured for number, counts in part.histograms.items()}
         except Exception as error:
-            self._clear()
             self._context.failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
-        ending.local |= any(part.local for part in measured)
+        local = self._is_local or any(part.local for part in measured)
         # Separated ranks leave their values to the first rank; at the end each rank writes what it has left.
-        left_to_first = ending.local and not ending.is_remainder and not ranks.leads
-        reduced = len(series) - len(own) if left_to_first or (ranks.several and not ending.local) else 0
+        left_to_first = local and not ending.is_remainder and not ranks.leads
+        reduced = len(series) - len(own) if left_to_first or (ranks.several and not local) else 0
         layers = {table[number].layer for number in series.tolist()}
         records = StepRecords(
             iteration=ending.iteration,
@@ -189,7 +133,7 @@ class StepCollector:
             series=series,
             values=array("d", numbers.tobytes()),
             histograms=histograms,
-            local=ending.local,
+            local=local,
             own=[False] * reduced + [True] * (len(series) - reduced),
             unscaled=self._delayed_scaling.unscaled(ending.iteration, self._layers.modules, layers),
             observe_seconds=time.perf_counter() - ending.begun,
@@ -231,9 +175,6 @@ class TrainerScalars:
                 self.has_loss |= is_loss_of_training(str(name))
                 kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
                 self._kept.append((iteration, logging_step, str(name), kept))
-
-    def drop_from_device(self) -> None:
-        self._kept = [kept for kept in self._kept if is_on_host(kept[-1])]
 
     def shared_losses(self) -> list[Scalars]:
         """Return the losses of all ranks, which must call this together: the mean over the ranks that know them."""

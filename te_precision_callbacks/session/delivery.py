@@ -22,7 +22,6 @@ from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.runs.trace_files import new_trace_file
 from te_precision_callbacks.session.context import RunContext
-from te_precision_callbacks.sinks.loggers import LoggerSink
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
 
@@ -41,82 +40,57 @@ class Sinks:
         # Checked once: it is slow to check whether an object implements a protocol.
         self._takers: list[EventSink] = [sink for sink in self._sinks if isinstance(sink, EventSink)]
         self._failures = context.failures
-        self._begun = False
-        self._to_start = list(self._sinks)
-        self._to_close: list[Sink] | None = None
-        self._records: StepRecords | None = None
-        self._left: list[Sink] = []
+        self.have_started = False
+        self._is_closing = False
         self._passed_over: list[Sink] = []
         self._early: list[Event | Scalars] = []
 
-    @property
-    def has_unstarted(self) -> bool:
-        return bool(self._to_start)
-
     def start(self, run: RunInfo) -> None:
-        """Start the sinks, at the first step, when a resumed run knows its iteration; after an interruption, the rest
-        of them.
-        """
-        self._begun = True
-        self._each("starting", self._to_start, lambda sink: sink.start(run))
+        """Start the sinks, at the first step, when a resumed run knows its iteration."""
+        self.have_started = True
+        self._each("starting", self._sinks, lambda sink: sink.start(run))
         early, self._early = self._early, []
         for item in early:
             self.send(item)
 
     def send(self, item: Event | Scalars) -> None:
         """Send an event or the trainer's scalars to the sinks that take them; before the first step they are queued."""
-        if not self._begun or self._to_start:
+        if not self.have_started:
             self._early.append(item)
             return
-        self._each("sending to", [*self._takers], lambda sink: _send(sink, item))
+        self._each("sending to", self._takers, lambda sink: _send(sink, item))
 
     def drop(self, sink: Sink) -> None:
-        self._forget(sink)
-        self._to_start = [other for other in self._to_start if other is not sink]
+        self._sinks = [other for other in self._sinks if other is not sink]
+        self._takers = [other for other in self._takers if other is not sink]
 
     def pass_over(self, sinks: Iterable[Sink]) -> None:
         """Skip some sinks from now on, such as the files of a rank without own values."""
         self._passed_over = list(sinks)
 
     def write(self, records: StepRecords) -> None:
-        """Write a step's records to all sinks; after an interruption, to the rest of them."""
-        if self._records is not records:
-            self._left = [sink for sink in self._sinks if not any(sink is other for other in self._passed_over)]
-            self._records = records
-        self._each("writing records to", self._left, lambda sink: sink.write(records))
+        """Write a step's records to all sinks."""
+        sinks = [sink for sink in self._sinks if not any(sink is other for other in self._passed_over)]
+        self._each("writing records to", sinks, lambda sink: sink.write(records))
 
     def close(self, error: BaseException | None) -> None:
-        """Close all started sinks; after an interruption, the rest of them."""
-        if self._to_close is None:
-            self._to_close = list(self._sinks) if self._begun else []
-        self._each("closing", self._to_close, lambda sink: sink.close(error))
+        """Close all started sinks."""
+        self._is_closing = True
+        self._each("closing", self._sinks if self.have_started else [], lambda sink: sink.close(error))
 
-    def report(self, path: Path) -> None:
-        reporting = [sink for sink in self._sinks if isinstance(sink, LoggerSink)]
-        self._each("handing the report to", reporting, lambda sink: sink.report(path))
-
-    def _each(self, doing: str, left: list[SinkT], call: Callable[[SinkT], None]) -> None:
+    def _each(self, doing: str, sinks: Iterable[SinkT], call: Callable[[SinkT], None]) -> None:
         failed: list[tuple[SinkT, Exception]] = []
-        while left:
-            sink = left[0]
+        for sink in sinks:
             try:
                 call(sink)
             except Exception as error:
-                self._drop(sink, error if self._to_close is None else None)  # closing, and later, once is enough
+                self.drop(sink)
+                if not self._is_closing:
+                    with contextlib.suppress(Exception):  # the sink is known to fail
+                        sink.close(error)
                 failed.append((sink, error))
-            left.pop(0)
         for sink, failure in failed:
             self._failures.report(doing, type(sink).__name__, failure)
-
-    def _drop(self, sink: Sink, error: Exception | None) -> None:
-        self._forget(sink)
-        if error is not None:
-            with contextlib.suppress(Exception):  # the sink is known to fail
-                sink.close(error)
-
-    def _forget(self, sink: Sink) -> None:
-        self._sinks = [other for other in self._sinks if other is not sink]
-        self._takers = [other for other in self._takers if other is not sink]
 
 
 def _send(sink: EventSink, item: Event | Scalars) -> None:
@@ -217,18 +191,17 @@ class RunFiles:
             logger.info("%s makes one page of this run.", self.page)
         return run_id
 
-    def speed_command(self, trace: Path) -> str:
-        if run_id := self._run_id:
-            return f"te-precision speed {quoted_run(self._log_dir, run_id)}"
-        return f"te-precision speed --trace {shlex.quote(str(trace))}"
+    def speed_command(self) -> str:
+        run_id = self._run_id
+        path = quoted_run(self._log_dir, run_id) if run_id else shlex.quote(str(self._log_dir.absolute()))
+        return f"te-precision speed {path}"
 
-    def write_page(self, run_id: str, sinks: Sinks) -> None:
+    def write_page(self, run_id: str) -> None:
         from te_precision_callbacks.views.report import write_report
 
         path = write_report(open_run(self._log_dir / FOLDER / run_id), self._log_dir / REPORT_FILE)
         logger.info("The report of this run: %s", path)
         self.page = str(path)
-        sinks.report(path)
 
 
 def quoted_run(log_dir: Path, run_id: str) -> str:

@@ -18,8 +18,7 @@ from te_precision_callbacks.config.differences import FlatConfig, flat_config, r
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.idle import idle_in_words
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
-from te_precision_callbacks.coverage.contract_keeper import remedy
-from te_precision_callbacks.coverage.coverage import Reason
+from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
 from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
@@ -386,7 +385,9 @@ class ObservedModel:
                 len(named),
                 "" if len(named) == 1 else "s",
                 in_sentence(*named, most=2),
-                _FOR_TRAINER if self._context.loop.front_door == "transformers" else remedy(Reason.RECOMPUTED, ""),
+                _FOR_TRAINER
+                if self._context.loop.front_door == "transformers"
+                else f"To change that, {REMEDIES[Reason.RECOMPUTED]}.",
             )
 
     # ------------------------------------------------------------------ what Transformer Engine refuses

@@ -84,6 +84,7 @@ class Run:
         self._process = os.getpid()
         self._ends: ProcessEnds | None = None
         self._overflowed: BaseException | None = None
+        self.last_logging_step: int | None = None
         # Not by the ranks of the run, which would keep the model as long as the results.
         leading = functools.partial(leads, options.process_group, reduce=options.reduce)
         failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
@@ -144,7 +145,7 @@ class Run:
 
     def count_from(self, iteration: int) -> None:
         self.context.inspector.iteration = self.context.failures.iteration = iteration
-        self._collector.last_logging_step = None
+        self.last_logging_step = None
         self.hooks.arm()
         if self.model.attached:
             self._profiling.begin(iteration)
@@ -192,21 +193,20 @@ class Run:
                     " call it. Call step() after each replay.",
                 )
                 return None
-            return self._end_step(logging_step)
+            with Uninterrupted():
+                return self._end_step(logging_step)
         except ASKED_FOR:
             raise
         except Exception as error:  # of ours, which must not end the training; nor must the other ranks wait
             self.context.ranks.leave(error)
-            ending = self._collector.ending
-            iteration = self.context.iteration if ending is None else ending.iteration
-            self.context.failures.report("ending", f"iteration {iteration}", error)
+            self.context.failures.report("ending", f"iteration {self.context.failures.iteration}", error)
             return None
         finally:
             self.context.failures.iteration = self.context.iteration
 
     def _end_step(self, logging_step: int | None) -> StepRecords | None:
-        """End a step on all ranks together; Ctrl-C may interrupt it anywhere."""
-        context, collector = self.context, self._collector
+        """End a step on all ranks together."""
+        context = self.context
         self._check_overflow()
         if self.is_forked:
             self._log_once(
@@ -228,18 +228,14 @@ class Run:
                 agree=context.options.strict and context.ranks.several,
                 on_all=(PrecisionContractError, PrecisionFindingError),
             ):
-                if collector.ending is not None:  # a step that was interrupted
-                    self._deliver(collector.ending)
-                collector.ending = ending
                 records = self._run_step(ending)
             self._rejoin_ranks()
             self._profiling.begin(context.iteration)
             return records
-        except ASKED_FOR:
-            raise
-        except BaseException as error:  # the step counts, and the next call hands its remaining records to sinks
-            if isinstance(error, Exception) or collector.ending is ending:  # else Ctrl-C came before it had begun
-                self._complete(ending)
+        except BaseException:  # the step counts
+            context.inspector.iteration = iteration + 1
+            self.hooks.arm()
+            self._deliver_own(ending)
             raise
 
     def _run_step(self, ending: EndingStep) -> StepRecords | None:
@@ -251,6 +247,7 @@ class Run:
         self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
         self.context.inspector.report_events()
         self.model.end_step()
+        self.hooks.padding.end_step()
         self._start_sinks()
         self._profiling.write()  # where the run is recorded, which is known now
         # Reduce the statistics over the ranks, and begin the next iteration.
@@ -295,7 +292,7 @@ class Run:
         finally:
             if records is not None and self._files.records is None:
                 self._sinks.drop(records)
-        if self._sinks.has_unstarted:
+        if not self._sinks.have_started:
             self._sinks.start(self._describe())
 
     def _reduce(self, ending: EndingStep) -> None:
@@ -309,7 +306,7 @@ class Run:
             self.context.ranks.leave(error)
             self.context.failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
             inspector.iteration = ending.iteration + 1  # it may have failed before it counted
-            self._collector.collect_local(ending)
+            self._collector.collect_local()
 
     def _check_facts(self, iteration: int, *, at_last: bool = False) -> None:
         results, records = self.context.results, self._files.records
@@ -332,32 +329,33 @@ class Run:
             self.context.failures.report("gathering the facts of", f"iteration {iteration}", error)
 
     def _deliver(self, ending: EndingStep) -> StepRecords | None:
-        """Check the statistics of a step, and send its records to the sinks. This may be repeated after Ctrl-C."""
-        if self._sinks.has_unstarted:
+        """Check the statistics of a step, and send its records to the sinks."""
+        if not self._sinks.have_started:
             self._sinks.start(self._describe())
+        self._last_logging_step = ending.logging_step
         records = self._collector.read(ending)
-        if records is not None:
-            records = self._checked(ending, records)
+        if records is None:
+            return None
         try:
-            if records is not None:
-                self._sinks.write(records)
-        except Exception:  # with strict=True
-            self._collector.finish(ending)
+            records = self._rules.records(records)
+            self._send()
+        except ObservationError:
             raise
-        self._collector.finish(ending)
+        except Exception as error:
+            self.context.failures.report("checking", f"iteration {ending.iteration}", error)
+        finally:
+            self._sinks.write(records)
         return records
 
-    def _checked(self, ending: EndingStep, records: StepRecords) -> StepRecords:
-        if not ending.is_checked:
-            ending.is_checked = True
-            try:
-                ending.records = records = self._rules.records(records)
-                self._send()
-            except ObservationError:
-                raise
-            except Exception as error:
-                self.context.failures.report("checking", f"iteration {ending.iteration}", error)
-        return records
+    def _deliver_own(self, ending: EndingStep) -> None:
+        """Deliver this rank's statistics, without the other ranks."""
+        try:
+            self._collector.collect_local()
+            self._deliver(ending)
+        except ObservationError as failure:
+            logger.error(
+                "The statistics gathered since the last step could not be written, and are lost.", exc_info=failure
+            )
 
     def _rejoin_ranks(self) -> None:
         """Meet the ranks again after a separation; all continue at the largest iteration."""
@@ -365,12 +363,6 @@ class Run:
         iteration = self.context.ranks.look(self.context.iteration, steps)
         if iteration is not None and iteration != self.context.iteration:
             self.count_from(iteration)
-
-    def _complete(self, ending: EndingStep) -> None:
-        if self._collector.ending is not None:
-            self.context.inspector.iteration = ending.iteration + 1
-            self.hooks.arm()
-            self._collector.read_local(ending)
 
     # ------------------------------------------------------------------ events
 
@@ -387,7 +379,7 @@ class Run:
     def _send_pending(self, *, at_last: bool = False) -> None:
         """Send what was kept for the end of a step: events, failures and the trainer's scalars."""
         self._send(*(Event("observation_failed", text, at, "error") for at, text in self.context.failures.take()))
-        self._send_scalars(self._trainer_scalars.take(at_once=at_last))
+        self._send_scalars(self._trainer_scalars.take(at_once=at_last) if self._may_read_device else ())
         self._send()
 
     def _send_scalars(self, scalars_of_steps: Iterable[Scalars]) -> None:
@@ -405,14 +397,10 @@ class Run:
     def flush(self, seconds: float) -> bool:
         return all_within(seconds, [*self._files.hurry(), self.context.inspector.events.hurry()])
 
-    @property
-    def last_logging_step(self) -> int | None:
-        return self._collector.last_logging_step
-
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         if self.is_forked:
             return None
-        iteration, last = self.context.iteration, self._collector.last_logging_step
+        iteration, last = self.context.iteration, self.last_logging_step
         if logging_step is None:
             logging_step = self.context.logging_step(iteration)
         elif logging_step == last and iteration:
@@ -440,10 +428,9 @@ class Run:
         ended_by = error or sys.exc_info()[1]
         explain_failure(ended_by, layers.modules, layers.other_names)
         explain_checkpoint(ended_by, layers.modules)
-        termination = None if self._ends is None else self._ends.termination
         attached, leads_all = self.model.attached, own_rank() == 0
         summarizes = attached and leads_all
-        with Uninterrupted(termination) as guard, without_collections(), ExitStack() as stack:
+        with Uninterrupted(self._ends), without_collections(), ExitStack() as stack:
             if ended_by is not None and not self._loop_checks.has_trained:
                 context.results.audit.abandon()
             if not attached and ended_by is None:
@@ -453,16 +440,16 @@ class Run:
                 )
             parts: list[tuple[str, str, bool, Callable[[], None]]] = [
                 ("ending", "the profile", True, lambda: self._profiling.close(context.iteration)),
-                ("handing over", "the last statistics", attached, lambda: self._hand_over(error, logging_step, guard)),
+                ("handing over", "the last statistics", attached, lambda: self._hand_over(error, logging_step)),
                 ("checking", "the parameters", attached, self._check_parameters),
                 ("checking", "the precision contract", True, lambda: self._check_contract(ended_by)),
                 ("stopping", "the run", ended_by is None, self._rules.stop_at_the_end),
                 ("sending", "the end", attached, lambda: self._send_end(error)),
                 ("checking", "what the run has not reached", attached, lambda: self._warn_never_due(ended_by)),
-                ("closing", "the sinks", True, lambda: self._close_sinks(error, guard)),
+                ("closing", "the sinks", True, lambda: self._close_sinks(error)),
                 ("checking", "the whole run", leads_all, self._check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
-                ("writing", "the report", leads_all, lambda: self._closing.write_page(error, self._sinks, guard)),
+                ("writing", "the report", leads_all, lambda: self._closing.write_page(error)),
                 ("writing", "the summary", summarizes, self._closing.write_summary),
                 (
                     "printing",
@@ -471,7 +458,7 @@ class Run:
                     lambda: self._closing.print_verdict(ended_by, self._profiling.trace),
                 ),
                 ("undoing", "what the session has changed", True, self._put_back),
-                ("closing", "the dumps", True, lambda: self._close_dumps(error, guard)),
+                ("closing", "the dumps", True, lambda: self._close_dumps(error)),
                 ("leaving", "the other ranks", True, context.ranks.end),
             ]
             stack.callback(context.failures.summarize)
@@ -491,25 +478,22 @@ class Run:
             except Exception:  # with strict=True, where the run has ended already
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
-    def _hand_over(self, error: BaseException | None, logging_step: int | None, guard: Uninterrupted) -> None:
-        collector, from_device = self._collector, self._may_read_device
+    def _hand_over(self, error: BaseException | None, logging_step: int | None) -> None:
         self.model.warn_of_refused()
         self._loop_checks.end()
         if not self._files.in_full and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
             # Nothing has failed on this rank, or all ranks stop.
             self._sinks.pass_over(self._files.sinks)
-        try:
-            if collector.ending is not None:
-                collector.read_local(collector.ending, from_device=from_device)
-                with guard.interruptible():
-                    self._deliver(collector.ending)
-            ending = collector.remainder(logging_step)
-            collector.read_local(ending, from_device=from_device)
-            with guard.interruptible():
-                self._deliver(ending)
-        except ObservationError as failure:
-            logger.error(
-                "The statistics gathered since the last step could not be written, and are lost.", exc_info=failure
+        iteration, last = self.context.iteration, self.last_logging_step
+        if logging_step is None:
+            logging_step = self.context.logging_step(iteration) if last is None else last + 1
+        if self._may_read_device:
+            self._deliver_own(EndingStep(iteration, logging_step, is_remainder=True))
+        elif self._collector.has_news:
+            logger.warning(
+                "The statistics of iteration %d are not written: they are on the GPU, which is not asked before a"
+                " signal ends the process.",
+                iteration,
             )
 
     @property
@@ -567,8 +551,6 @@ class Run:
             if error is not None:
                 self._send_nonfinite(error)
             self._send(*dump_events(self.observation.recorder.take_written()))
-            if not self._may_read_device:
-                self._trainer_scalars.drop_from_device()
             self._send_pending(at_last=True)
             self._check_facts(iteration, at_last=True)
             self._rules.event(end_of(error, max(iteration - 1, 0)))
@@ -586,24 +568,17 @@ class Run:
         if not self._is_terminated:
             self._closing.check_whole_run()
 
-    def _close_sinks(self, error: BaseException | None, guard: Uninterrupted) -> None:
+    def _close_sinks(self, error: BaseException | None) -> None:
         self._send_pending()
-        try:
-            with guard.interruptible():
-                self._sinks.close(error)
-        except KeyboardInterrupt:  # try the others once more: only a second Ctrl-C leaves a file open
-            with guard.interruptible():
-                self._sinks.close(error)
-            raise
+        self._sinks.close(error)
 
-    def _close_dumps(self, error: BaseException | None, guard: Uninterrupted) -> None:
+    def _close_dumps(self, error: BaseException | None) -> None:
         """Before a signal ends the process, only queued dumps are written."""
         try:
             if self._may_read_device:
                 self.overflow.close(error, self.observation.recorder)
         finally:
-            with guard.interruptible():
-                self.observation.recorder.close(decides=self._may_read_device)
+            self.observation.recorder.close(decides=self._may_read_device)
 
     def _put_back(self) -> None:
         with ExitStack() as then:
@@ -618,7 +593,7 @@ class Run:
             then.callback(self._parameters.remove)
             then.callback(self._scaled.remove)
             then.callback(self.resume_audit.end)
-            self.context.results.iteration = self._collector.completed
+            self.context.results.iteration = self.context.iteration
             self.live = False
 
     # ------------------------------------------------------------------ whether it still observes

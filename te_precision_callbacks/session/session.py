@@ -221,7 +221,7 @@ class InspectSession(Results):
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
-            run.start(ProcessEnds(self.stop, run.flush, at_sigterm=stop_at_sigterm))
+            run.start(ProcessEnds(self.stop, at_sigterm=stop_at_sigterm))
             if self._model is not None:
                 self.attach(self._model)
         except BaseException as error:
@@ -247,8 +247,8 @@ class InspectSession(Results):
         """End a debug iteration: after the optimizer's step, on all ranks. Statistics are reduced and sent to the
         sinks.
 
-        A step that Ctrl-C interrupts is completed by the next step or by :meth:`stop`. In a forked process this is a
-        no-op.
+        Ctrl-C and SIGTERM are handled after the step; a second Ctrl-C interrupts it, such as a wait for other ranks.
+        In a forked process this is a no-op.
 
         Args:
             logging_step: the logging step of the records. None: the debug iteration, plus ``counts_from``.

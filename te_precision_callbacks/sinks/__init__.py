@@ -13,7 +13,7 @@ Usage::
 from __future__ import annotations
 
 from te_precision_callbacks.sinks.loggers import LoggerSink, add_to_tensorboard, names_for_mlflow, wandb_histogram
-from te_precision_callbacks.sinks.metrics import Histogram, LogFilter, MetricSelection, metric_name
+from te_precision_callbacks.sinks.metrics import LogFilter, MetricSelection, metric_name
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
 from te_precision_callbacks.sinks.step_records import (
     Event,
@@ -30,7 +30,6 @@ from te_precision_callbacks.sinks.worst import Worst
 __all__ = [
     "Event",
     "EventSink",
-    "Histogram",
     "LayerInfo",
     "LogFilter",
     "LoggerSink",

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-from te_precision_callbacks.sinks.metrics import Histogram, MetricSelection
+from te_precision_callbacks.sinks.metrics import MetricSelection
 from te_precision_callbacks.sinks.step_records import Sink, StepRecords
-from te_precision_callbacks.statistics.table import EXPONENTS
+from te_precision_callbacks.statistics.table import EXPONENT_EDGES
 
 ValueT = TypeVar("ValueT")
 
@@ -31,24 +30,11 @@ _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 """As in MLflow 3.17, ``utils/validation.py``."""
 
 
-_MOST_WANDB_BINS = 512
-"""The most bins that wandb.Histogram takes."""
-
-
-def _filled(counts: Sequence[float], most: int | None = None) -> tuple[list[float], list[float]]:
-    """Return the counts from the first to the last non-empty bin, and the edges of these bins, one more than counts.
-
-    Args:
-        counts: a :class:`Histogram`; counts without bins are counts of exponents.
-        most: neighbouring bins are merged to at most this number.
-    """
-    edges = (counts.bins if isinstance(counts, Histogram) else EXPONENTS).edges.tolist()
+def _filled(counts: Sequence[float]) -> tuple[list[float], Sequence[float]]:
+    """Return the counts of exponents from the first to the last non-empty bin, and the edges of these bins."""
     places = [place for place, count in enumerate(counts) if count] or [0]
     first, end = places[0], places[-1] + 1
-    together = 1 if most is None else -(-(end - first) // most)
-    starts = range(first, end, together)
-    sums = [float(sum(counts[start : min(start + together, end)])) for start in starts]
-    return sums, [*(edges[start] for start in starts), edges[end]]
+    return [float(count) for count in counts[first:end]], EXPONENT_EDGES[first : end + 1]
 
 
 def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: int) -> None:
@@ -56,7 +42,7 @@ def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: in
 
     Args:
         writer: a ``torch.utils.tensorboard.SummaryWriter``, or one of tensorboardX.
-        counts: a :class:`Histogram`, or the counts of exponents.
+        counts: the counts of exponents.
         step: the logging step.
     """
     filled, edges = _filled(counts)
@@ -74,11 +60,11 @@ def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: in
 
 
 def wandb_histogram(counts: Sequence[float]) -> Any:
-    """Return a :class:`Histogram`, or the counts of exponents, as a ``wandb.Histogram`` over powers of two."""
+    """Return the counts of exponents as a ``wandb.Histogram`` over powers of two."""
     import numpy
     import wandb
 
-    filled, edges = _filled(counts, _MOST_WANDB_BINS)
+    filled, edges = _filled(counts)
     return wandb.Histogram(np_histogram=(numpy.array(filled), numpy.array(edges)))
 
 
@@ -93,7 +79,7 @@ class LoggerSink(Sink):
         if metrics or histograms:
             self.log(metrics, histograms, records.logging_step)
 
-    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
         """Log the metrics of a step.
 
         Args:
@@ -102,20 +88,3 @@ class LoggerSink(Sink):
             step: the logging step of the trainer's own metrics of the same batch.
         """
         raise NotImplementedError
-
-    def report(self, path: Path) -> None:
-        """Take the page of the run, which ``report=True`` has written at its end: attach it, or log where it is."""
-        return
-
-
-REPORT_NAME = "te/report"
-"""The name under which loggers have the path of the page."""
-
-
-def add_report_to_wandb(run: Any, path: Path) -> None:
-    """Attach the page of a run to a ``wandb.Run``, as an artifact of the type ``report``."""
-    import wandb
-
-    artifact = wandb.Artifact(f"te-precision-report-{run.id}", type="report")
-    artifact.add_file(str(path))
-    run.log_artifact(artifact)

@@ -22,10 +22,8 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-
-from typing_extensions import Self
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
@@ -33,7 +31,6 @@ from te_precision_callbacks.sinks.choice import LATER_PLACES, MOST_SERIES, PLACE
 from te_precision_callbacks.sinks.step_records import Row, StepRecords, row_of
 from te_precision_callbacks.sinks.worst import ByLayer, judged, worst_of_all
 from te_precision_callbacks.statistics.series import Family, Series
-from te_precision_callbacks.statistics.table import Bins
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +62,6 @@ def prefix_of(prefix: str, *, local: bool) -> str:
     return ".".join(part for part in (prefix, "local" if local else "") if part)
 
 
-class Histogram(tuple[float, ...]):
-    """The counts of a histogram over powers of two, with their bins."""
-
-    bins: Bins
-
-    def __new__(cls, counts: Iterable[float], bins: Bins) -> Self:
-        made = super().__new__(cls, counts)
-        made.bins = bins
-        return made
-
-
 class MetricSelection:
     """Turns the records of a step into the metrics of a logger; one object for a run.
 
@@ -101,12 +87,12 @@ class MetricSelection:
         """Return the metrics of a step: name -> value, chosen once for all loggers."""
         return dict(self._chosen(records))
 
-    def histograms(self, records: StepRecords) -> dict[str, Histogram]:
-        """Return the histograms of a step that go to the loggers: name -> counts with their bins."""
+    def histograms(self, records: StepRecords) -> dict[str, tuple[float, ...]]:
+        """Return the histograms of a step that go to the loggers: name -> counts by exponent."""
         self._chosen(records)
         prefix = prefix_of(self._prefix, local=records.local)
         named = {
-            series_name(prefix, series): Histogram(counts, series.family.bins)
+            series_name(prefix, series): counts
             for series, counts in _histograms(records)
             if self._wanted is not None or series.layer in self._series.logged(series.family)
         }

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import GEMMS
-from te_precision_callbacks.coverage.coverage import Product, Reason
+from te_precision_callbacks.coverage.coverage import REMEDIES, Product, Reason
 from te_precision_callbacks.layers.folding import in_sentence
 from te_precision_callbacks.speed.calibration import Calibration
 from te_precision_callbacks.speed.costs import padded, shape_of
@@ -25,16 +25,6 @@ _LEAST_SHARE = 0.002
 
 _FP8 = ("fp8_delayed_scaling", "fp8_current_scaling", "mxfp8")
 """Recipes suggested in place of one another."""
-
-_REMEDY: Mapping[Reason, str] = {
-    Reason.NOT_TE: "make {layers} Transformer Engine layers, such as te.Linear",
-    Reason.NOT_CONVERTED: "let the trainer's conversion include {layers}",
-    Reason.NO_AUTOCAST: "run {layers} inside te.autocast",
-    Reason.RECOMPUTED: "recompute {layers} inside te.autocast: use te.checkpoint",
-    Reason.SECTION: "let {layers} run in low precision again: kept in high precision by {by}",
-    Reason.BACKWARD_OVERRIDE: "leave out backward_override, which keeps the backward of {layers} in high precision",
-    Reason.ENVIRONMENT: "unset the environment variable that keeps {layers} in high precision",
-}
 
 
 @dataclass(frozen=True)
@@ -114,7 +104,7 @@ def _low_instead(
     of_reason: dict[Reason, list[Product]] = defaultdict(list)
     for time in times:
         reason = time.product.reason
-        if not time.recipe and time.gemm in GEMMS and reason is not None and reason in _REMEDY:
+        if not time.recipe and time.gemm in GEMMS and reason is not None and reason in REMEDIES:
             of_reason[reason].append(time.product)
     for reason, products in of_reason.items():
         in_low = timed([(product, recipe) for product in products], device, table=table)
@@ -125,10 +115,10 @@ def _low_instead(
         whole = total(better, device)
         names = list(dict.fromkeys(time.layer for time in better))
         refs = dict.fromkeys(time.product.reason_ref for time in better if time.product.reason_ref)
-        by = " and ".join(refs) or "a section of the config"
+        named = in_sentence(*names, most=3) + (f" ({' and '.join(refs)})" if refs else "")
         low, high = whole.interval
         yield Advice(
-            _REMEDY[reason].format(layers=in_sentence(*names, most=3), by=by) + _padding(better, recipe, device),
+            f"{named}: {REMEDIES[reason]}{_padding(better, recipe, device)}",
             whole.high_ms - whole.low_ms,
             (whole.high_ms * (1 - 1 / low), whole.high_ms * (1 - 1 / high)),
             note=f"in {recipe}",

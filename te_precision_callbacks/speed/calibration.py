@@ -23,7 +23,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed.costs import Shape, cast_users, operand_sizes, shape_of
 from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.errors import CalibrationError, why_unreadable
+from te_precision_callbacks.speed.errors import CalibrationError
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +81,8 @@ class Calibration:
         """Read a table; raises CalibrationError for an unreadable or invalid one."""
         try:
             return _TABLE.validate_json(path.read_bytes())
-        except OSError as error:
-            why = why_unreadable(error)
-            raise CalibrationError(f"The table of measured times {path} cannot be read: {why}.") from None
-        except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, problem["loc"])) or "the file"
-            raise CalibrationError(
-                f"{path} is not a table of measured times as written by --calibrate: {where}: {problem['msg']}. Measure"
-                " again."
-            ) from None
+        except (OSError, ValidationError) as error:
+            raise CalibrationError(f"The table of measured times {path} cannot be read: {error}") from None
 
 
 _TABLE = TypeAdapter(Calibration)

@@ -4,8 +4,6 @@ Usage::
 
     te-precision speed RUN --device h200
     te-precision speed RUN --trace trace.json.gz
-    te-precision speed --trace trace.json.gz
-    te-precision speed --shapes 15872x4096x12288,15872x4096x4096 --recipe fp8_current_scaling --device b300
     te-precision speed RUN --calibrate
     te-precision speed RUN --table speed_calibration.json --json
 
@@ -23,8 +21,6 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from te_precision_callbacks.speed.devices import Device
     from te_precision_callbacks.speed.estimate import Step, StepSpeed
 
@@ -60,19 +56,13 @@ TableFile = Annotated[
 
 
 def speed_command(
-    path: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A recorded run: its log folder. Or give --shapes or --trace.")
-    ] = None,
+    path: Annotated[str, typer.Argument(metavar="RUN", help="A recorded run: its log folder.")],
     *,
-    shapes: Annotated[
-        str | None,
-        typer.Option(metavar="TOKENSxINxOUT,...", help="Shapes in place of a run: tokens x in x out."),
-    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The recipe of --shapes; with a run, a recipe for its layers in high precision.",
+            help="A recipe for the layers in high precision.",
         ),
     ] = None,
     device: DeviceName = None,
@@ -84,79 +74,31 @@ def speed_command(
             "--trace",
             metavar="FILE",
             help="A trace recorded with profile=, shown beside the expected times. The default is the last one of the"
-            " run. Without a run, only the trace is shown.",
+            " run.",
         ),
     ] = None,
     run: Run = None,
     as_json: Json = False,
 ) -> None:
     """Show where low precision saves time, where it does not, and what to change."""
-    if path is not None and shapes is not None:
-        raise typer.BadParameter("give either a run or --shapes, not both", param_hint="RUN")
-    if shapes is not None and trace is not None:
-        raise typer.BadParameter("give either --trace or --shapes, not both", param_hint="--trace")
 
     def expect(step: Step, chosen: Device) -> StepSpeed:
         return speed_of_step(step, chosen, recipe=recipe, calibrate=calibrate, table=table)
 
-    if shapes is not None:
-        _show_shapes(shapes, recipe, device, expect, as_json=as_json)
-        return
     from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.speed.printing import show_run
-    from te_precision_callbacks.speed.recorded import RunSpeed, run_speed
-    from te_precision_callbacks.speed.trace import measure, read_trace
+    from te_precision_callbacks.speed.recorded import run_speed
 
-    if path is not None:
-        recorded, message = chosen_run(path, run)
-        if message:
-            terminal.show_text(message, err=as_json)
-        known = run_speed(recorded, expect, device=device, trace=trace)
-        if known.why_not is not None and known.measured is None:
-            raise type(known.why_not)(" ".join([str(known.why_not), *known.notes[:-1]]))
-    elif trace is not None:
-        expecting = {"--recipe": recipe, "--device": device, "--table": table, "--calibrate": calibrate or None}
-        for name, value in expecting.items():
-            if value is not None:
-                raise typer.BadParameter("needs expected times; also give the log folder of the run", param_hint=name)
-        known = RunSpeed(measured=measure(read_trace(trace)))
-    else:
-        raise typer.BadParameter("give the log folder of a run, --shapes, or --trace", param_hint="RUN")
+    recorded, message = chosen_run(path, run)
+    if message:
+        terminal.show_text(message, err=as_json)
+    known = run_speed(recorded, expect, device=device, trace=trace)
+    if known.why_not is not None and known.measured is None:
+        raise type(known.why_not)(" ".join([str(known.why_not), *known.notes[:-1]]))
     if as_json:
         terminal.show_json(known.as_json())
     else:
         show_run(known)
-
-
-def _show_shapes(
-    shapes: str,
-    recipe: str | None,
-    device: str | None,
-    expect: Callable[[Step, Device], StepSpeed],
-    *,
-    as_json: bool,
-) -> None:
-    if device is None:
-        raise typer.BadParameter("shapes need a device, such as --device h200", param_hint="--device")
-    if recipe is None:
-        raise typer.BadParameter("shapes need a recipe, such as --recipe fp8_current_scaling", param_hint="--recipe")
-    from te_precision_callbacks.coverage.coverage import Coverage
-    from te_precision_callbacks.speed.costs import Shape
-    from te_precision_callbacks.speed.devices import device_named
-    from te_precision_callbacks.speed.estimate import Step, notes_of_shapes
-    from te_precision_callbacks.speed.expected import products_of_shapes
-    from te_precision_callbacks.speed.printing import show_times
-
-    chosen = device_named(device)
-    chosen.check_recipe(recipe)
-    parsed = list(dict.fromkeys(Shape.parse(text) for text in shapes.split(",")))
-    notes = tuple(notes_of_shapes(parsed, recipe, chosen))
-    speed = expect(Step(Coverage(products_of_shapes(parsed, recipe)), recipe, notes=notes), chosen)
-    if as_json:
-        terminal.show_json(speed.as_json())
-    else:
-        show_times(speed)
-        terminal.show_notes(speed.notes)
 
 
 def speed_of_step(

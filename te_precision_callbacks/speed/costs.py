@@ -1,6 +1,6 @@
 """Cost of one matrix product: operations, bytes and launches, and from them milliseconds.
 
-    shape = Shape.parse("15872x4096x12288")       # tokens x in x out: m, k and n
+    shape = Shape(15872, 4096, 12288)       # tokens x in x out: m, k and n
     device = device_named("b300")
     gemm_ms(shape, "", device)                              # in BF16
     gemm_ms(shape, "fp8_current_scaling", device)           # a GEMM of quantized operands
@@ -33,7 +33,6 @@ Read from Transformer Engine 2.20.2: ``pytorch/csrc/quantizer.cpp``,
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, get_args
 
@@ -50,8 +49,6 @@ _LEAST_MS = 0.002
 
 _BYTES_OF_KERNEL = {HIGH: 2.0, "fp8": 1.0, "fp8_block": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 
-_LARGEST = 2**31
-
 
 class Shape(NamedTuple):
     """Shape of a GEMM: the result has m rows of n elements, each a sum of k products; a call makes ``batch`` of them.
@@ -63,18 +60,6 @@ class Shape(NamedTuple):
     k: int
     n: int
     batch: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        """Parse m, k and n from a text such as ``15872x4096x12288``; raises SpeedError for another text."""
-        match = re.fullmatch(r"\s*(\d{1,10})\s*x\s*(\d{1,10})\s*x\s*(\d{1,10})\s*", text)
-        sizes = [] if match is None else [int(size) for size in match.groups()]
-        if not sizes or not all(0 < size < _LARGEST for size in sizes):
-            raise SpeedError(
-                f"{text[:100]!r} is not a shape. Write tokens x in_features x out_features, such as 15872x4096x12288,"
-                f" with sizes from 1 to {_LARGEST - 1}; several with commas between them."
-            )
-        return cls(*sizes)
 
     @property
     def operations(self) -> int:

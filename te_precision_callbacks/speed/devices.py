@@ -26,7 +26,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.speed.errors import DeviceError, SpeedError, why_unreadable
+from te_precision_callbacks.speed.errors import DeviceError, SpeedError
 
 HIGH = "bf16"
 
@@ -208,10 +208,8 @@ def _from_file(path: Path) -> Device:
 
     try:
         keys = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DeviceError(f"The device file {path} cannot be read: {why_unreadable(error)}.") from None
-    except yaml.YAMLError as error:
-        raise DeviceError(f"The device file {path} is not valid YAML: {error}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DeviceError(f"The device file {path} cannot be read: {error}") from None
     name = keys.get("constants") if isinstance(keys, dict) else None
     if isinstance(name, str) and name not in constants():
         raise DeviceError(f"{path}: constants: there is no set {name!r}.{suggestion(name, constants())}")

@@ -19,9 +19,3 @@ class CalibrationError(SpeedError):
 
 class TraceError(PrecisionDebugError, ValueError):
     """A file is not a trace of torch.profiler, is truncated, or has no layer ranges."""
-
-
-def why_unreadable(error: OSError | ValueError) -> str:
-    if isinstance(error, OSError):
-        return (error.strerror or str(error)).lower()
-    return "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"it is not valid ({error})"

@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.numerics.gemm_shapes import refusals
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.speed.advice import Advice, advise
 from te_precision_callbacks.speed.calibration import Calibration
-from te_precision_callbacks.speed.costs import Shape
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.expected import (
     ProductTime,
@@ -169,24 +167,6 @@ def _reasons(time: ProductTime) -> Iterable[str]:
     share = time.product.mask_share
     if time.product.family == "attention" and share != 1:
         yield "counted in full: mask unknown" if share is None else f"counted at {100 * share:.1f} %: causal mask"
-
-
-def notes_of_shapes(shapes: Iterable[Shape], recipe: str, device: Device) -> list[str]:
-    """Return notes on shapes that Transformer Engine refuses in a recipe."""
-    notes = []
-    for shape in shapes:
-        sizes = {"tokens": shape.m, "in_features": shape.k, "out_features": shape.n}
-        multiples = dict.fromkeys(sizes, 1)
-        for refusal in refusals(recipe, device.capability, tokens=shape.m, in_features=shape.k, out_features=shape.n):
-            multiples[refusal.dimension] = math.lcm(multiples[refusal.dimension], refusal.multiple)
-        rules = [f"{name} to be a multiple of {multiple}" for name, multiple in multiples.items() if multiple > 1]
-        if rules:
-            good = Shape(*(-(-size // multiples[name]) * multiples[name] for name, size in sizes.items()))
-            notes.append(
-                f"Transformer Engine refuses {shape} in {recipe}: it needs {', '.join(rules)}. The next valid shape"
-                f" is {good}. The time is an estimate for the padded shape."
-            )
-    return notes
 
 
 def _notes(times: Sequence[ProductTime], device: Device) -> Iterable[str]:

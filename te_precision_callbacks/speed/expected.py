@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
-from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, RECIPES, GemmName
+from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed.calibration import Calibration, cast_key, gemm_key, high_key
 from te_precision_callbacks.speed.costs import (
@@ -197,24 +197,6 @@ def layers_without_gain(times: Iterable[ProductTime]) -> set[str]:
         if time.is_low:
             added[time.layer] += time.low_ms - time.high_ms
     return {layer for layer, ms in added.items() if ms >= 0}
-
-
-def products_of_shapes(shapes: Iterable[Shape], recipe: str) -> list[Product]:
-    """Return the three GEMMs of a linear layer of each shape, named after it."""
-    form = RECIPES[recipe].format
-    products = []
-    for shape in shapes:
-        tokens, k, n = shape[:3]
-        sizes: dict[GemmName, tuple[int, int, int]] = {
-            "fprop": (tokens, n, k),
-            "dgrad": (tokens, k, n),
-            "wgrad": (n, k, tokens),
-        }
-        for gemm, of_product in sizes.items():
-            operands: dict[str, str] = {str(tensor): form for tensor in OPERANDS[gemm]}
-            macs = shape.operations // 2
-            products.append(Product(str(shape), "te", gemm, gemm != "fprop", *of_product, 1, 1, macs, operands))
-    return products
 
 
 def _time_of(

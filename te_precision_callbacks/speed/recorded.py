@@ -7,7 +7,6 @@ cancel in an expected speed-up, but would not if one side were measured.
 from __future__ import annotations
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from te_precision_callbacks.base.counts import size
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run, recorded_products
@@ -82,15 +80,12 @@ class RunSpeed:
     Attributes:
         why_not: the reason for no expected times.
         measured: the times of a step in a trace; None without one.
-        trace_problem: the reason why the run's own trace cannot be used; empty if it can.
         notes: unknown facts with their reasons; unreadable parts of the run come first.
     """
 
     expected: StepSpeed | None = None
     why_not: SpeedError | None = None
     measured: MeasuredStep | None = None
-    trace: Path | None = None
-    trace_problem: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -112,7 +107,7 @@ class RunSpeed:
         """Layer -> measured milliseconds of its GEMMs and casts without recomputation; empty if not compared."""
         sums: dict[str, float] = defaultdict(float)
         for row in () if self.measured is None or self.not_compared else self.measured.products:
-            if row.layer and row.kind in ("gemm", "convolution", "cast") and row.of_pass != "recompute":
+            if row.layer and row.kind in ("gemm", "cast") and row.of_pass != "recompute":
                 sums[row.layer] += row.ms
         return dict(sums)
 
@@ -129,7 +124,6 @@ def run_speed(
     *,
     device: Device | str | None = None,
     trace: Path | None = None,
-    most_trace_bytes: float = math.inf,
 ) -> RunSpeed:
     """Return the speed of a run.
 
@@ -137,7 +131,6 @@ def run_speed(
         expect: estimates a step for a device.
         device: the device for expected times; None for the run's own GPU.
         trace: a trace of the run; None for the last one recorded with ``profile=``.
-        most_trace_bytes: size limit for the run's own trace.
 
     Raises:
         DeviceError, CalibrationError, TraceError: the given device, measured times or trace cannot be used.
@@ -152,21 +145,17 @@ def run_speed(
     except SpeedError as error:
         why_not = error
     notes = list(run.unread)
-    measured, problem = None, ""
+    measured = None
     if trace is not None:
         measured = measure(read_trace(trace))
     else:
         notes += run.events.filter(pc.equal(run.events["kind"], "profile"))["text"].to_pylist()
         if own := own_traces(run.path, run.run_id):
-            trace = own[-1]
             try:
-                if trace.stat().st_size > most_trace_bytes:
-                    raise TraceError(f"{trace} has {size(trace.stat().st_size)}, which takes too long to read.")
-                measured = measure(read_trace(trace))
+                measured = measure(read_trace(own[-1]))
             except TraceError as error:
-                problem = str(error)
-                notes.append(f"The run's own trace is not used: {problem}")
-    speed = RunSpeed(expected, why_not, measured, trace, problem)
+                notes.append(f"The run's own trace is not used: {error}")
+    speed = RunSpeed(expected, why_not, measured)
     if why_not is not None:
         notes.append(f"No times are expected: {why_not}")
     elif measured is not None and speed.not_compared:

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.base.vocabulary import TENSORS
-from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, UnknownStatisticError, logged_request
-from te_precision_callbacks.statistics.table import Bins, Worse
+from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, logged_request
+from te_precision_callbacks.statistics.table import Worse
 
 FIRST_STEP = 4
 """The flag of a number of a layer's first step of delayed scaling, with the scale 1."""
@@ -66,17 +66,6 @@ class Family:
             flags: of each number, as in records.
         """
         return np.asarray((flags & FIRST_STEP) != 0) & self.is_of_delayed_scaling
-
-    @property
-    def bins(self) -> Bins:
-        """The bins of a histogram.
-
-        Raises:
-            UnknownStatisticError: the statistic is not a histogram.
-        """
-        if self.request is None or self.request.statistic.bins is None:
-            raise UnknownStatisticError(f"there is no histogram {self.statistic!r}")
-        return self.request.statistic.bins
 
     def badness(self, value: float) -> float:
         """A key that grows as a value gets worse; nan is the worst, and inf is the best SQNR.

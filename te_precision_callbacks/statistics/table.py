@@ -35,11 +35,9 @@ class Of(Enum):
     TENSOR = "the high-precision tensor"
     QUANTIZED = "the tensor and its quantized form"
     SCALES = "the scales of the quantized form"
-    SCALE_BINS = "the scales of the quantized form, binned"
     SCALE_LIMITS = "the scales of the quantized form, by block"
     LOSSES = "the tensor and its quantized form, by block"
     RANGES = "the tensor, by block of the quantized form"
-    RANGE_BINS = "the tensor, by block of the quantized form, binned"
     BLOCKS = "blocks of the tensor"
     EXPONENTS = "the exponents of the tensor"
     GEMM = "the GEMM that makes the tensor"
@@ -61,10 +59,10 @@ class Worse(Enum):
     NEITHER = ""
 
 
-OF_BLOCKS = frozenset({Of.SCALE_BINS, Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES, Of.RANGE_BINS})
+OF_BLOCKS = frozenset({Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES})
 """Sources that exist only for recipes with a scale for each block."""
 
-OF_SCALES = frozenset({Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
+OF_SCALES = frozenset({Of.SCALES, Of.SCALE_LIMITS})
 """Sources that a tensor has that exists in its quantized form only."""
 
 
@@ -72,53 +70,10 @@ OF_GEMMS = (Of.GEMM, Of.GEMM_FORMAT, Of.GEMM_CODES_A, Of.GEMM_CODES_B)
 """Sources that LogGemmError measures."""
 
 
-@functools.cache
-def _names_of_bins(number: int) -> tuple[str, ...]:
-    return tuple(f"bin_{index}" for index in range(number))
-
-
-@dataclass(frozen=True)
-class Bins:
-    """The ``number`` bins of a histogram, over powers of two, ``steps`` per factor of 2.
-
-    Bin i counts the numbers in [2^(lowest + i / steps), 2^(lowest + (i + 1) / steps)); numbers below the first bin or
-    above the last one count in that bin.
-    """
-
-    lowest: int
-    steps: int
-    number: int
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return _names_of_bins(self.number)
-
-    @property
-    def edges(self) -> Values:
-        return self.lowest + np.arange(self.number + 1) / self.steps
-
-    def counts(self, columns: Columns) -> Values:
-        return np.stack([columns[name] for name in self.columns], axis=-1)
-
-    def percentile(self, percent: int, columns: Columns) -> tuple[npt.NDArray[np.bool_], Values]:
-        """Whether each row has any count, and the lower edge of a percentile's bin (nearest rank), as log2."""
-        counts = self.counts(columns)
-        total = counts.sum(-1)
-        rank = np.maximum(np.ceil(percent * total / 100), 1)
-        index = (np.cumsum(counts, -1) >= rank[:, None]).argmax(-1)
-        return total > 0, self.edges[index]
-
-
-EXPONENTS = Bins(-127, 1, 256)
-"""The bins of :mod:`te_precision_callbacks.engine.kernels.columns`; the first bin has the subnormal numbers."""
-
-SCALES = Bins(-127, 8, 8 * 255)
-"""From E8M0's smallest number to float32's largest. Powers of two (E8M0's numbers) are lower edges, hence exact."""
-
-RANGES = Bins(0, 8, 8 * 64 + 1)
-"""No one-byte format spans 64 powers of two; a block that spans more counts in the last bin."""
-
-PERCENTILES = (1, 10, 50, 90, 99)
+EXPONENT_COLUMNS = tuple(f"bin_{exponent}" for exponent in range(256))
+EXPONENT_EDGES = tuple(float(exponent - 127) for exponent in range(257))
+"""log2 of the edges of the histogram's bins, one more than bins; the first bin also has the subnormal numbers, and the
+last one larger numbers: :mod:`te_precision_callbacks.engine.kernels.columns`."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +84,9 @@ class Statistic:
         name: as in a config, without recipe and direction.
         formula: in words and symbols; sums are over the finite elements of all micro-batches and ranks.
         unit: the unit of the value.
-        value: computes the value from merged columns; None for a histogram, which consists of the columns of its bins.
+        value: computes the value from merged columns; None for the histogram, whose value is its columns.
         of: its source.
         upstream: whether Transformer Engine 2.20 has the statistic.
-        bins: the bins of a histogram.
         worse: the direction of worse values. Lists of the worst layers are sorted by it, and have only
             statistics with one.
         signed: whether values of either sign are ordinary.
@@ -144,9 +98,12 @@ class Statistic:
     value: Callable[[Columns], Values] | None
     of: Of
     upstream: bool = False
-    bins: Bins | None = None
     worse: Worse = Worse.HIGH
     signed: bool = False
+
+    @property
+    def is_histogram(self) -> bool:
+        return self.value is None
 
     @property
     def is_count(self) -> bool:
@@ -217,29 +174,12 @@ def _largest_scale(columns: Columns) -> Values:
     return _or_zero(np.isfinite(columns["scale_max"]), columns["scale_max"])
 
 
-def _scale_percentile(percent: int) -> Callable[[Columns], Values]:
-    def value(columns: Columns) -> Values:
-        # The extremes are known exactly; the lower edge of a bin may be below the least.
-        counted, edge = SCALES.percentile(percent, columns)
-        return _or_zero(counted, np.clip(np.exp2(edge), _least_scale(columns), _largest_scale(columns)))
-
-    return value
-
-
 def _least_range(columns: Columns) -> Values:
     return _or_zero(np.isfinite(columns["range_max"]), -columns["negated_range_min"])
 
 
 def _largest_range(columns: Columns) -> Values:
     return _or_zero(np.isfinite(columns["range_max"]), columns["range_max"])
-
-
-def _range_percentile(percent: int) -> Callable[[Columns], Values]:
-    def value(columns: Columns) -> Values:
-        counted, edge = RANGES.percentile(percent, columns)
-        return _or_zero(counted, np.clip(edge, _least_range(columns), _largest_range(columns)))
-
-    return value
 
 
 _ELEMENT, _COUNT, _BLOCKS, _POWERS, _PERCENT = "of the tensor", "elements", "blocks", "powers of two", "%"
@@ -287,7 +227,6 @@ def _statistics() -> Iterable[Statistic]:
         _COUNT,
         None,
         of=Of.EXPONENTS,
-        bins=EXPONENTS,
         worse=Worse.NEITHER,
     )
     quantized = functools.partial(Statistic, of=Of.QUANTIZED)
@@ -463,21 +402,6 @@ def _of_gemms() -> Iterable[Statistic]:
 
 
 def _of_blocks() -> Iterable[Statistic]:
-    scale_bins = functools.partial(Statistic, of=Of.SCALE_BINS, worse=Worse.NEITHER)
-    for percent in PERCENTILES:
-        formula = (
-            f"percentile {percent} of the factors, rounded down to 2^(k / 8), but not below `scale_inv_min` or above"
-            " `scale_inv_max`"
-        )
-        yield scale_bins(f"scale_inv_p{percent}", formula, _ELEMENT, _scale_percentile(percent))
-    yield scale_bins(
-        "scale_inv_histogram",
-        "for each i from 0 to 2039 the number of factors from 2^(-127 + i / 8) to below 2^(-127 + (i + 1) / 8); i = 0"
-        " also counts smaller ones",
-        _BLOCKS,
-        None,
-        bins=SCALES,
-    )
     for name, column, what in (
         ("saturated_scales%", "saturated", "with an x != 0 whose scale is at a limit of its format"),
         (
@@ -508,22 +432,6 @@ def _of_blocks() -> Iterable[Statistic]:
         "block_dynamic_range_mean",
         f"mean {of_a_block}",
         value=lambda c: _ratio(c["range_sum"], c["ranges"]),
-    )
-    range_bins = functools.partial(Statistic, of=Of.RANGE_BINS)
-    for percent in PERCENTILES:
-        formula = (
-            f"percentile {percent} of the blocks' dynamic ranges, rounded down to k / 8, at most 64, at least"
-            " `block_dynamic_range_min`"
-        )
-        yield range_bins(f"block_dynamic_range_p{percent}", formula, _POWERS, _range_percentile(percent))
-    yield range_bins(
-        "block_dynamic_range_histogram",
-        "for each i from 0 to 512 the number of blocks from i / 8 to below (i + 1) / 8; i = 512 also counts larger"
-        " ones",
-        _BLOCKS,
-        None,
-        bins=RANGES,
-        worse=Worse.NEITHER,
     )
 
 

@@ -13,18 +13,13 @@ from transformers.utils.generic import ExplicitEnum
 
 from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
+    CONFIG_HELP,
     DEBUG_OPTIONS,
-    FLAGS,
     TE_PRECISION,
-    given_flags,
-    naming_flags,
     parse_debug,
+    refuse_unread_config,
 )
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.config.contract import read_contract
-from te_precision_callbacks.diagnosis.reaction import reads_stop
-from te_precision_callbacks.options import read_statistics_log
-from te_precision_callbacks.runs.limits import record_limit
 
 
 class PrecisionDebugOption(ExplicitEnum):
@@ -51,9 +46,6 @@ def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
     return [PrecisionDebugOption(name) if name in DEBUG_OPTIONS else DebugOption(name) for name in names]
 
 
-_HELP = {flag.keyword: {"help": f"With --debug {TE_PRECISION}: {flag.help}."} for flag in FLAGS}
-
-
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
     """``transformers.TrainingArguments`` with a ``debug`` that also takes ``activation_overflow`` and ``te_precision``.
@@ -69,16 +61,10 @@ class TrainingArguments(transformers.TrainingArguments):
             of transformers.
         te_precision_config: with ``te_precision``, the path of the config, or a mapping. None: statistics on every
             Transformer Engine layer.
-        te_precision_require: the callback's ``require``. It and the four arguments below need ``te_precision``.
-        te_precision_records: the callback's ``records``.
-        te_precision_statistics_log: the callback's ``statistics_log``.
-        te_precision_on_finding: the callback's ``on_finding``, except a function.
-        te_precision_report: the callback's ``report``.
 
     Raises:
         UnknownDebugOptionError: a name is unknown, also inside a list; a ValueError.
-        OptionError: an argument ``te_precision_...`` without ``te_precision``, or of a wrong type.
-        ConfigError: ``te_precision_require`` is not a contract.
+        OptionError: ``te_precision_config`` without ``te_precision``, or of a wrong type.
     """
 
     debug: str | list[str] = field(  # type: ignore[assignment]  # upstream's enum takes no further members
@@ -89,12 +75,7 @@ class TrainingArguments(transformers.TrainingArguments):
             " layers, see --te_precision_config."
         },
     )
-    te_precision_config: str | None = field(default=None, metadata=_HELP["config"])
-    te_precision_require: str | None = field(default=None, metadata=_HELP["require"])
-    te_precision_records: str | None = field(default=None, metadata=_HELP["records"])
-    te_precision_statistics_log: str | None = field(default=None, metadata=_HELP["statistics_log"])
-    te_precision_on_finding: str | None = field(default=None, metadata=_HELP["on_finding"])
-    te_precision_report: bool = field(default=False, metadata=_HELP["report"])
+    te_precision_config: str | None = field(default=None, metadata={"help": CONFIG_HELP})
 
     def __post_init__(self) -> None:
         options = parse_options(self.debug)
@@ -104,14 +85,7 @@ class TrainingArguments(transformers.TrainingArguments):
                 "te_precision_config= must be the path of a YAML file, or a mapping of the same content, not"
                 f" {type(config).__name__} {config!r}."
             )
-        if not isinstance(self.te_precision_report, bool):
-            raise OptionError(f"te_precision_report= must be True or False, not {self.te_precision_report!r}.")
-        given = given_flags(self, options)
-        with naming_flags(given):
-            read_contract(given.get("require"))
-            record_limit(given.get("records", "on"))
-            read_statistics_log(given.get("statistics_log", "rank0"))
-            reads_stop(given.get("on_finding", "warn"))
+        refuse_unread_config(config, options)
         if isinstance(config, os.PathLike):
             self.te_precision_config = os.fspath(config)
         self.debug = [option for option in options if isinstance(option, DebugOption)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -25,14 +24,11 @@ from transformers.trainer_callback import CallbackHandler
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.sinks import MetricSelection
 from te_precision_callbacks.sinks.loggers import (
-    REPORT_NAME,
     LoggerSink,
-    add_report_to_wandb,
     add_to_tensorboard,
     names_for_mlflow,
     wandb_histogram,
 )
-from te_precision_callbacks.sinks.metrics import Histogram
 
 
 class ReportingError(PrecisionDebugError, RuntimeError):
@@ -78,50 +74,18 @@ class _IntegrationSink(LoggerSink):
         self._integration = integration
         self._reporting = reporting
         self._known: set[str] = set()
-        self._run: Any = None
 
-    def _find_run(self) -> Any:
-        """The run that the integration writes: of MLflow its number, of TensorBoard its writer.
-
-        It is needed for the report, which is written after the integration has closed it.
-        """
-        integration = self._integration
-        if isinstance(integration, WandbCallback):
-            return integration._wandb.run
-        if isinstance(integration, TensorBoardCallback):
-            return integration.tb_writer
-        if isinstance(integration, MLflowCallback) and (active := integration._ml_flow.active_run()) is not None:
-            return active.info.run_id
-        return None
-
-    def log(self, metrics: dict[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
         """Log at the step of the trainer's own metrics; does nothing after the training."""
         if not self._reporting.is_open:
             return
         try:
-            self._run = self._run or self._find_run()
             self._log(self._reporting.event, metrics, step)
             for name, counts in histograms.items():
                 _log_histogram(self._integration, name, counts, step)
         except Exception as error:
             name = type(self._integration).__name__
             raise ReportingError(f"{name} could not log statistics: {type(error).__name__}: {error}") from error
-
-    def report(self, path: Path) -> None:
-        """Attach the page of the run to W&B's run, or write its path into the runs of TensorBoard and MLflow."""
-        integration, run = self._integration, self._run
-        if run is None:
-            return
-        if isinstance(integration, WandbCallback):
-            add_report_to_wandb(run, path)
-        elif isinstance(integration, TensorBoardCallback):
-            run.add_text(REPORT_NAME, str(path))
-            if integration.tb_writer is None:
-                run.close()  # again: a closed writer has opened another file of its folder
-            else:
-                run.flush()
-        elif isinstance(integration, MLflowCallback):
-            integration._ml_flow.MlflowClient().set_tag(run, REPORT_NAME, str(path))
 
     def _log(self, event: TrainerEvent, metrics: dict[str, float], step: int) -> None:
         integration = self._integration

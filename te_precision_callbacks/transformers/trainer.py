@@ -9,17 +9,13 @@ import transformers
 
 from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
+    CONFIG_FLAG,
     TE_PRECISION,
     DebugValue,
-    given_flags,
-    naming_flags,
+    refuse_unread_config,
 )
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.config.contract import ContractSource
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.diagnosis.reaction import OnFinding
-from te_precision_callbacks.options import StatisticsLogValue
-from te_precision_callbacks.runs.limits import Records
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.transformers.arguments import parse_options
 from te_precision_callbacks.transformers.callback import PrecisionDebugTrainerCallback
@@ -39,7 +35,7 @@ class Trainer(transformers.Trainer):
     Args:
         *arguments, **keywords: as in transformers' Trainer.
         debug: debug options in addition to ``args.debug``, in the same form.
-        te_precision_config and the other keywords: replace the argument of the same name in ``args``, unless None.
+        te_precision_config: replaces ``args.te_precision_config``, unless None.
 
     Raises:
         UnknownDebugOptionError: a name is unknown; a ValueError.
@@ -57,25 +53,13 @@ class Trainer(transformers.Trainer):
         *arguments: Any,
         debug: DebugValue = None,
         te_precision_config: ConfigSource = None,
-        te_precision_require: ContractSource = None,
-        te_precision_records: Records | None = None,
-        te_precision_statistics_log: StatisticsLogValue | None = None,
-        te_precision_on_finding: OnFinding | None = None,
-        te_precision_report: bool | None = None,
         **keywords: Any,
     ) -> None:
         more = parse_options(debug)
         super().__init__(*arguments, **keywords)
         options = parse_options([*parse_options(self.args.debug), *more])
-        instead = {
-            "config": te_precision_config,
-            "require": te_precision_require,
-            "records": te_precision_records,
-            "statistics_log": te_precision_statistics_log,
-            "on_finding": te_precision_on_finding,
-            "report": te_precision_report,
-        }
-        given = given_flags(self.args, options, instead)
+        config = getattr(self.args, CONFIG_FLAG, None) if te_precision_config is None else te_precision_config
+        refuse_unread_config(config, options)
         if options != self.args.debug:
             self.args = copy.copy(self.args)  # the caller may give it to another trainer
             self.args.debug = list[Any](options)
@@ -85,9 +69,7 @@ class Trainer(transformers.Trainer):
         if precision:
             self._refuse_second_callback()
             watch = (ACTIVATION_OVERFLOW,) if overflow else ()
-            with naming_flags(given):
-                callback = PrecisionDebugTrainerCallback(given.pop("config", None), debug=watch, **given)
-            self.add_callback(callback)
+            self.add_callback(PrecisionDebugTrainerCallback(config, debug=watch))
         elif overflow:
             self.add_callback(ActivationOverflowCallback())
 

@@ -112,12 +112,6 @@ def wandb_history(folder: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def wandb_artifacts(folder: Path) -> list[tuple[str, list[str]]]:
-    """The type and the files of each artifact, from the file of the only offline run."""
-    artifacts = [each.artifact for each in wandb_records(folder) if each.WhichOneof("record_type") == "artifact"]
-    return [(each.type, [entry.path for entry in each.manifest.contents]) for each in artifacts]
-
-
 def wandb_records(folder: Path) -> list[Any]:
     """The records in the file of the only offline run, once the service has written its end."""
     from wandb.proto import wandb_internal_pb2

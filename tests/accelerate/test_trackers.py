@@ -22,11 +22,10 @@ from tests.accelerate.loops import (
     run,
     sample,
     train,
-    wandb_artifacts,
     wandb_history,
 )
 from tests.conftest import Keeper, statistics
-from tests.lightning.models import board_scalars, board_text, logged_lines
+from tests.lightning.models import board_scalars, logged_lines
 
 CONFIG = {
     "stats": {
@@ -53,7 +52,6 @@ class Kept(GeneralTracker):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[dict[str, float], int | None]] = []
-        self.configuration: dict[str, Any] = {}
 
     @property
     def tracker(self) -> list[Any]:
@@ -65,7 +63,7 @@ class Kept(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.configuration |= values
+        pass
 
     @on_main_process
     def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
@@ -159,26 +157,6 @@ def check_histograms(tmp_path: Path, history: dict[int, dict[str, Any]]) -> None
     assert parts["_type"] == "histogram"
     found = dict(zip(parts["bins"], parts["values"], strict=False))
     assert {edge: count for edge, count in found.items() if count} == drawn
-
-
-@pytest.mark.slow
-def test_every_tracker_gets_the_report(offline_trackers: Path, tmp_path: Path) -> None:
-    from mlflow import MlflowClient
-
-    kept = Kept()
-    accelerator = Accelerator(log_with=["tensorboard", "mlflow", "wandb", kept], project_dir=str(tmp_path / "run"))
-    accelerator.init_trackers("project", {"batch": 4})
-    model, optimizer, loader = prepared(accelerator, Plain(), batches=2)
-    with PrecisionDebugger(accelerator, model, statistics(), log_dir=tmp_path / "logs", report=True) as debugger:
-        run(accelerator, debugger, model, optimizer, loader)
-    report = str(tmp_path / "logs" / "report.html")
-    assert board_text(tmp_path / "run" / "project", "te/report") == [report], "before the trackers are closed"
-    accelerator.end_training()
-    (experiment,) = [each for each in MlflowClient().search_experiments() if each.name == "project"]
-    (of_mlflow,) = MlflowClient().search_runs([experiment.experiment_id])
-    assert of_mlflow.data.params == {"batch": "4", "te/report": report}
-    assert kept.configuration == {"batch": 4, "te/report": report}
-    assert wandb_artifacts(tmp_path) == [("report", ["report.html"])]
 
 
 def test_the_scripts_own_step(tmp_path: Path) -> None:

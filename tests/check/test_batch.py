@@ -36,6 +36,7 @@ from tests.coverage.test_coverage import (
     Taught,
     words,
 )
+from tests.fused_attention import emulate_kernel
 
 CURRENT = recipes.Float8CurrentScaling
 
@@ -231,7 +232,10 @@ ATTENTION: Mapping[str, tuple[tuple[int, int], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "on_meta"), [(name, number % 2 == 0) for number, name in enumerate(ATTENTION)])
-def test_attention_is_planned_as_it_runs(name: str, on_meta: bool, tmp_path: Path) -> None:
+def test_attention_is_planned_as_it_runs(
+    name: str, on_meta: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate_kernel(monkeypatch)
     capability, recipe = ATTENTION[name]
     case = Case(Attention, lambda: torch.ones(128, BATCH, WIDTH, dtype=BF16, requires_grad=True))
     with any_capability():

@@ -16,6 +16,7 @@ from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import AttentionEvent
 from tests.capability import any_capability, stand_for
+from tests.fused_attention import emulate_kernel
 
 LENGTH, BATCH, HEADS, SIZE = 128, 2, 4, 32
 
@@ -88,6 +89,7 @@ def made() -> te.DotProductAttention:
 
 def test_operands_are_those_of_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     told, reported = Told(), list[str]()
+    emulate_kernel(monkeypatch)
     with any_capability(), spied(monkeypatch) as calls:
         stand_for((10, 0))
         run(made(), told, reported)
@@ -103,8 +105,9 @@ def test_operands_are_those_of_the_extension(monkeypatch: pytest.MonkeyPatch) ->
         assert event.layer == "attention"
 
 
-def test_a_listener_that_raises_changes_nothing() -> None:
+def test_a_listener_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told, reported = Told(), list[str]()
+    emulate_kernel(monkeypatch)
     with any_capability():
         stand_for((10, 0))
         expected = run(made(), Told(), reported)

@@ -30,6 +30,7 @@ from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature
+from tests.fused_attention import emulate_kernel
 
 BATCH, LENGTH, WIDTH, INNER, HEADS, WORDS = 16, 16, 64, 128, 4, 96
 TOKENS = BATCH * LENGTH
@@ -891,8 +892,9 @@ FUSED = {
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_attention_in_low_precision(name: str, tmp_path: Path) -> None:
+def test_attention_in_low_precision(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Transformer Engine's fused attention, in the forward and in the backward."""
+    emulate_kernel(monkeypatch)
     capability, recipe, word = FUSED[name]
     length = 128  # a block of MXFP8
     with any_capability():

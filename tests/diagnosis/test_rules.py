@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
-from te_precision_callbacks.config import load_config
 from te_precision_callbacks.diagnosis import RULES, Finding, Verdict
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
@@ -641,25 +639,6 @@ def test_the_rule_book_is_complete() -> None:
     for rule in RULES:
         for name in ("title", "needs", "collect", "condition", "silent", "source", "why", "disproof", "remedy"):
             assert getattr(rule, name), f"{rule.id} has no {name}"
-
-
-@pytest.mark.parametrize(
-    ("gpu", "tokens", "found"),
-    [("NVIDIA H200", 256, True), ("NVIDIA H200", 32768, False), ("", 256, None), ("Another GPU", 256, None)],
-)
-def test_layers_that_low_precision_makes_slower(gpu: str, tokens: int, found: bool | None) -> None:
-    sizes = {"m": 8192, "k": 8192} if tokens > 8192 else {"m": 1024, "k": 1024}
-    known = facts(settings=Settings(gpu=gpu), n=tokens, **sizes)
-    verdict = judged([ordinary()], known)
-    assert not verdict.wrong, "it is a note"
-    assert ("slower-in-low-precision" in verdict.judged) == (found is not None)
-    if found:
-        finding = only(verdict, "slower-in-low-precision")
-        assert finding.layers == tuple(LAYERS)
-        assert "20 layers of 20 are expected to be slower than in BF16 on NVIDIA H200 SXM" in finding.seen
-        load_config(yaml.safe_load(finding.patch))
-    else:
-        assert not [each for each in verdict.findings if each.rule == "slower-in-low-precision"]
 
 
 def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:

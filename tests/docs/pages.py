@@ -63,7 +63,6 @@ RUN_BY = {
     ("docs/resuming.md", "python", "# train.py"): "tests/docs/test_task_pages.py",
     ("docs/resuming.md", "python", "with InspectSession"): "tests/session/test_resume_audit.py",
     ("docs/session.md", "python", ""): "tests/docs/test_session_page.py",
-    ("docs/speed.md", "bash", "te-precision speed"): "tests/speed/test_page.py",
     ("docs/speed.md", "bash", "te-precision check"): "tests/speed/test_memory_by_hand.py",
     ("docs/speed.md", "python", "import pandas"): "tests/speed/test_page.py",
     ("docs/speed.md", "python", "# llama.py"): "tests/speed/test_memory_by_hand.py",

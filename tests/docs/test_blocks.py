@@ -146,11 +146,8 @@ def activation_overflow(folder: Path, block: str, label: str, look: str, skip: s
     assert not all(map(torch.equal, before, model.parameters()))
 
 
-def reference_backend(folder: Path, code: str, attention: str) -> None:
-    found = run(code)
-    assert found["layer"].weight.grad.isfinite().all()
-    layer = run(attention, **found)["layer"]
-    assert layer.self_attention.layernorm_qkv.query_weight.grad.isfinite().all()
+def reference_backend(folder: Path, code: str) -> None:
+    assert run(code)["layer"].weight.grad.isfinite().all()
 
 
 def scopes(folder: Path, code: str) -> None:

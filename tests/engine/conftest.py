@@ -6,14 +6,13 @@ import sys
 
 import pytest
 
-from te_precision_callbacks.engine.kernels import compiled, native
+from te_precision_callbacks.engine.kernels import compiled
 
 
 @pytest.fixture(autouse=True)
 def compiling_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a run that has measured much already: what is compiled is taken from the first tensor on."""
     monkeypatch.setattr(compiled, "PAYS_FROM", 0)
-    monkeypatch.setattr(native.ONE_PASS, "pays_from", 0)
 
 
 @pytest.fixture

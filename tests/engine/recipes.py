@@ -145,7 +145,6 @@ def scale_of(
     return scale, one / scale, one / scale
 
 
-PERCENTILES = (1, 10, 50, 90, 99)
 LIMITS = {  # recipe -> the lowest and the highest scale, as scale_of() stores it
     "mxfp8": (0, 254),
     "fp8_block_scaling": (2.0**-127, 2.0**127),
@@ -161,8 +160,7 @@ class Pair(NamedTuple):
 
 
 def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Every statistic of blocks, of all matrices together, by a loop over the blocks; histograms as bin -> count."""
-    factors: list[float] = []
+    """Every statistic of blocks, of all matrices together, by a loop over the blocks."""
     ranges: list[float] = []
     number = zero = saturated = flushed = underflowing = overflowing = 0
     worst = 0.0
@@ -184,11 +182,7 @@ def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
                 saturated += block.stored_scale <= low or block.stored_scale >= high
                 ranges.append(math.log2(nonzero.max() / nonzero.min()))
             zero += not len(nonzero)
-            if len(nonzero) and 0 < block.factor < INF:
-                factors.append(float(block.factor))
     return {
-        **distribution("scale_inv", [math.log2(factor) for factor in factors], factors, lowest=-127, bins=2040),
-        **distribution("block_dynamic_range", ranges, ranges, lowest=0, bins=513),
         "block_dynamic_range_min": min(ranges, default=0.0),
         "block_dynamic_range_max": max(ranges, default=0.0),
         "block_dynamic_range_mean": math.fsum(ranges) / len(ranges) if ranges else 0.0,
@@ -203,15 +197,13 @@ def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
 
 @np.errstate(invalid="ignore", over="ignore")
 def columns_by_block(recipe: str, pair: Pair) -> dict[str, dict[Any, float]]:
-    """What the engine keeps of blocks, by its place: columns by their names, those of bins as bin -> count."""
+    """What the engine keeps of blocks, by its place: columns by their names."""
     low, high = LIMITS[recipe]
     x, quantized = pair
     found: dict[str, dict[Any, float]] = {
         "limits": dict.fromkeys(("blocks", "saturated", "flushed", "zero_blocks"), 0.0),
         "losses": dict.fromkeys(("blocks", "underflow_blocks", "overflow_blocks"), 0.0),
         "loss_maxima": {"underflow_share": 0.0},
-        "scale_bins": {},
-        "range_bins": {},
     }
     factors, ranges = [], []
     for block, limit in zip(quantized.blocks, limits(quantized), strict=True):
@@ -235,13 +227,8 @@ def columns_by_block(recipe: str, pair: Pair) -> dict[str, dict[Any, float]]:
         if 0 < block.factor < INF:
             factors.append(float(block.factor))
     for kind, values in (("scale", factors), ("range", ranges)):
-        powers = [math.log2(value) + 127 for value in values] if kind == "scale" else values
-        last = 2039 if kind == "scale" else 512
-        for power in powers:
-            place = min(max(math.floor(8 * power), 0), last)
-            found[f"{kind}_bins"][place] = found[f"{kind}_bins"].get(place, 0.0) + 1
         extremes = {f"{kind}_max": max(values, default=-INF), f"negated_{kind}_min": -min(values, default=INF)}
-        found[f"{kind}_maxima"] = found[f"binned_{kind}_maxima"] = extremes
+        found[f"{kind}_maxima"] = extremes
     found["scales"] = {
         "scales": len(factors),
         "scale_sum": math.fsum(factors),
@@ -267,18 +254,3 @@ def limits(quantized: Quantized) -> list[float]:
     """The largest magnitude that each block can have; none where the factor is 0, so that all of it underflows."""
     with np.errstate(over="ignore"):
         return [block.factor * quantized.number_format.largest if block.factor else INF for block in quantized.blocks]
-
-
-def distribution(name: str, powers: list[float], values: list[float], *, lowest: int, bins: int) -> dict[str, Any]:
-    """Percentiles, rounded down to an eighth of a power of two, and the histogram as bin -> count."""
-    places = [min(max(math.floor(8 * (power - lowest)), 0), bins - 1) for power in powers]
-    found: dict[str, Any] = {f"{name}_histogram": {place: float(places.count(place)) for place in sorted(set(places))}}
-    for percent in PERCENTILES:
-        value = 0.0
-        if places:
-            place = sorted(places)[max(math.ceil(percent * len(places) / 100), 1) - 1]
-            edge = lowest + place / 8
-            edge = 2.0**edge if name == "scale_inv" else edge
-            value = min(max(edge, min(values)), max(values))
-        found[f"{name}_p{percent}"] = value
-    return found

@@ -35,7 +35,6 @@ from te_precision_callbacks.engine.kernels.columns import (
 from te_precision_callbacks.engine.quantization import read
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
-from te_precision_callbacks.statistics.table import RANGES, SCALES
 from tests.engine import exact, recipes
 from tests.engine.recipes import INF, NAN, Pair, Quantized, quantize
 from tests.engine.test_block_statistics import spread, swizzled
@@ -72,16 +71,12 @@ SUMS = {
     "losses": LOSS_SUMS,
     "ranges": RANGE_SUMS,
     "exponents": range(EXPONENT_BINS),
-    "scale_bins": range(SCALES.number),
-    "range_bins": range(RANGES.number),
 }
 EXTREMES = {
     "maxima": MAXIMA,
     "scale_maxima": SCALE_MAXIMA,
     "loss_maxima": LOSS_MAXIMA,
     "range_maxima": RANGE_MAXIMA,
-    "binned_scale_maxima": SCALE_MAXIMA,
-    "binned_range_maxima": RANGE_MAXIMA,
 }
 """Places -> the columns there."""
 
@@ -384,7 +379,14 @@ def test_wrong_arguments(kernel: ModuleType) -> None:
 # --- what the host does -----------------------------------------------------------------------------------------------
 
 TENSORS = tuple(map(tensor_request, ("mean", "std", "max")))
-OF_BLOCKS = ("mse", "underflows%", "scale_inv_max", "saturated_scales%", "underflow_blocks%", "scale_inv_p50")
+OF_BLOCKS = (
+    "mse",
+    "underflows%",
+    "scale_inv_max",
+    "saturated_scales%",
+    "underflow_blocks%",
+    "block_dynamic_range_mean",
+)
 
 
 def noted(engine: StatisticsEngine, form: Form, x: torch.Tensor, storage: Any) -> None:

@@ -31,9 +31,9 @@ def names(own: bool) -> list[str]:
     asked = [f"fp8_current_scaling_{name}" for name in OF_ANY_RECIPE]
     for recipe in BLOCK_RECIPES:
         asked += [f"{recipe}_{name}" for name in (*OF_ANY_RECIPE, *BLOCK_STATISTICS)]
-        asked += [f"{recipe}_{name}_columnwise" for name in ("mse", "underflow_blocks%", "scale_inv_p50")]
+        asked += [f"{recipe}_{name}_columnwise" for name in ("mse", "underflow_blocks%", "zero_blocks%")]
     if own:
-        asked += [*OF_ANY_RECIPE, *BLOCK_STATISTICS, "scale_inv_p50_columnwise", "block_dynamic_range_max_columnwise"]
+        asked += [*OF_ANY_RECIPE, *BLOCK_STATISTICS, "zero_blocks%_columnwise", "block_dynamic_range_max_columnwise"]
     return asked
 
 
@@ -69,7 +69,10 @@ def observed(recipe_name: str | None, folder: Path) -> dict[str, Any]:
     options = {"enabled": True, "tensors": list(TENSORS), "freq": 1}
     features = {
         "LogFp8TensorStats": {**options, "stats": names(own=recipe_name not in (None, "Float8CurrentScaling"))},
-        "LogNvfp4TensorStats": {**options, "stats": ["underflows%", "scale_inv_p90", "underflow_blocks%_columnwise"]},
+        "LogNvfp4TensorStats": {
+            **options,
+            "stats": ["underflows%", "zero_blocks%", "underflow_blocks%_columnwise"],
+        },
     }
     section = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}
     keeper = Keeper()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +11,10 @@ import torch
 import yaml
 
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.sinks import MetricSelection
-from te_precision_callbacks.sinks.loggers import add_to_tensorboard
-from te_precision_callbacks.sinks.metrics import Histogram
-from te_precision_callbacks.statistics.series import family_of
 from tests.engine import recipes
 from tests.engine.recipes import Pair, quantize
 from tests.features import layers
 from tests.reference.processes import REPOSITORY, python
-from tests.step_records import records_from_rows
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the layers compute on the CPU, with the reference backend of two GPUs"
@@ -50,21 +44,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Found]:
 
 @cache
 def expected(recipe: str, tensor: str, *, columnwise: bool = False, e5m2: bool = False) -> Found:
-    """What numpy makes of a tensor; histograms as bin -> count."""
+    """What numpy makes of a tensor."""
     x = layers.tensors()[tensor].float().numpy()
     quantized = quantize(recipe, x, weight=tensor == "weight", columnwise=columnwise, e5m2=e5m2)
     statistics = recipes.by_block(recipe, [Pair(x, quantized)])
     error = x.astype(float) - quantized.values
     statistics["mse"] = (error**2).mean()
     statistics["underflows%"] = 100 * ((x != 0) & (quantized.values == 0)).mean()
-    return {
-        name: {str(place): count for place, count in value.items()} if isinstance(value, dict) else value
-        for name, value in statistics.items()
-    }
+    return statistics
 
 
 def assert_same(found: Any, value: Any, name: str) -> None:
-    assert found == (value if isinstance(value, dict) else pytest.approx(value, rel=1e-12)), name
+    assert found == pytest.approx(value, rel=1e-12), name
 
 
 @pytest.mark.processes
@@ -76,7 +67,7 @@ def test_every_format_at_once(found: dict[str | None, Found], layer: str | None,
     for name, value in expected(recipe, tensor).items():
         assert_same(found[layer][f"{tensor} {recipe}_{name}"], value, name)
     columnwise = expected(recipe, tensor, columnwise=True)
-    for name in ("mse", "underflow_blocks%", "scale_inv_p50"):
+    for name in ("mse", "underflow_blocks%", "zero_blocks%"):
         assert_same(found[layer][f"{tensor} {recipe}_{name}_columnwise"], columnwise[name], name)
     assert f"{tensor} fp8_current_scaling_mse" in found[layer]
 
@@ -88,7 +79,7 @@ def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str, tenso
     for name, value in expected(OWN[layer], tensor).items():
         assert_same(found[layer][f"{tensor} {name}"], value, name)
     columnwise = expected(OWN[layer], tensor, columnwise=True)
-    for name in ("scale_inv_p50", "block_dynamic_range_max"):
+    for name in ("zero_blocks%", "block_dynamic_range_max"):
         assert_same(found[layer][f"{tensor} {name}_columnwise"], columnwise[name], name)
 
 
@@ -101,37 +92,6 @@ def test_gradients(found: dict[str | None, Found], layer: str | None) -> None:
         for name, value in expected(recipe, "gradient").items():
             if not at_random or "scale" in name or "range" in name or name == "overflow_blocks%":
                 assert_same(found[layer][f"gradient {recipe}_{name}"], value, name)
-
-
-# --- histograms in loggers --------------------------------------------------------------------------------------------
-
-
-def histograms() -> dict[str, Histogram]:
-    """Of a step with one layer, as they go to the loggers: scales of 2^-127 (blocks of zeros), 1 and 2^(1/8)."""
-    counts = [0.0] * 2040
-    counts[0], counts[8 * 127], counts[8 * 127 + 1] = 5.0, 2.0, 1.0
-    records = records_from_rows(
-        3, 4, (), vectors={("fc", "weight", "mxfp8_scale_inv_histogram_columnwise"): tuple(counts)}
-    )
-    return MetricSelection().histograms(records)
-
-
-def test_a_histogram_of_scales_in_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    ((name, counts),) = histograms().items()
-    assert name == "te.fc/weight/mxfp8_scale_inv_histogram_columnwise"
-    assert counts.bins == family_of("activation", "scale_inv_histogram").bins
-    with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
-        add_to_tensorboard(writer, name, counts, step=4)
-    board = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
-    board.Reload()
-    (event,) = board.Histograms(name)
-    value = event.histogram_value
-    assert (event.step, value.num, value.min, value.max) == (4, 8.0, -127.0, 0.25)
-    filled = {limit: count for limit, count in zip(value.bucket_limit, value.bucket, strict=True) if count}
-    assert filled == {-126.875: 5.0, 0.125: 2.0, 0.25: 1.0}
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -183,6 +183,7 @@ def end(error: BaseException | None) -> NoReturn:
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
             traceback = traceback.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]

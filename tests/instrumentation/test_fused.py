@@ -18,7 +18,6 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks import ConfigError
 from te_precision_callbacks.dumps import load
-from te_precision_callbacks.engine.kernels import native
 from te_precision_callbacks.instrumentation.fused import HIGH_PRECISION_ON_FUSED_PATH
 from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
@@ -45,12 +44,6 @@ PAIRS = [
     for module, recipe in itertools.product(MODULES, RECIPES)
     if can_run(module, recipe, "none") and recipe in RECIPES_OF.get(module, RECIPES)
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_pass_in_both_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass in C++ sums in another order: it must not begin between two runs that are compared exactly."""
-    monkeypatch.setattr(native.ONE_PASS, "pays_from", 2**62)
 
 
 def logging_of(has: Mapping[str, list[str]], stats: list[str], name: str, **options: Any) -> dict[str, Any]:

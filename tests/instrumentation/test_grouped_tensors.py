@@ -1,4 +1,4 @@
-"""GEMMs of grouped tensors: on the reference backend, and what a session sees of them."""
+"""GEMMs of grouped tensors: what a session sees of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.reference.extension.versions import CUBLASLT_VARIABLE
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
+from tests.grouped_gemms import provide_grouped_tensors
 from tests.instrumentation.taps import layers_of, tapped
 
 BF16 = torch.bfloat16
@@ -34,7 +34,7 @@ CASES = {
 @pytest.fixture(params=CASES)
 def recipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     capability, make = CASES[request.param]
-    monkeypatch.setenv(CUBLASLT_VARIABLE, "130600")
+    provide_grouped_tensors(monkeypatch)
     with any_capability():
         stand_for(capability)
         yield make()

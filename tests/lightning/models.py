@@ -165,14 +165,6 @@ def board_scalars(folder: Path) -> dict[str, dict[int, float]]:
     }
 
 
-def board_text(folder: Path, tag: str) -> list[str]:
-    """The texts of a tag, from the event files of a TensorBoard folder."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(folder)).Reload()
-    return [event.tensor_proto.string_val[0].decode() for event in accumulator.Tensors(f"{tag}/text_summary")]
-
-
 def csv_scalars(folder: Path) -> dict[str, dict[int, float]]:
     """Column -> step -> value, from the metrics.csv of a CSVLogger."""
     found: dict[str, dict[int, float]] = {}

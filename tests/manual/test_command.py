@@ -85,7 +85,7 @@ def test_wrong_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "there is no statistic 'underflow%'. Did you mean 'underflows%'" in ends(
         monkeypatch, capsys, "statistics", "underflow%"
     )
-    assert "The statistics are: block_dynamic_range_histogram, " in ends(monkeypatch, capsys, "statistics", "qqq")
+    assert "The statistics are: block_dynamic_range_max, " in ends(monkeypatch, capsys, "statistics", "qqq")
     one_scale = ends(monkeypatch, capsys, "statistics", "fp8_current_scaling_mse_columnwise")
     assert "has one scale for the whole tensor" in one_scale
     assert "'fp8_current_scaling_mse'" in one_scale

@@ -28,8 +28,7 @@ def every_kind(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversions.FILE, "pays_from", 0)
+def compiled() -> None:
     assert conversions.FILE.is_compiled()
 
 
@@ -113,18 +112,6 @@ def test_the_defaults_of_the_process_have_no_say() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(map(torch.equal, found, expected))
-
-
-def test_nothing_is_compiled_before_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = torch.randn(SHAPE)
-    expected = all_of(matrix)
-    monkeypatch.setattr(conversions.FILE, "functions", {})
-    monkeypatch.setattr(conversions.FILE, "in_plain_torch", 0)
-    monkeypatch.setattr(conversions.FILE, "pays_from", 4 * matrix.numel())
-    assert all(map(torch.equal, all_of(matrix), expected))
-    assert not conversions.FILE.functions
-    assert all(map(torch.equal, all_of(matrix), expected))
-    assert conversions.FILE.functions
 
 
 def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,7 +29,7 @@ from te_precision_callbacks.runs.tables import (
     VALUES,
     VECTORS,
 )
-from te_precision_callbacks.statistics.table import EXPONENTS
+from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
 
 PARTS = ("self_attention.qkv", "self_attention.proj", "mlp.fc1", "mlp.fc2")
 TENSORS = ("activation", "weight", "gradient")
@@ -130,7 +130,7 @@ class _Made:
     def histograms(self, wanted: list[int] | None) -> pa.Table:
         numbers = [n for n in (range(len(self.subjects)) if wanted is None else wanted) if n >= len(self.scalars)]
         bins, counts = [], []
-        powers = np.arange(EXPONENTS.number) + EXPONENTS.lowest
+        powers = np.arange(len(EXPONENT_COLUMNS)) - 127
         for number in numbers:
             layer, tensor, _, rank = self.subjects[number]
             of_amax = next(
@@ -358,7 +358,7 @@ def write(run: RecordedRun, log_dir: Path) -> Path:
         for iteration, begin, end in zip(iterations, places, [*places[1:], len(order)], strict=True):
             writer.add_values(int(iteration), series[begin:end], values["value"].to_numpy()[order][begin:end])
         for row in run.vectors().to_pylist():
-            counts = np.zeros(EXPONENTS.number)
+            counts = np.zeros(len(EXPONENT_COLUMNS))
             counts[row["bin"]] = row["count"]
             writer.add_vector(row["iteration"], numbers[row["series"]], counts)
     return writer.folder.parent

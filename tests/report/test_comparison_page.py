@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 from te_precision_callbacks.views.compare import ComparedNumbers, Comparison, compare, write_comparison
 from te_precision_callbacks.views.compare.compared_numbers import ComparedSeries
-from te_precision_callbacks.views.report.subjects import REDUCED
 from tests.compare.recorded import Values, layers, record
 from tests.report.conftest import Look
 
@@ -58,7 +56,7 @@ def page(folder: Path, compared: tuple[Comparison, ComparedNumbers]) -> Path:
 
 @pytest.mark.slow
 def test_every_plot_of_every_page_is_drawn(look: Look, page: Path) -> None:
-    look.open_in_the_dark(page, {"heatmap": 1, "layer": 1, "layer&layer=layers.0.fc": 4, "summary": 2})
+    look.open_in_the_dark(page, {"layer": 1, "layer&layer=layers.0.fc": 4, "summary": 2})
 
 
 @pytest.mark.slow
@@ -88,29 +86,6 @@ def test_a_finding_leads_to_both_curves(
 
 
 @pytest.mark.slow
-def test_the_heat_map_is_the_difference_in_spreads(
-    look: Look,
-    page: Path,
-    compared: tuple[Comparison, ComparedNumbers],
-) -> None:
-    look.open(page, "page=heatmap")
-    assert look.page.get_by_label("Statistic").input_value() == "cur_amax"
-    departure = compared[0].parted[0].strongest
-    assert departure.spread is not None
-    look.page.mouse.move(*look.at(45, 4))
-    said = look.tip()
-    told = float(re.search(r"≈ ([\d.]+) spreads", said)[1])  # type: ignore[index]
-    ours, theirs = (values(seed, factor)[EVIL, "weight", "cur_amax"][45] for seed, factor in ((0, 1.0), (2, 64.0)))
-    maps = [each.overview for each in compared[1].heat_maps]
-    (heat_map,) = [each for each in maps if (each.family.tensor, each.family.statistic) == ("weight", "cur_amax")]
-    assert told == pytest.approx(heat_map.worst[REDUCED][4], rel=1)
-    assert told == pytest.approx(np.log2(theirs / ours) / departure.spread, rel=0.5), "spreads grow along the run"
-    look.page.mouse.click(*look.at(45, 4))
-    look.page.wait_for_selector("h1.layer-name")
-    assert look.page.locator("h1").inner_text() == EVIL
-
-
-@pytest.mark.slow
 def test_losses_have_their_yardsticks(look: Look, page: Path) -> None:
     look.open(page)
     traces = look.page.evaluate("[...document.querySelectorAll('.plot')][1].data.map((t) => [t.name, Array.from(t.y)])")
@@ -137,12 +112,11 @@ def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
     other = {("fc1", "weight", "cur_amax"): np.full(20, 8.0), ("fc1", "weight", "sqnr_db"): np.full(20, 25.0)}
     numbers = ComparedNumbers()
     result = compare(record(tmp_path / "a", one), record(tmp_path / "b", other), numbers=numbers)
-    maps = [(each.overview, each.unit) for each in numbers.heat_maps]
-    found = {(overview.family.statistic, unit, overview.cells[REDUCED][0, 7]) for overview, unit in maps}
+    (parting,) = result.parted
+    found = {(each.statistic, each.unit, each.difference) for each in parting.departures}
     assert found == {("cur_amax", "powers of two", 3.0), ("sqnr_db", "dB", -5.0)}
     above = {curve.subject.statistic: curve.above[0] for curve in numbers.curves}
     assert above == {"cur_amax": 2.0, "sqnr_db": 33.0}, "a factor of 2, and 3 dB, count"
-    assert len(result.parted) == 1
     assert write_comparison(result, numbers, tmp_path / "small.html", most=1).exists()
 
 
@@ -179,19 +153,13 @@ def test_of_equal_runs_nothing_is_apart_and_the_smallest_spread_counts(tmp_path:
     assert [(parting.name, parting.iteration) for parting in result.parted] == [("loss", 30)]
 
 
-def test_a_cell_is_the_largest_difference_of_its_steps_and_curves_are_thinned(tmp_path: Path) -> None:
+def test_curves_are_thinned_and_keep_the_step_of_a_departure(tmp_path: Path) -> None:
     steps = 2400
     one, other = np.ones(steps), np.ones(steps)
     other[1500:1510] = 4.0
     numbers = ComparedNumbers()
     a, b = (record(tmp_path / name, {("fc1", "weight", "std"): each}) for name, each in (("a", one), ("b", other)))
     compare(a, b, numbers=numbers)
-    (heat_map,) = (each.overview for each in numbers.heat_maps)
-    cells = heat_map.cells[REDUCED][0]
-    assert len(cells) == 400
-    assert np.flatnonzero(cells).tolist() == sorted({1500 * 400 // steps, 1509 * 400 // steps})
-    assert cells.max() == 2.0
-    assert (heat_map.worst[REDUCED][0], 1500 <= heat_map.worst_at[REDUCED][0] < 1510) == (2.0, True)
     (curve,) = numbers.curves
     assert curve.every == 3
     assert len(curve.a) <= 1001

@@ -1,8 +1,7 @@
-"""The page Speed: expected times and what was measured, on one page; and what it says where nothing is known."""
+"""The page Speed: expected times; and what it says where nothing is known."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +19,10 @@ from te_precision_callbacks.views.report.speed import speed_facts
 from te_precision_callbacks.views.show.view import look as look_at
 from tests.report.conftest import Look
 from tests.report.runs import drifting, empty
-from tests.speed.planted import Planted, products
+from tests.speed.planted import products
 
 pytestmark = pytest.mark.processes
 
-TRACE = "seg-000.rank-00000.iterations-000007-000007.json.gz"
 H100 = "NVIDIA H100 80GB HBM3"
 NASTY = "fc<script>window.hurt=1</script>$x$.0"
 
@@ -36,7 +34,7 @@ def on(run: RecordedRun, gpu: str | None) -> RecordedRun:
 
 
 def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], str] = str) -> RecordedRun:
-    """A run of the model of the planted trace, which lies in its folder."""
+    """A run of the model of the planted trace."""
     gemms, operands = [], []
     for number, product in enumerate(products()):
         low = product.precision == "fp8"
@@ -49,8 +47,6 @@ def recorded(folder: Path, *, gpu: str | None = H100, rename: Callable[[str], st
         for tensor, kind in product.operands.items():
             row = {"gemm_id": number, "layer": rename(product.layer), "gemm": product.gemm, "tensor": tensor}
             operands.append({**row, "format": kind, "source": "seen", "since": 0})
-    (folder / "traces").mkdir(parents=True)
-    Planted().write(folder / "traces" / TRACE)
     return replace(
         on(drifting(blocks=1, steps=4, names=("head",)), gpu),
         path=folder,
@@ -78,31 +74,6 @@ def test_the_times_are_those_of_the_command(run: RecordedRun) -> None:
     assert [one["saves_ms"] for one in facts["advice"]] == sorted((a.saves_ms for a in speed.advice), reverse=True)
 
 
-def test_measured_times_are_those_of_the_trace(run: RecordedRun) -> None:
-    facts = speed_facts(run)
-    truth: dict[str, float] = defaultdict(float)
-    for kernel in Planted().truth:
-        if kernel.kind in ("gemm", "cast"):
-            truth[kernel.layer] += kernel.us / 1e3
-    measured = {row["name"]: row["measured_ms"] for row in facts["kinds"]["rows"]}
-    assert measured["head"] == pytest.approx(truth["head"])
-    assert measured["layers.{0-1}.qkv"] == pytest.approx(truth["layers.0.qkv"] + truth["layers.1.qkv"])
-    assert measured["layers.{0-1}.attention"] is None
-    assert facts["trace"]["beside"] == ""
-    assert facts["trace"]["device"] == H100
-    elsewhere = speed_facts(run, device_named("h200"))
-    assert "not comparable with those of NVIDIA H200 SXM" in elsewhere["trace"]["beside"]
-    assert {row["measured_ms"] for row in elsewhere["kinds"]["rows"]} == {None}
-
-
-def test_of_several_scopes_a_trace_is_measured_by_kind(run: RecordedRun) -> None:
-    scopes = pa.array([f"stage{number % 2}" for number in range(len(run.gemms))])
-    gemms = run.gemms.set_column(GEMMS.get_field_index("scope"), GEMMS.field("scope"), scopes)
-    facts = speed_facts(replace(run, gemms=gemms))
-    assert facts["trace"]["problem"] == ""
-    assert {row["measured_ms"] for row in facts["kinds"]["rows"]} == {None}
-
-
 @pytest.mark.parametrize(
     ("gpu", "why"),
     [(None, "ran without a GPU"), ("Radeon", "The speed of 'Radeon'")],
@@ -113,7 +84,7 @@ def test_no_number_without_a_device(run: RecordedRun, gpu: str | None, why: str)
     assert why in facts["unknown"]
     assert "te-precision report RUN --device h200" in facts["unknown"]
     assert not {"total", "kinds", "advice"} & set(facts)
-    assert look_at(on(run, gpu)).check.speed == ""
+    assert look_at(on(run, gpu)).speed == ""
     assert speed_facts(on(run, gpu), device_named("h200"))["device"] == "NVIDIA H200 SXM"
 
 
@@ -136,18 +107,16 @@ def test_the_page_begins_with_the_answer_and_draws_all(look: Look, run: Recorded
     colours = look.page.evaluate("[...document.querySelectorAll('.plot')][0].data.map((t) => t.marker.color)")
     assert len(set(colours)) == len(colours)
     names = look.page.evaluate("[...document.querySelectorAll('.plot')][0].data.map((t) => t.name)")
-    assert names == ["BF16", "as it runs: GEMMs", "as it runs: casts", "measured", "interval of 95 %"]
+    assert names == ["BF16", "as it runs: GEMMs", "as it runs: casts", "interval of 95 %"]
 
 
 @pytest.mark.slow  # a browser
 def test_names_are_text_and_nothing_is_guessed(look: Look, tmp_path: Path) -> None:
     run = recorded(tmp_path / "run", rename=lambda name: NASTY if name == "head" else name)
-    (run.path / "traces" / TRACE).write_bytes(b"{")
     look.open(write_report(run, tmp_path / "report.html"), "page=speed")
     look.everything_drawn()
     assert look.page.evaluate("window.hurt") is None
     assert NASTY in look.page.locator("table").nth(0).inner_text()
-    assert "gives no times" in look.page.get_by_role("note").inner_text()
     look.open(write_report(on(run, None), tmp_path / "report.html"), "page=speed")
     said = look.page.locator(".verdict").inner_text()
     assert said.startswith("The speed of this run is unknown.")

@@ -17,7 +17,11 @@ import torch
 import transformer_engine.pytorch as te
 
 import te_precision_callbacks
-from te_precision_callbacks.session import InspectSession, endings
+from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.runs.answers import outcome_in_words
+from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.sinks import StepRecords
 from tests.conftest import Keeper, global_state, module_state, statistics
 from tests.forked import executable
 from tests.lightning.models import logged_lines
@@ -84,11 +88,6 @@ def batch(step: int) -> torch.Tensor:
     return torch.full((16, 32), float(step + 1))
 
 
-def once(iterations: list[int]) -> list[int]:
-    """Without repetitions of a step whose write was interrupted on the way back."""
-    return [number for place, number in enumerate(iterations) if iterations[place - 1 : place] != [number]]
-
-
 @pytest.mark.slow
 def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tmp_path: Path, keeper: Keeper) -> None:
     net = te.Linear(32, 32)
@@ -106,7 +105,7 @@ def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tm
                 break
         assert at is not None
         assert at > 100, "there were as many places as a step has lines"
-    assert once(keeper.iterations) == list(range(step))
+    assert keeper.iterations == list(range(step))
     assert keeper.values("max") == {number: number + 1.0 for number in range(step)}
     assert {key[1]: value for key, value in logged_lines(tmp_path).items() if key[0] == "linear_activation_max"} == {
         number: number + 1.0 for number in range(step)
@@ -116,7 +115,7 @@ def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tm
 @pytest.mark.slow
 @pytest.mark.parametrize("ended_by", ["stop", "step"])
 def test_ctrl_c_in_any_line_of_the_end_leaves_nothing_patched(tmp_path: Path, ended_by: str) -> None:
-    """Before stop() has begun it may be called once more. Ctrl-C in the last step comes before a whole stop()."""
+    """Before stop() has begun it may be called once more."""
     net = te.Linear(32, 32)
     modules, before = module_state(net), global_state()
 
@@ -127,19 +126,16 @@ def test_ctrl_c_in_any_line_of_the_end_leaves_nothing_patched(tmp_path: Path, en
             net(batch(step)).sum().backward()
             if step == 0:
                 session.step()
-        interrupted = lines(session.step if ended_by == "step" else session.stop)
-        run = session._run
-        begun = session.iteration == 2 or (run is not None and run._collector.ending is not None)
+        lines(session.step if ended_by == "step" else session.stop)
+        has_ended_step = session.iteration == 2
         if session.running:
             session.stop()
         assert global_state() == before, f"line {at}"
         assert module_state(net) == modules, f"line {at}"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        if interrupted and ended_by == "stop":
-            return lines  # what Ctrl-C ends there is what has not been written
-        assert once(keeper.iterations) == [0, 1], f"line {at}"
-        assert session.iteration == (2 if ended_by == "step" and begun else 1)
+        assert keeper.iterations == [0, 1], f"line {at}"
+        assert session.iteration == (2 if has_ended_step else 1)
         assert logged_lines(folder)["linear_activation_max", 1] == 2.0
         return lines
 
@@ -165,6 +161,10 @@ for step in range(2):
     net(torch.full((16, 32), step + 1.0)).sum().backward()
     if step == 0:
         session.step()
+if how == "in a step":
+    lines = []
+    sys.settrace(lambda frame, event, argument: (lines.append(0), len(lines) == 100 and os.kill(os.getpid(), 15))[0])
+    session.step()
 if how == "forked":
     child = os.fork()
     if child == 0:
@@ -179,7 +179,9 @@ time.sleep(60)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("how", "status"), [("handled", 5), ("forked", -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("how", "status"), [("handled", 5), ("forked", -signal.SIGTERM), ("in a step", -signal.SIGTERM)]
+)
 def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Path, how: str, status: int) -> None:
     command = [executable(whole=True), "-c", TERMINATED, how, str(tmp_path)]
     result = run([*command], cwd=Path(__file__).parents[2])
@@ -192,34 +194,83 @@ def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Pat
         assert result.stderr.count("forked") == 1
 
 
+def test_a_second_ctrl_c_ends_a_wait_in_a_step_and_in_the_end(tmp_path: Path) -> None:
+    class Waits(Keeper):
+        """Waits for Ctrl-C, as for another rank that never comes."""
+
+        def wait(self) -> None:
+            for _ in range(2):
+                self.presses += 1
+                signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the second Ctrl-C has not come through")
+
+        presses = 0
+
+        def write(self, records: StepRecords) -> None:
+            super().write(records)
+            if records.iteration == 1:
+                self.wait()
+
+        def close(self, error: BaseException | None) -> None:
+            self.wait()
+
+    waits, before, net = Waits(), global_state(), te.Linear(32, 32)
+    session = InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[waits]).start()
+    for step in range(3):
+        net(batch(step)).sum().backward()
+        with pytest.raises(KeyboardInterrupt) if step == 1 else contextlib.nullcontext():
+            session.step()
+    assert (session.iteration, waits.iterations, waits.presses) == (3, [0, 1, 2], 2)
+    with pytest.raises(KeyboardInterrupt):
+        session.stop()
+    assert waits.presses == 4
+    assert global_state() == before
+    assert {step for _, step in logged_lines(tmp_path)} == {0, 1, 2}
+
+
+ENDED = """
+from te_precision_callbacks import reference
+reference.install()
+import os, sys, torch, transformer_engine.pytorch as te
+from te_precision_callbacks import InspectSession
+from tests.conftest import statistics
+
+how, folder = sys.argv[1:]
+os.environ["TE_PRECISION_QUIET"] = "0"
+if how == "prompt":
+    sys.ps1 = ">>> "
+net = te.Linear(32, 32)
+session = InspectSession(statistics(), model=net, log_dir=folder).start()
+for step in range(2):
+    net(torch.full((16, 32), step + 1.0)).sum().backward()
+    if step == 0:
+        session.step()
+if how == "shape":
+    with te.autocast(enabled=True):
+        net(torch.ones(7, 32))
+raise KeyboardInterrupt if how == "ctrl-c" else ValueError("the script's own")
+"""
+
+
 @pytest.mark.processes
-def test_an_uncaught_ctrl_c_ends_the_process_by_its_signal() -> None:
-    """As without a session; a text that runs in between, as in an import, would let Python exit with 1."""
-    script = (
-        "import collections, importlib.util as util;"  # the module alone, since the session imports torch
-        f" spec = util.spec_from_file_location('endings', {endings.__file__!r});"
-        " loaded = util.module_from_spec(spec); spec.loader.exec_module(loaded);"
-        " loaded.Uncaught(lambda error: collections.namedtuple('Imported', 'late')); raise KeyboardInterrupt"
-    )
-    assert run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == -signal.SIGINT
-
-
-@pytest.mark.parametrize("prompt", [False, True])
-def test_an_exception_that_nobody_catches_ends_the_session_before_it_is_shown(
-    tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, prompt: bool
+@pytest.mark.parametrize(
+    ("how", "status", "ended_by"),
+    [
+        ("error", 1, "ValueError: the script's own"),
+        ("ctrl-c", -signal.SIGINT, "Ctrl-C"),
+        ("prompt", 1, "the end of the process"),
+        ("shape", 1, "ValueError: FP8 execution"),
+    ],
+)
+def test_an_uncaught_exception_is_in_the_verdict_and_in_the_log(
+    tmp_path: Path, how: str, status: int, ended_by: str
 ) -> None:
-    """At an interactive prompt the session goes on, as the process does."""
-    shown: list[tuple[bool, BaseException]] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append((session.running, error)))
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False) if prompt else monkeypatch.delattr(sys, "ps1", raising=False)
-    before = sys.excepthook
-    net = te.Linear(32, 32)
-    session = InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]).start()
-    net(batch(0)).sum().backward()
-    error = ValueError("the script's own")
-    sys.excepthook(ValueError, error, None)
-    assert shown == [(prompt, error)]
-    session.stop()
-    assert sys.excepthook is before
-    assert keeper.closed == [None if prompt else error]
-    assert keeper.values("max") == {0: 1.0}
+    """At an interactive prompt the last exception has not ended the process."""
+    result = run([executable(whole=True), "-c", ENDED, how, str(tmp_path)], cwd=Path(__file__).parents[2])
+    assert result.returncode == status, result.stderr
+    assert f"te-precision: stopped: {ended_by}" in result.stderr
+    assert logged_lines(tmp_path)["linear_activation_max", 1] == 2.0
+    errors = [finding.rule for finding in diagnose(tmp_path).findings if finding.severity == "error"]
+    assert errors == (["failed-run"] if how in ("error", "shape") else [])
+    assert ended_by in "".join(outcome_in_words(open_run(tmp_path)))
+    assert ("the layer 'linear' cannot run the GEMM" in result.stderr) == (how == "shape"), "also below the traceback"

@@ -1,13 +1,9 @@
-"""SIGTERM and SIGUSR1, wherever the main thread is: the process ends by the signal, with what the host had on the disk;
-handlers and descriptors of others stay as they are."""
+"""SIGTERM: handlers of others stay as they are, and the end of a session is quick."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,50 +16,7 @@ import transformer_engine.pytorch as te
 from te_precision_callbacks import InspectSession
 from te_precision_callbacks.sinks import writer_thread
 from tests.conftest import Keeper, statistics
-from tests.forked import REPOSITORY, executable
 from tests.lightning.models import logged_lines
-
-WHOLE, COMPLETE = [0, 1, 2, 3], [0, 1, 2]
-ON_DISK = {
-    "loader": WHOLE,
-    "worker": WHOLE,
-    "stop": WHOLE,
-    "step": WHOLE,
-    "collective": COMPLETE,
-    "disk": [],
-}
-"""State of benchmarks/sigterm.py -> the steps whose numbers are kept: the last one was gathered, and not stepped."""
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_process_wherever_its_main_thread_is() -> None:
-    """Also a process whose C code never lets another thread run, but that one by SIGKILL alone."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [executable(whole=True), str(REPOSITORY / "benchmarks" / "sigterm.py"), "--json"]
-    started = {
-        state: subprocess.Popen(
-            [*command, "--states", state, "--patience", "1" if state == "gil" else "120"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for state in (*ON_DISK, "gil")
-    }
-    ended = {state: process.communicate(timeout=240) for state, process in started.items()}
-    found = {state: json.loads(told)[0] for state, (told, _) in ended.items() if told}
-    assert found.keys() == started.keys(), ended
-    assert {state: row["status"] for state, row in found.items()} == {
-        state: -signal.SIGKILL if state == "gil" else -signal.SIGTERM for state in found
-    }
-    for state, steps in ON_DISK.items():
-        assert found[state]["log"] == found[state]["records"] == steps, (state, found[state]["said"])
-    assert not found["step"]["said"], "a rank waits for others in Python, which handles signals"
-    assert "in a call that does not return" in found["collective"]["said"]
-    assert "distributed_c10d.py" in found["collective"]["said"], "where it is"
-    for state in ("stop", "disk"):
-        assert "stop() has not ended" in found[state]["said"]
-
 
 # ---------------------------------------------------------------------------------- in this process: nothing may end it
 
@@ -124,27 +77,6 @@ def test_a_signal_that_the_script_handles_is_its_own(tmp_path: Path, handler: Ca
     assert logged(tmp_path) == {0, 1}
 
 
-def test_asyncio_hears_of_its_signals_before_and_within_a_session(tmp_path: Path) -> None:
-    net = te.Linear(32, 32)
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        came = asyncio.Event()
-        loop.add_signal_handler(signal.SIGUSR2, came.set)
-        session = InspectSession(statistics(), model=net, log_dir=tmp_path).start()
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGUSR2)
-            await came.wait()
-            came.clear()
-            loop.remove_signal_handler(signal.SIGUSR2)
-            loop.add_signal_handler(signal.SIGUSR2, came.set)  # the second time within the session
-        session.stop()
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert await came.wait()
-
-    asyncio.run(main())
-
-
 def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_summary_is_written(
     tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,8 +85,7 @@ def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_summary_is_wri
     trained(net, session, 2)
     net(torch.full((16, 32), 9.0)).sum().backward()
     assert session._run is not None
-    assert session._run._ends is not None
-    monkeypatch.setattr(session._run._ends.termination, "came", True)
+    monkeypatch.setattr(session._run._ends, "is_terminated", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     session.stop(ValueError("ended by a signal"))
     assert keeper.iterations == [0, 1]
@@ -171,7 +102,7 @@ def calls_of_stop(folder: Path, layers: int, *, hurried: bool) -> int:
     session.flush(60.0)
     assert session._run is not None
     assert session._run._ends is not None
-    session._run._ends.termination.came = hurried
+    session._run._ends.is_terminated = hurried
     count = 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:

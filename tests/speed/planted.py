@@ -62,7 +62,7 @@ class Planted:
             self._pass = "optimizer"
             with self._range("Optimizer.step#FusedAdam.step"):
                 with self._operator("aten::_fused_adamw_"):
-                    self._kernel("void multi_tensor_apply_kernel<AdamFunctor>", 300, "", "", "optimizer")
+                    self._kernel("void multi_tensor_apply_kernel<AdamFunctor>", 300, "", "", "other")
 
     # ------------------------------------------------------------------ the model
 
@@ -74,14 +74,14 @@ class Planted:
             with self._operator("aten::addmm"):
                 self._kernel("nvjet_sm90_tst_256x128_64x4_TNT", 900, "head", "", "gemm")
         with self._node("aten::_log_softmax", "loss"):
-            self._kernel("void cunn_SoftMaxForward<4, float>", 50, "", "", "softmax")
+            self._kernel("void cunn_SoftMaxForward<4, float>", 50, "", "", "other")
 
     def _block(self, block: str) -> None:
         with (
             self._module(f"{block}.qkv"),
             self._node("_LayerNormLinear", f"{block}.qkv"),
         ):
-            self._kernel("void ln_fwd_tuned_kernel<Kernel_traits>", 30, f"{block}.qkv", "", "norm")
+            self._kernel("void ln_fwd_tuned_kernel<Kernel_traits>", 30, f"{block}.qkv", "", "other")
             self._cast(f"{block}.qkv")
             self._gemm(f"{block}.qkv", "fprop", 200)
         with self._module(f"{block}.attention"), self._node("FusedAttnFunc", f"{block}.attention"):
@@ -97,7 +97,7 @@ class Planted:
             self._module(mlp),
             self._node("_LayerNormMLP", mlp),
         ):
-            self._kernel("void rmsnorm_fwd_tuned_kernel<Traits>", 30, mlp, "", "norm")
+            self._kernel("void rmsnorm_fwd_tuned_kernel<Traits>", 30, mlp, "", "other")
             self._gemm(f"{mlp}.fc1", "fprop", 260)
             self._cast(mlp)
             self._gemm(f"{mlp}.fc2", "fprop", 250)
@@ -139,7 +139,7 @@ class Planted:
             self._cast(f"{block}.qkv")
             self._gemm(f"{block}.qkv", "dgrad", 210)
             self._gemm(f"{block}.qkv", "wgrad", 215)
-            self._kernel("void ln_bwd_tuned_kernel<Traits>", 40, f"{block}.qkv", "", "norm")
+            self._kernel("void ln_bwd_tuned_kernel<Traits>", 40, f"{block}.qkv", "", "other")
         node = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
         with self._operator(node), self._operator("c10d::allreduce_"):
             name = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

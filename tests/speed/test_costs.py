@@ -72,8 +72,7 @@ def test_the_bytes_of_a_cast(
 
 
 def test_the_times_of_a_gemm_and_its_casts(round_device: Device) -> None:
-    shape = Shape.parse("1000x2000x4000")
-    assert (shape.m, shape.k, shape.n) == (1000, 2000, 4000)
+    shape = Shape(1000, 2000, 4000)
     assert shape.operations == 16e9
     assert gemm_ms(shape, "", round_device) == pytest.approx(16e9 / 50e9)
     recipe = "fp8_current_scaling"
@@ -115,7 +114,7 @@ def test_the_known_devices() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("title: [", "is not valid YAML"),
+        ("title: [", "cannot be read"),
         ("- 1", "is not valid: : Input should be a valid dictionary"),
         ("title: mine\nbf16_tflop: 3", "bf16_tflop: Extra inputs are not permitted"),
         ("bandwidth_tbs: -1", "bandwidth_tbs: Input should be greater than 0"),
@@ -151,9 +150,3 @@ def test_a_recipe_that_a_device_does_not_run(device: str, recipe: str, said: str
     with pytest.raises(SpeedError) as raised:
         device_named(device).check_recipe(recipe)
     assert said in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["", "1x2", "1x2x3x4", "0x2x3", "axbxc", "1x2x-3", f"1x2x{10**12}"])
-def test_what_is_no_shape(text: str) -> None:
-    with pytest.raises(SpeedError, match="is not a shape"):
-        Shape.parse(text)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
+from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage, Product, Reason
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.speed.devices import Device, device_named
 from te_precision_callbacks.speed.estimate import Step, estimate_step, layer_rows
@@ -186,7 +186,7 @@ def test_advice_names_the_section_and_its_steps() -> None:
         *layer("fc2", 8192, (4096, 4096)),
     ]
     found = [one.text for one in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice]
-    assert f"let fc1 run in low precision again: kept in high precision by {ref}" in found
+    assert f"fc1 ({ref}): take the GEMM or the layer out of that section" in found
 
 
 def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
     assert kept.saves_ms == pytest.approx(before.total.low_ms - after.total.low_ms)
     assert kept.interval[0] < kept.saves_ms < kept.interval[1]
     assert "fp8_delayed_scaling instead of fp8_current_scaling" in texts
-    assert "make head Transformer Engine layers, such as te.Linear" in texts
+    assert f"head: {REMEDIES[Reason.NOT_TE]}" in texts
     delayed = texts["fp8_delayed_scaling instead of fp8_current_scaling"]
     other = estimate_step(Step(Coverage(products), "fp8_delayed_scaling"), B300)
     assert delayed.saves_ms == pytest.approx(before.total.low_ms - other.total.low_ms)
@@ -227,5 +227,5 @@ def test_sizes_that_are_refused_are_padded() -> None:
     [advice] = [
         one for one in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice if "padded" in one.text
     ]
-    assert advice.text.startswith("make fc Transformer Engine layers")
+    assert advice.text.startswith(f"fc: {REMEDIES[Reason.NOT_TE]}, padded from")
     assert "8200 to 8208" in advice.text

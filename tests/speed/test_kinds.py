@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from te_precision_callbacks.speed.trace.kinds import of_kernel, of_operator
+from te_precision_callbacks.speed.trace.measuring import kind_of_kernel, kind_of_operator
 
 TE_CASTS = """
 cast_fp8_1D_kernel cast_fp8_2D_kernel cast_fp8_gated_kernel cast_transpose_general_kernel
@@ -22,17 +22,14 @@ row_col_rht_gemm_device group_rht_gemm_device
 """Kernels of quantization in Transformer Engine at d0067d0, transformer_engine/common."""
 
 TE_OTHERS = {
-    "norm": "ln_fwd_tuned_kernel ln_bwd_general_kernel ln_bwd_finalize_tuned_kernel rmsnorm_fwd_tuned_kernel"
-    " rmsnorm_bwd_finalize_general_kernel",
     "communication": "userbuffers_fp16_sum_inplace_gpu_mc_rs kuserbuffers_pushsendrecv producer_kernel"
     " reduce_fp8_in_bf16_out_cuda",
-    "softmax": "scaled_upper_triang_masked_softmax_warp_forward scaled_masked_softmax_warp_backward"
-    " cross_entropy_kernel",
-    "routing": "moe_permute_kernel moe_unpermute_kernel fused_topk_with_score_function_forward_kernel"
-    " _row_id_map_pass_1_kernel _permute_kernel fused_moe_aux_loss_forward_kernel",
-    "elementwise": "fused_rope_forward_kernel gated_act_kernel dgated_act_kernel unary_grad_kernel"
-    " dropout_kernel_fwd_f16 scaled_gated_forward_kernel",
-    "optimizer": "multi_tensor_apply_kernel",
+    "other": "ln_fwd_tuned_kernel ln_bwd_general_kernel ln_bwd_finalize_tuned_kernel rmsnorm_fwd_tuned_kernel"
+    " rmsnorm_bwd_finalize_general_kernel scaled_upper_triang_masked_softmax_warp_forward"
+    " scaled_masked_softmax_warp_backward cross_entropy_kernel moe_permute_kernel moe_unpermute_kernel"
+    " fused_topk_with_score_function_forward_kernel _row_id_map_pass_1_kernel _permute_kernel"
+    " fused_moe_aux_loss_forward_kernel fused_rope_forward_kernel gated_act_kernel dgated_act_kernel"
+    " unary_grad_kernel dropout_kernel_fwd_f16 scaled_gated_forward_kernel multi_tensor_apply_kernel",
 }
 
 OTHERS = {
@@ -48,10 +45,10 @@ OTHERS = {
     "volta_sgemm_128x32_nt": ("gemm", "fp32"),
     "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128>": ("attention", ""),
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("communication", ""),
-    "Memcpy DtoD (Device -> Device)": ("copy", ""),
-    "Memset (Device)": ("copy", ""),
-    "triton_poi_fused_addmm_gelu_view_15": ("elementwise", ""),
-    "triton_red_fused__unsafe_view_add_mean_mul_pow_rsqrt_1": ("norm", ""),
+    "Memcpy DtoD (Device -> Device)": ("other", ""),
+    "Memset (Device)": ("other", ""),
+    "triton_poi_fused_addmm_gelu_view_15": ("other", ""),
+    "triton_red_fused__unsafe_view_add_mean_mul_pow_rsqrt_1": ("other", ""),
 }
 """Names from public traces and reports."""
 
@@ -60,21 +57,23 @@ def test_the_casts_of_transformer_engine() -> None:
     for name in TE_CASTS.split():
         mangled = f"_ZN18transformer_engine6detail{len(name)}{name}ILi8ELi4EfE"
         for spelled in (name, f"void transformer_engine::detail::{name}<8, 4, float>(float const*)", mangled):
-            assert of_kernel(spelled) == ("cast", ""), spelled
+            assert kind_of_kernel(spelled) == ("cast", ""), spelled
 
 
 def test_the_other_kernels_of_transformer_engine() -> None:
     for kind, names in TE_OTHERS.items():
         for name in names.split():
-            assert of_kernel(f"void transformer_engine::{name}<8, 4>(float const*)") == (kind, ""), name
+            assert kind_of_kernel(f"void transformer_engine::{name}<8, 4>(float const*)") == (kind, ""), name
 
 
 def test_the_kernels_of_libraries() -> None:
-    assert {name: of_kernel(name) for name in OTHERS} == OTHERS
-    assert of_kernel("zorg_17") is None
+    assert {name: kind_of_kernel(name) for name in OTHERS} == OTHERS
+    assert kind_of_kernel("zorg_17") == ("other", "")
+    assert kind_of_kernel("zorg_17", "aten::mm") == ("gemm", "")
 
 
 def test_operators_of_torch() -> None:
-    kinds = {"addmm": "gemm", "_scaled_mm": "gemm", "copy_": "copy", "native_layer_norm": "norm", "add": "elementwise"}
-    assert {name: of_operator(f"aten::{name}") for name in kinds} == {name: (kind, "") for name, kind in kinds.items()}
-    assert of_operator("_LayerNormLinear") is None
+    kinds = {"addmm": "gemm", "_scaled_mm": "gemm", "convolution": "gemm", "copy_": "other", "add": "other"}
+    found = {name: kind_of_operator(f"aten::{name}") for name in kinds}
+    assert found == {name: (kind, "") for name, kind in kinds.items()}
+    assert kind_of_operator("_LayerNormLinear") == ("other", "")

@@ -175,13 +175,14 @@ def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         blocks("docs/speed.md", "python", "# llama.py"),
         blocks("docs/speed.md", "python", "from te_precision_callbacks.check"),
     )
-    (command,), (drawn,) = blocks("docs/speed.md", "bash", "te-precision check"), blocks("docs/speed.md", "text", "  ")
     (folder / "llama.py").write_text(models)
-    done = CliRunner().invoke(cli.app, shlex.split(command)[1:])
-    assert done.exit_code == 0, done.output
-    output = [line.split() for line in done.output.splitlines()]
-    for line in drawn.splitlines():
-        assert line.split() in output, done.output
+    commands, outputs = blocks("docs/speed.md", "bash"), blocks("docs/speed.md", "text")[:2]
+    for command, drawn in zip(commands, outputs, strict=True):
+        done = CliRunner().invoke(cli.app, shlex.split(command)[1:], env={"COLUMNS": "200"})
+        assert done.exit_code == 0, done.output
+        output = [line.split() for line in done.output.splitlines()]
+        for line in drawn.splitlines():
+            assert line.split() in output, done.output
     names: dict[str, Any] = {"model": sys.modules.pop("llama").build()}
     exec(use, names)
     assert "all on the device" in capsys.readouterr().out

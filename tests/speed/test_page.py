@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,13 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
-from typer.testing import CliRunner
 
-from te_precision_callbacks import InspectSession, cli
+from te_precision_callbacks import InspectSession
 from te_precision_callbacks.speed import device_named, known_devices
 from te_precision_callbacks.speed.estimate import Step, estimate_step
 from tests.docs.pages import PAGES, blocks
 
 PAGE = "docs/speed.md"
-
-
-def test_the_shapes_print_what_is_shown() -> None:
-    [command] = blocks(PAGE, "bash", "te-precision speed")
-    result = CliRunner().invoke(cli.app, shlex.split(command)[1:], env={"COLUMNS": "200"})
-    printed = [" ".join(line.split()) for line in result.output.splitlines()]
-    for line in blocks(PAGE, "text")[0].splitlines():
-        assert " ".join(line.split()) in printed
 
 
 @pytest.mark.slow
@@ -48,7 +38,7 @@ def test_a_session_and_its_run(
     session.stop()
     capsys.readouterr()
     names: dict[str, Any] = {}
-    exec(blocks(PAGE, "python")[0], names)
+    exec(blocks(PAGE, "python", "import pandas")[0], names)
     speed = names["speed"]
     assert [one.as_json() for one in speed.times] == [one.as_json() for one in live.times]
     assert {one.recipe for one in speed.times} == {"fp8_current_scaling", ""}

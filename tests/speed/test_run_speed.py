@@ -99,12 +99,6 @@ def test_a_trace_of_another_device_is_not_compared() -> None:
     assert found["measured"]["wall_ms"] > 0
 
 
-def test_a_trace_alone(folder: Path) -> None:
-    trace = Planted().write(folder / "trace.json.gz")
-    result = CliRunner().invoke(cli.app, ("speed", "--trace", str(trace), "--json"))
-    assert json.loads(result.stdout)["measured"]["device"] == H100
-
-
 def test_a_run_without_records_has_the_trace_in_its_log_folder() -> None:
     traces = Path("logs/precision_traces")
     traces.mkdir(parents=True)

@@ -123,18 +123,6 @@ def test_a_config_that_nothing_reads_is_an_error() -> None:
         parsed("--debug", "activation_overflow", "--te_precision_config", "my.yaml")
 
 
-def test_the_report_on_the_command_line() -> None:
-    assert not parsed("--debug", "te_precision").te_precision_report
-    assert parsed("--debug", "te_precision", "--te_precision_report").te_precision_report is True
-    with pytest.raises(OptionError, match=r"te_precision_report=True is read only with .*--debug te_precision"):
-        parsed("--te_precision_report")
-    with pytest.raises(OptionError, match="te_precision_report= must be True or False"):
-        arguments(Path("run"), TrainingArguments, debug="te_precision", te_precision_report="report.html")
-    args = arguments(Path("run"), TrainingArguments, debug="te_precision", te_precision_records="off")
-    with pytest.raises(OptionError, match=r"^te_precision_report=True .* te_precision_records='off' records nothing"):
-        trainer(args, kind=Trainer, te_precision_report=True)
-
-
 # ---------------------------------------------------------------------- the trainer
 
 
@@ -278,10 +266,9 @@ def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
 
 
 def test_options_of_the_trainer_add_to_the_arguments(tmp_path: Path) -> None:
-    """The keywords replace arguments of the same name, and leave the user's arguments as they are."""
+    """``te_precision_config`` replaces the argument, and leaves the user's arguments as they are."""
     (tmp_path / "my.yaml").write_text(json.dumps(statistics()))  # JSON is YAML
-    keywords = {"te_precision_config": "none.yaml", "te_precision_on_finding": "stop", "te_precision_records": "off"}
-    args = arguments(tmp_path, TrainingArguments, debug=["te_precision"], **keywords)
+    args = arguments(tmp_path, TrainingArguments, debug=["te_precision"], te_precision_config="none.yaml")
     model = Net()
     made: Any = trainer(
         args,
@@ -289,11 +276,9 @@ def test_options_of_the_trainer_add_to_the_arguments(tmp_path: Path) -> None:
         kind=Trainer,
         debug="activation_overflow",
         te_precision_config=str(tmp_path / "my.yaml"),
-        te_precision_on_finding="warn",
     )
     made.train()
     assert (args.debug, made.args.debug) == ([PRECISION], [PRECISION, OVERFLOW])
-    assert (made.debug_session._options.on_finding, made.debug_session._options.records) == ("warn", "off")
     largest = {step: value for (name, step), value in logged_lines(tmp_path).items() if name == "net.0_activation_max"}
     assert largest == {step: model.largest(step) for step in range(4)}
 

@@ -11,10 +11,9 @@ import transformers
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from te_precision_callbacks import PrecisionDebugTrainerCallback
-from te_precision_callbacks.transformers import Trainer, TrainingArguments
-from tests.accelerate.loops import wandb_artifacts, wandb_history
+from tests.accelerate.loops import wandb_history
 from tests.conftest import Keeper, statistics
-from tests.lightning.models import board_scalars, board_text, logged_lines
+from tests.lightning.models import board_scalars, logged_lines
 from tests.transformers.models import arguments, trainer
 
 CONFIG = {
@@ -115,30 +114,6 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
         assert of_the_model <= set(names)
         assert not [name for name in names if name.startswith("train/te")], "not in the group of the loss"
     assert not any(name.startswith(("te/", "te.")) for logs in printed.logs for name in logs), "never to the printer"
-
-
-@pytest.mark.slow
-def test_every_integration_gets_the_report(offline_trackers: Path, tmp_path: Path) -> None:
-    """The Trainer's integrations end before the callback; MLflow's run is one that its integration has begun."""
-    import mlflow
-    import wandb
-
-    keywords: dict[str, Any] = {
-        "report_to": ["tensorboard", "mlflow", "wandb"],
-        "max_steps": 2,
-        "debug": "te_precision",
-        "te_precision_report": True,
-    }
-    trainer(arguments(tmp_path / "out", TrainingArguments, **keywords), kind=Trainer).train()
-    assert mlflow.active_run() is None
-    wandb.finish()
-    report = str(tmp_path / "out" / "report.html")
-    assert Path(report).stat().st_size > 1_000_000
-    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents*")}
-    assert board_text(folder, "te/report") == [report]
-    (stored,) = mlflow.MlflowClient().search_runs(["0"])
-    assert (stored.data.tags["te/report"], stored.info.status) == (report, "FINISHED")
-    assert ("report", ["report.html"]) in wandb_artifacts(tmp_path)
 
 
 def test_a_histogram_is_a_histogram(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Conversion of large matrices on a CPU to FP8 and FP4 and back, in C++ (``conversions.cpp``).
 
 C++ reads the matrix once, plain torch five times or more. Plain torch is used, with the same bits, for small matrices,
-other devices, short runs, and without a C++ compiler.
+other devices, and without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ FILE = CppFile(
         _DECODE: (_POINTER, *_SIZES, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT),
         _TRANSFORM: (_POINTER, ctypes.c_int64, _POINTER, _POINTER, _INT),
     },
-    pays_from=2**29,
     what="The reference backend converts to FP8 and FP4 and back by plain torch operations",
     times="twenty",
     flags=["-ftree-loop-vectorize"],  # which torch forbids
@@ -158,10 +157,7 @@ def _stochastic_codes(values: torch.Tensor, random: torch.Tensor) -> torch.Tenso
 
 
 def _takes(matrix: torch.Tensor) -> bool:
-    if matrix.device.type != "cpu" or matrix.numel() < SMALLEST:
-        return False
-    FILE.leaves_to_torch(matrix.numel())
-    return FILE.is_taken()
+    return matrix.device.type == "cpu" and matrix.numel() >= SMALLEST and FILE.is_compiled()
 
 
 def _readable(matrix: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from te_precision_callbacks.diagnosis.rules import (
     scales,
     settings,
     siblings,
-    speed,
     training,
     updates,
 )
@@ -33,7 +32,6 @@ RULES: Sequence[Rule] = (
     *jumps.RULES,
     *precision.RULES,
     *settings.RULES,
-    *speed.RULES,
     *outcome.RULES,
 )
 """All rules. Of two findings of one severity in one step, that of the earlier rule comes first."""

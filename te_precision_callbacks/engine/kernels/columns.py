@@ -70,22 +70,13 @@ class ColumnPlaces(NamedTuple):
 
 
 class BlockPlaces(NamedTuple):
-    """Offsets as in :class:`ColumnPlaces`, of columns that only a block-scaled tensor has.
-
-    Attributes:
-        scale_bins, range_bins: the counts of the bins SCALES and RANGES.
-        binned_scale_maxima, binned_range_maxima: SCALE_MAXIMA and RANGE_MAXIMA again, stored with the bins.
-    """
+    """Offsets as in :class:`ColumnPlaces`, of columns that only a block-scaled tensor has."""
 
     limits: int = -1
     losses: int = -1
     ranges: int = -1
-    scale_bins: int = -1
-    range_bins: int = -1
     loss_maxima: int = -1
     range_maxima: int = -1
-    binned_scale_maxima: int = -1
-    binned_range_maxima: int = -1
 
 
 @dataclass(frozen=True)

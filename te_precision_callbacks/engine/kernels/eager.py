@@ -1,6 +1,6 @@
 """The pass in plain torch, in pieces whose temporaries fit the CPU cache.
 
-For any device, without a compiler. :func:`moments` and :func:`comparison` are shared with the compiled pass. Squares
+For any device, without a compiler. :func:`comparison` is shared with the compiled simulation of recipes. Squares
 and sums are float64: the square of a float32 is exact and cannot overflow, and a sum of raw squares still resolves a
 spread of 1e-5 of the mean.
 """
@@ -18,7 +18,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     NOTHING,
     Pending,
 )
-from te_precision_callbacks.statistics.table import Bins
 
 PIECE = 65_536
 """Elements of a piece on a CPU: a float64 temporary is 512 KiB. Larger pieces were several times slower, since their
@@ -73,20 +72,14 @@ def moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         [
             _finite_or(NOTHING, x).amax(1),
             _finite_or(NOTHING, -x).amax(1),
-            _negated_smallest_nonzero(magnitude),
+            torch.where(magnitude > 0, -magnitude, NOTHING).amax(1),
         ]
     )
     return sums, maxima.to(torch.float64)
 
 
-# Each function has two versions: a choice by a mask is free when compiled; as a separate operation on a CPU it takes
-# three times as long as the alternative.
-
-
 def _finite_or(otherwise: float, x: torch.Tensor) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        return torch.where(x.abs() < math.inf, x, otherwise)
-    return torch.nan_to_num(x, nan=otherwise, posinf=otherwise, neginf=otherwise)
+    return torch.nan_to_num(x, nan=otherwise, posinf=otherwise, neginf=otherwise)  # faster than a mask
 
 
 def _count(mask: torch.Tensor) -> torch.Tensor:
@@ -94,17 +87,6 @@ def _count(mask: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return mask.sum(1, dtype=torch.float32).to(torch.float64)
     return mask.view(torch.int8).sum(1, dtype=torch.int32).to(torch.float64)
-
-
-def _negated_smallest_nonzero(magnitude: torch.Tensor) -> torch.Tensor:
-    """Negated smallest non-zero of each row: [rows]; NOTHING for a row of zeros."""
-    if torch.compiler.is_compiling():
-        return torch.where(magnitude > 0, -magnitude, NOTHING).amax(1)
-    # Bits of magnitudes order like the magnitudes; minus 1, zeros come last.
-    integer = torch.int64 if magnitude.dtype == torch.float64 else torch.int32
-    last = torch.iinfo(integer).max
-    bits = ((magnitude.view(integer) - 1) & last).amin(1)
-    return torch.where(bits == last, NOTHING, -(bits + 1).view(magnitude.dtype))
 
 
 def comparison(values: torch.Tensor, quantized: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
@@ -140,10 +122,6 @@ def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Ignores nan, and factors of 0, which pad a tensor of scales.
     """
-    if scales.device.type == "cpu" and scales.numel() == 1:
-        number = float(scales)
-        if 0 < number < math.inf:
-            return _numbers(1, number, number * number), _numbers(number, -number)
     wide = scales.reshape(-1).to(torch.float64)
     real = (wide > 0) & (wide < math.inf)
     kept = torch.where(real, wide, 0.0)
@@ -168,17 +146,6 @@ def exponents(values: torch.Tensor) -> torch.Tensor:
         counted = (bits > 0) & (bits < 0x7F800000)
     # Excluded elements go to an extra bin, which is cut off.
     return _counts(torch.where(counted, exponent, EXPONENT_BINS), EXPONENT_BINS)
-
-
-def count_in_bins(powers: torch.Tensor, counted: torch.Tensor, bins: Bins) -> torch.Tensor:
-    """Count numbers per bin: float64, one for each bin.
-
-    Args:
-        powers: float64, 1-D: the logarithms to base 2.
-        counted: bool, the same length: which numbers to count.
-    """
-    places = torch.floor((powers - bins.lowest) * bins.steps).clamp(0, bins.number - 1)
-    return _counts(torch.where(counted, places, bins.number).to(torch.int32), bins.number)
 
 
 def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
@@ -218,65 +185,17 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
         if flat_codes is not None and scale is not None:
             quantized = number_format.decode(flat_codes[start : start + step]) * scale
             limit = number_format.max * scale
-        of_piece = _finite_columns(piece, quantized, limit) if piece.device.type == "cpu" else None
-        of_piece = of_piece or _any_columns(piece.unsqueeze(0), quantized, limit)
+        row = piece.unsqueeze(0)
+        piece_sums, piece_maxima = moments(row)
+        of_piece = {"moments": piece_sums[:, 0], "maxima": piece_maxima[:, 0]}
+        if quantized is not None and limit is not None:
+            of_piece["compared"] = comparison(row, quantized, limit)[:, 0]
         if places.exponents >= 0:
             of_piece["exponents"] = exponents(piece)
         merged = {name: _merge(name, merged[name], part) if merged else part for name, part in of_piece.items()}
     if scale is not None:
         merged["scales"], merged["scale_maxima"] = scale_columns(scale)
     return merged
-
-
-def _any_columns(
-    piece: torch.Tensor, quantized: torch.Tensor | None, limit: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    sums, maxima = moments(piece)
-    columns = {"moments": sums[:, 0], "maxima": maxima[:, 0]}
-    if quantized is not None and limit is not None:
-        columns["compared"] = comparison(piece, quantized, limit)[:, 0]
-    return columns
-
-
-def _finite_columns(
-    piece: torch.Tensor, quantized: torch.Tensor | None, limit: torch.Tensor | None
-) -> dict[str, torch.Tensor] | None:
-    """As :func:`_any_columns` in a fifth of the time, without masks. None if the piece has inf or nan."""
-    x = widened(piece)
-    low, high = float(x.amin()), float(x.amax())
-    if not (-math.inf < low and high < math.inf):
-        return None
-    count, magnitude = x.numel(), x.abs()
-    least = float(magnitude.amin())
-    zeros = 0.0
-    if not least:
-        zeros = _zeros(magnitude)
-        least = -float(_negated_smallest_nonzero(magnitude.unsqueeze(0)))
-    wide = x.to(torch.float64, copy=True)
-    total, squares = float(wide.sum()), float(torch.dot(wide, wide))
-    columns = {}
-    if quantized is not None and limit is not None:
-        error = quantized.to(torch.float64).sub_(wide)
-        underflows = overflows = 0.0
-        remaining = quantized.abs()
-        if not float(remaining.amin()) > 0:
-            underflows = _zeros(remaining) - _zeros(remaining + magnitude)  # without zeros of the input
-        if not max(-low, high) <= float(limit):
-            overflows = float(_count((magnitude > limit).unsqueeze(0)))
-        columns["compared"] = _numbers(count, underflows, overflows, float(torch.dot(error, error)), squares)
-    columns["moments"] = _numbers(count, 0, zeros, total, squares, float(wide.abs_().sum()))
-    columns["maxima"] = _numbers(high, -low, -least)
-    return columns
-
-
-def _zeros(magnitudes: torch.Tensor) -> float:
-    """Count zeros, compared as integers, which takes torch a fifth of the time; nan counts as above 0."""
-    integer = torch.int64 if magnitudes.dtype == torch.float64 else torch.int32
-    return magnitudes.numel() - float(magnitudes.view(integer).clamp(max=1).sum(dtype=torch.int32))
-
-
-def _numbers(*numbers: float) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _merge(name: str, kept: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

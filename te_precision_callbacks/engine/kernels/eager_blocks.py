@@ -19,18 +19,15 @@ from te_precision_callbacks.base.numerics.blocks import in_blocks
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING, BlockPlaces, InBlocks, Pending
-from te_precision_callbacks.statistics.table import RANGES, SCALES, Of
+from te_precision_callbacks.statistics.table import Of
 
 SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
 """Summed columns, and maximum columns."""
 
-RANGE_KINDS = frozenset({Of.RANGES, Of.RANGE_BINS})
-"""Kinds that :func:`range_columns` computes."""
-
 _BAND = 2**24
 """Elements of a band, unless a row of blocks has more: 64 MiB decoded. A band costs some 100 operations."""
 
-_BY_BLOCK = frozenset({Of.LOSSES, Of.SCALES, Of.SCALE_BINS, Of.SCALE_LIMITS})
+_BY_BLOCK = frozenset({Of.LOSSES, Of.SCALES, Of.SCALE_LIMITS})
 
 _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
 
@@ -55,30 +52,17 @@ def destinations(pending: Pending) -> dict[Of, tuple[int, int]]:
     places = {
         Of.QUANTIZED: (whole.compared, -1),
         Of.SCALES: (whole.scales, whole.scale_maxima),
-        Of.SCALE_BINS: (own.scale_bins, own.binned_scale_maxima),
         Of.SCALE_LIMITS: (own.limits, -1),
         Of.LOSSES: (own.losses, own.loss_maxima),
         Of.RANGES: (own.ranges, own.range_maxima),
-        Of.RANGE_BINS: (own.range_bins, own.binned_range_maxima),
     }
     return {of: at for of, at in places.items() if max(at) >= 0}
 
 
 def places_of(at: Callable[[Of], tuple[int, int]]) -> BlockPlaces:
     """The inverse of :func:`destinations`; ``at`` has the offsets of the sums and maxima of each kind."""
-    kinds = (Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES, Of.SCALE_BINS, Of.RANGE_BINS)
-    (limits, _), losses, ranges, scale_bins, range_bins = map(at, kinds)
-    return BlockPlaces(
-        limits=limits,
-        losses=losses[0],
-        ranges=ranges[0],
-        scale_bins=scale_bins[0],
-        range_bins=range_bins[0],
-        loss_maxima=losses[1],
-        range_maxima=ranges[1],
-        binned_scale_maxima=scale_bins[1],
-        binned_range_maxima=range_bins[1],
-    )
+    (limits, _), losses, ranges = map(at, (Of.SCALE_LIMITS, Of.LOSSES, Of.RANGES))
+    return BlockPlaces(limits=limits, losses=losses[0], ranges=ranges[0], loss_maxima=losses[1], range_maxima=ranges[1])
 
 
 def columns(found: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
@@ -202,16 +186,14 @@ def columns_of(
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
     if Of.SCALES in wanted:
         found[Of.SCALES] = eager.scale_columns(factors)
-    if Of.SCALE_BINS in wanted:
-        found[Of.SCALE_BINS] = scale_bins(factors), eager.scale_columns(factors)[1]
     if compared is not None and Of.QUANTIZED in wanted:
         found[Of.QUANTIZED] = compared.sum(1), None
     if compared is not None and Of.LOSSES in wanted:
         found[Of.LOSSES] = _loss_columns(compared)
     if Of.SCALE_LIMITS in wanted and occupied is not None:
         found[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
-    if blocks is not None:
-        found |= range_columns(blocks, wanted)
+    if blocks is not None and Of.RANGES in wanted:
+        found[Of.RANGES] = range_columns(blocks)
     return found
 
 
@@ -235,36 +217,18 @@ def limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
     return torch.where(factors == 0, math.inf, factors * number_format.max)
 
 
-def scale_bins(scales: torch.Tensor) -> torch.Tensor:
-    """Count factors per bin of :data:`~te_precision_callbacks.statistics.table.SCALES`: float64."""
-    wide = scales.reshape(-1).to(torch.float64)
-    return eager.count_in_bins(torch.log2(wide), (wide > 0) & (wide < math.inf), SCALES)
-
-
-def range_columns(blocks: torch.Tensor, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
-    """Columns of the blocks' dynamic ranges log2(max(abs(x)) / min(abs(x))) over x != 0.
+def range_columns(blocks: torch.Tensor) -> SumsAndMaxima:
+    """RANGE_SUMS and RANGE_MAXIMA, float64: the blocks' dynamic ranges log2(max(abs(x)) / min(abs(x))) over x != 0.
 
     Args:
         blocks: [blocks, elements], any float dtype; non-finite elements are ignored.
-        wanted: the kinds to compute; those outside :data:`RANGE_KINDS` are ignored.
-
-    Returns:
-        float64 columns for sums and maxima: RANGE_SUMS and RANGE_MAXIMA, bin counts and RANGE_MAXIMA.
     """
-    if RANGE_KINDS.isdisjoint(wanted):
-        return {}
     pieces = [compiled.run(extremes, piece) for piece in compiled.pieces(blocks)]
     largest, smallest = (torch.cat([piece[index] for piece in pieces]) for index in (0, 1))
     counted = largest > 0
     ranges = torch.where(counted, log2_of_ratio(largest, smallest), 0.0)
-    sums = torch.stack([counted.sum(dtype=torch.float64), ranges.sum()])
     maxima = torch.stack([torch.where(counted, ranges, NOTHING).amax(), torch.where(counted, -ranges, NOTHING).amax()])
-    kinds: dict[Of, SumsAndMaxima] = {}
-    if Of.RANGES in wanted:
-        kinds[Of.RANGES] = sums, maxima
-    if Of.RANGE_BINS in wanted:
-        kinds[Of.RANGE_BINS] = eager.count_in_bins(ranges, counted, RANGES), maxima
-    return kinds
+    return torch.stack([counted.sum(dtype=torch.float64), ranges.sum()]), maxima
 
 
 def log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:

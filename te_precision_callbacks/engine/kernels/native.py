@@ -1,8 +1,6 @@
-"""The pass on a CPU, in C++ (``one_pass.cpp``): each element is read once, in the processor's vectors.
+"""The pass on a CPU, in C++: each element is read once, in the processor's vectors; plain torch without a compiler.
 
-It is compiled once plain torch has spent about as long as compiling takes. Without a C++ compiler, plain torch does
-everything, which is logged once. A call takes some microseconds where plain
-torch calls thirty operations, so small tensors gain most.
+A call takes some microseconds where plain torch calls thirty operations, so small tensors gain most.
 """
 
 from __future__ import annotations
@@ -20,41 +18,29 @@ from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype -> its number in the C++ code."""
 
-_A_CALL = 2**16
-"""Elements that plain torch measures in the time of its call for the smallest tensor."""
-
-_ARGUMENTS = (
-    *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64),
-    *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
-    *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-    *[ctypes.c_int64] * len(ColumnPlaces._fields),
-)
-
 ONE_PASS = CppFile(
     Path(__file__).with_name("one_pass.cpp"),
-    {"te_precision_one_pass": _ARGUMENTS},
-    pays_from=2**29,
+    {
+        "te_precision_one_pass": (
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64),
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+            *[ctypes.c_int64] * len(ColumnPlaces._fields),
+        )
+    },
     what="Statistics on the CPU are computed by plain torch operations",
-    times="fifty",
+    times="a hundred",
 )
-
-
-def _could_take(values: torch.Tensor) -> bool:
-    """Return whether the tensor is plain, on the CPU, and of a supported dtype."""
-    return type(values) is torch.Tensor and values.dtype in _DTYPES and values.device.type == "cpu"
 
 
 def takes(values: torch.Tensor) -> bool:
-    return _could_take(values) and ONE_PASS.is_taken()
-
-
-def leaves(values: torch.Tensor) -> None:
-    if _could_take(values):
-        ONE_PASS.leaves_to_torch(values.numel() + _A_CALL)
+    """Return whether C++ can read the tensor: plain, on the CPU, of a supported dtype."""
+    could = type(values) is torch.Tensor and values.dtype in _DTYPES and values.device.type == "cpu"
+    return could and ONE_PASS.is_compiled()
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """As :func:`te_precision_callbacks.engine.kernels.add`, for tensors that ``takes`` accepts.
+    """As :func:`te_precision_callbacks.engine.kernels.add`, for tensors that :func:`takes` accepts.
 
     Calls no operation of torch for a tensor without gaps.
     """

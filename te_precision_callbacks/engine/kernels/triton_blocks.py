@@ -9,8 +9,8 @@ in float64.
 
 A program takes tiles of 16 x 128 elements of the codes' matrix, or as many stacked tiles as a block has; a thread has
 16 elements of each. A block is reduced in each thread, then among its threads, which all have the result; totals take
-the first thread's. (Triton up to 3.6 adds a result shared by several threads from the wrong threads.) Bins are counted
-in registers and added by integer atomics, so the order of additions does not matter.
+the first thread's. (Triton up to 3.6 adds a result shared by several threads from the wrong threads.) Exponents are
+counted in registers and added by integer atomics, so the order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     tile_moments,
     total_of,
 )
-from te_precision_callbacks.statistics.table import RANGES, SCALES
 
 _COLUMNS = len((*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS, *LIMIT_SUMS, *LOSS_SUMS, *RANGE_SUMS))
 _EXTREMES = len((*MAXIMA, *SCALE_MAXIMA, *LOSS_MAXIMA, *RANGE_MAXIMA))
@@ -73,8 +72,6 @@ _EXTREMES = len((*MAXIMA, *SCALE_MAXIMA, *LOSS_MAXIMA, *RANGE_MAXIMA))
 _TILE_ROWS, _TILE_COLUMNS = 16, 128
 _COLUMN_VECTOR = 4
 _PER_THREAD = _TILE_ROWS * _TILE_COLUMNS // THREADS
-
-_BINS_TOGETHER = 1024
 
 _NUMBERS = ["tiles", "tiles_across", "tile_stride"]
 _PLACES = ["programs", *(f"{name}_at" for name in (*ColumnPlaces._fields, *BlockPlaces._fields))]
@@ -119,16 +116,9 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     tiles = -(-rows // tile_rows) * across
     programs = min(program_count(values.device), tiles)
     places, own = pending.places, pending.of_blocks
-    bins = [
-        wanted * number
-        for wanted, number in (
-            (places.exponents >= 0, EXPONENT_BINS),
-            (own.scale_bins >= 0, SCALES.number),
-            (own.range_bins >= 0, RANGES.number),
-        )
-    ]
+    bins = EXPONENT_BINS if places.exponents >= 0 else 0
     partials = torch.empty((programs, _COLUMNS + _EXTREMES), dtype=torch.float64, device=values.device)
-    counts = torch.zeros(sum(bins), dtype=torch.float64, device=values.device) if any(bins) else None
+    counts = torch.zeros(bins, dtype=torch.float64, device=values.device) if bins else None
     matrix, decoding = loadable(matrix)
     vector = BYTES_PER_LOAD // matrix.element_size()
     if width == 1:  # each column of a thread has its own results
@@ -156,11 +146,9 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             MOMENTS=max(places.moments, places.maxima) >= 0,
             LOSSES=max(own.losses, own.loss_maxima) >= 0,
             LIMITS=own.limits >= 0,
-            OF_SCALES=max(places.scales, own.scale_bins) >= 0,
-            RANGES=max(own.ranges, own.range_bins) >= 0,
-            EXPONENTS=0 if bins[0] else -1,
-            SCALE_BINS=bins[0] if bins[1] else -1,
-            RANGE_BINS=bins[0] + bins[1] if bins[2] else -1,
+            OF_SCALES=places.scales >= 0,
+            RANGES=own.ranges >= 0,
+            EXPONENTS=bins > 0,
             STEPS=tile_rows // _TILE_ROWS,
             TURNED=turned,
             ROWS=_PER_THREAD // vector,
@@ -176,7 +164,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             # An FMA would not round the product of code and scale before subtracting it.
             enable_fp_fusion=False,
         )
-        _merge[(1 + -(-sum(bins) // _BINS_TOGETHER),)](
+        _merge[(1 + (bins > 0),)](
             partials,
             counts,
             sums,
@@ -184,12 +172,9 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
             programs,
             *places,
             *own,
-            EXPONENT_BINS=bins[0],
-            SCALE_BINS=bins[1],
-            RANGE_BINS=bins[2],
             COLUMNS=_COLUMNS,
             EXTREMES=_EXTREMES,
-            BINS=_BINS_TOGETHER,
+            BINS=bins,
             **MERGING,
         )
 
@@ -263,9 +248,7 @@ def _measure(
     LIMITS: tl.constexpr,
     OF_SCALES: tl.constexpr,
     RANGES: tl.constexpr,
-    EXPONENTS: tl.constexpr,  # offsets among the counts; -1: not counted
-    SCALE_BINS: tl.constexpr,
-    RANGE_BINS: tl.constexpr,
+    EXPONENTS: tl.constexpr,
     STEPS: tl.constexpr,
     TURNED: tl.constexpr,  # rows here are columns of the codes in memory
     ROWS: tl.constexpr,
@@ -326,8 +309,6 @@ def _measure(
     negated_range_min = tl.full([PARTS], float("-inf"), tl.float64)
     leads = _is_first_of_block(PARTS, HEIGHT, LANE_ROWS, GROUP)
     exponents = tl.full([256], 0, tl.int32)
-    scale_places = tl.full([2048], 0, tl.int32)
-    range_places = tl.full([1024], 0, tl.int32)
 
     for tile in range(program, tiles, programs):
         top = tile // tiles_across * (tile_rows * STEPS)
@@ -379,7 +360,7 @@ def _measure(
             maximum = tl.maximum(maximum, high)
             negated_min = tl.maximum(negated_min, low)
             above_zero = tl.maximum(above_zero, above)
-            if EXPONENTS >= 0:
+            if EXPONENTS:
                 exponents += exponent_counts(x, elements)
 
             if CODES != "":
@@ -445,8 +426,6 @@ def _measure(
             scale_square_sum += wide * wide
             scale_max = tl.maximum(scale_max, tl.where(counted, scale, float("-inf")))
             negated_scale_min = tl.maximum(negated_scale_min, tl.where(counted, -scale, float("-inf")))
-            if SCALE_BINS >= 0:
-                scale_places += tl.histogram(tl.where(counted & leads, _scale_bin(scale), 2047), 2048)
         if RANGES:
             above = _in_block(above_here, True, HEIGHT, WIDTH, LANE_ROWS, GROUP)
             span = _log2_of_ratio(upper, -above.to(tl.int32))
@@ -454,9 +433,6 @@ def _measure(
             range_sum += tl.where(occupied, span, 0.0)
             range_max = tl.maximum(range_max, tl.where(occupied, span, float("-inf")))
             negated_range_min = tl.maximum(negated_range_min, tl.where(occupied, -span, float("-inf")))
-            if RANGE_BINS >= 0:
-                place = tl.minimum((span * 8.0).to(tl.int32), 512)
-                range_places += tl.histogram(tl.where(occupied & leads, place, 1023), 1024)
 
     # In the order of _COLUMNS and _EXTREMES. Unwanted columns are undefined and never read.
     sums = partials + program.to(tl.int64) * (COLUMNS + EXTREMES)
@@ -489,12 +465,9 @@ def _measure(
         tl.store(sums + 22, total_of(tl.where(leads, range_sum, 0)))
         tl.store(maxima + 6, tl.max(range_max, 0))
         tl.store(maxima + 7, tl.max(negated_range_min, 0))
-    if EXPONENTS >= 0:
-        _add_counts(counts + EXPONENTS, exponents, 256, 255)
-    if SCALE_BINS >= 0:
-        _add_counts(counts + SCALE_BINS, scale_places, 2048, 2040)
-    if RANGE_BINS >= 0:
-        _add_counts(counts + RANGE_BINS, range_places, 1024, 513)
+    if EXPONENTS:
+        bin_ = tl.arange(0, 256)  # the last one has inf and nan
+        tl.atomic_add(counts + bin_, exponents.to(tl.float64), mask=(bin_ < 255) & (exponents > 0), sem="relaxed")
 
 
 @_jit_of_places
@@ -513,22 +486,15 @@ def _merge(
     limits_at: tl.tensor,
     losses_at: tl.tensor,
     ranges_at: tl.tensor,
-    scale_bins_at: tl.tensor,
-    range_bins_at: tl.tensor,
     loss_maxima_at: tl.tensor,
     range_maxima_at: tl.tensor,
-    binned_scale_maxima_at: tl.tensor,
-    binned_range_maxima_at: tl.tensor,
-    EXPONENT_BINS: tl.constexpr,  # their number; 0 if not counted
-    SCALE_BINS: tl.constexpr,
-    RANGE_BINS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EXTREMES: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    BINS: tl.constexpr,
+    BINS: tl.constexpr,  # of exponents; 0 if not counted
 ) -> None:
-    """Merge the rows of ``partials``; all programs but the first merge ``BINS`` counts."""
+    """Merge the rows of ``partials``; a second program, where exponents are counted, merges the counts."""
     part = tl.program_id(0)
     if part == 0:
         column = tl.arange(0, WIDTH)
@@ -541,18 +507,12 @@ def _merge(
         _add_to(sums, ranges_at, total, column, 21, 2)
         _raise_to(maxima, maxima_at, largest, column, COLUMNS, 3)
         _raise_to(maxima, scale_maxima_at, largest, column, COLUMNS + 3, 2)
-        _raise_to(maxima, binned_scale_maxima_at, largest, column, COLUMNS + 3, 2)
         _raise_to(maxima, loss_maxima_at, largest, column, COLUMNS + 5, 1)
         _raise_to(maxima, range_maxima_at, largest, column, COLUMNS + 6, 2)
-        _raise_to(maxima, binned_range_maxima_at, largest, column, COLUMNS + 6, 2)
     else:
-        every: tl.constexpr = EXPONENT_BINS + SCALE_BINS + RANGE_BINS
-        if every > 0:
-            at = (part - 1) * BINS + tl.arange(0, BINS)
-            counted = tl.load(counts + at, mask=at < every, other=0.0)
-            _add_to(sums, exponents_at, counted, at, 0, EXPONENT_BINS)
-            _add_to(sums, scale_bins_at, counted, at, EXPONENT_BINS, SCALE_BINS)
-            _add_to(sums, range_bins_at, counted, at, EXPONENT_BINS + SCALE_BINS, RANGE_BINS)
+        if BINS > 0:
+            at = tl.arange(0, BINS)
+            _add_to(sums, exponents_at, tl.load(counts + at), at, 0, BINS)
 
 
 @jit
@@ -573,12 +533,6 @@ def _raise_to(
     base = tl.where(column >= 0, place, 0)
     kept = maxima + base + column - BEGIN
     raise_at(kept, found, (column >= BEGIN) & (column < BEGIN + NUMBER) & (base >= 0))
-
-
-@jit
-def _add_counts(counts: tl.tensor, found: tl.tensor, NUMBER: tl.constexpr, KEPT: tl.constexpr) -> None:
-    place = tl.arange(0, NUMBER)
-    tl.atomic_add(counts + place, found.to(tl.float64), mask=(place < KEPT) & (found > 0), sem="relaxed")
 
 
 @jit
@@ -606,22 +560,6 @@ def _decode_e2m1(code: tl.tensor) -> tl.tensor:
     bits = code.to(tl.int32)
     small = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
     return small * 8.507059173023462e37
-
-
-@jit
-def _scale_bin(scale: tl.tensor) -> tl.tensor:
-    """Bin of a positive float32: eighths of a power of two above 2^-127; smaller numbers are in the first bin."""
-    bits = scale.to(tl.int32, bitcast=True)
-    is_normal = bits >= 0x800000
-    exponent = tl.where(is_normal, bits >> 23, 0)
-    mantissa = tl.where(is_normal, bits, bits << 1) & 0x7FFFFF
-    # From 2^(k / 8) on, for k from 1 to 7.
-    place = exponent * 8
-    place += (mantissa >= 0x0B95C2).to(tl.int32) + (mantissa >= 0x1837F1).to(tl.int32)
-    place += (mantissa >= 0x25FED7).to(tl.int32) + (mantissa >= 0x3504F4).to(tl.int32)
-    place += (mantissa >= 0x45672B).to(tl.int32) + (mantissa >= 0x5744FD).to(tl.int32)
-    place += (mantissa >= 0x6AC0C7).to(tl.int32)
-    return tl.where(bits < 0x400000, 0, place)
 
 
 @jit

@@ -48,9 +48,9 @@ from te_precision_callbacks.reference.extension.activation import (
 from te_precision_callbacks.reference.extension.attention import (
     convert_bshd_to_thd,
     convert_thd_to_bshd,
+    get_fused_attn_backend,
     multi_tensor_transpose_to_bhsd,
 )
-from te_precision_callbacks.reference.extension.attention_support import get_fused_attn_backend
 from te_precision_callbacks.reference.extension.enums import (
     CommOverlapType,
     DType,
@@ -67,18 +67,7 @@ from te_precision_callbacks.reference.extension.enums import (
     NVTERoutingMapFormat,
     NVTEScalingMode,
 )
-from te_precision_callbacks.reference.extension.fused_attention import fused_attn_bwd, fused_attn_fwd
 from te_precision_callbacks.reference.extension.gemm import generic_gemm, te_general_grouped_gemm
-from te_precision_callbacks.reference.extension.grouped import (
-    bgrad_group_quantize,
-    get_grouped_gemm_setup_workspace_size,
-    group_quantize,
-    splits_to_offsets,
-    splits_to_offsets_multi,
-    te_general_grouped_gemm_for_discrete_in,
-    te_general_grouped_gemm_for_discrete_out,
-    te_general_grouped_gemm_for_grouped_tensor,
-)
 from te_precision_callbacks.reference.extension.missing import (
     CommOverlap,
     CommOverlapHelper,

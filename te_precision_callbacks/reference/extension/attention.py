@@ -1,13 +1,19 @@
-"""Moving the tokens of attention between layouts."""
+"""The layouts of attention, and the answer that there is no fused kernel for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.heads import to_heads
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.enums import NVTE_Fused_Attn_Backend
+
+
+def get_fused_attn_backend(params: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
+    """No kernel, and the reason: Transformer Engine then selects its unfused attention, which is pure torch."""
+    return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "The reference backend has no fused attention."
 
 
 @torch.no_grad()
@@ -57,7 +63,7 @@ def multi_tensor_transpose_to_bhsd(
     results: list[torch.Tensor | None] = []
     for tensor, output in zip(inputs, outputs or [None] * len(inputs), strict=True):
         if tensor is not None:
-            heads = to_heads(tensor, original_format)
+            heads = tensor.permute([original_format.index(dimension) for dimension in "bhsd"])
             output = heads.new_empty(heads.shape) if output is None else output
             output[..., : heads.shape[-1]] = heads
             output[..., heads.shape[-1] :] = 0

@@ -96,13 +96,8 @@ class DelayedScaling(_PerTensorScaling):
             return
         measured = amax_of(source) if amax is None else amax
         self.cast(quantizer, source, quantizer.scale, out)
-        raise_amax(quantizer, measured)
-
-
-def raise_amax(quantizer: Any, measured: torch.Tensor) -> None:
-    """Raise ``quantizer.amax``, of delayed scaling, to a measured amax: float32, one element."""
-    if quantizer.amax.numel():  # without an element nothing is recorded, like a kernel that gets no address
-        overwrite(quantizer.amax, torch.maximum(quantizer.amax, measured.view_as(quantizer.amax)))
+        if quantizer.amax.numel():  # without an element nothing is recorded, like a kernel that gets no address
+            overwrite(quantizer.amax, torch.maximum(quantizer.amax, measured.view_as(quantizer.amax)))
 
 
 class CurrentScaling(_PerTensorScaling):

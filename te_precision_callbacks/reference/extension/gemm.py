@@ -28,7 +28,6 @@ from te_precision_callbacks.reference.extension.activation import GELU
 from te_precision_callbacks.reference.extension.autocast import outside_of_autocast
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.dtypes import torch_dtype
-from te_precision_callbacks.reference.extension.enums import DType
 from te_precision_callbacks.reference.extension.operands import FP8_BLOCKS, Operand, logical_shape, operand
 from te_precision_callbacks.reference.extension.products import multiplies_bfloat16, product, takes
 from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
@@ -222,24 +221,6 @@ def te_general_grouped_gemm(
         if gelu_input is not None:
             pre_gelu_out[index].copy_(gelu_input.view(pre_gelu_out[index].shape))
     return list(bias)
-
-
-def product_into(
-    out: torch.Tensor,
-    a: Any,
-    transa: bool,
-    b: Any,
-    transb: bool,
-    alpha: float,
-    beta: float,
-    use_split_accumulator: bool,
-) -> None:
-    """``out = alpha * op(B) @ op(A) + beta * out``, for an ``out`` of as many elements in any shape."""
-    if not out.numel():
-        return
-    shaped, added = out.view(_result_shape_of(a, transa, b, transb)), beta != 0.0
-    of_result = (shaped, None, None, None, DType.kBFloat16, False, None, False, None, 0, added, use_split_accumulator)
-    generic_gemm(a, transa, b, transb, *of_result, alpha=alpha, beta=beta)
 
 
 def _product_of_bfloat16(a: Operand, transa: bool, b: Operand, transb: bool, bias: torch.Tensor | None) -> torch.Tensor:

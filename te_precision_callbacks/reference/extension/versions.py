@@ -1,31 +1,14 @@
 """Versions and constants that Transformer Engine reads from the extension.
 
 cuBLAS is reported as 12.9.5: new enough for FP8 on every GPU that the backend emulates, and older than Transformer
-Engine's GEMM of grouped tensors needs (13.3 to 13.6). ``TE_PRECISION_REFERENCE_CUBLASLT`` sets another version, such as
-``130600``. cuDNN is reported as 9.21.0, the first with attention in MXFP8.
+Engine's GEMM of grouped tensors needs (13.3 to 13.6), which the backend does not have. cuDNN is reported as 9.21.0.
 """
 
 from __future__ import annotations
 
-import os
-
-from te_precision_callbacks.reference.errors import ReferenceBackendError
-
-CUBLASLT_VARIABLE = "TE_PRECISION_REFERENCE_CUBLASLT"
-
 
 def get_cublasLt_version() -> int:
-    """12.9.5, or the version in the environment: major * 10000 + minor * 100 + patch.
-
-    Raises:
-        ReferenceBackendError: the environment has an invalid number.
-    """
-    text = os.environ.get(CUBLASLT_VARIABLE, "120905")
-    if not text.isdecimal():
-        raise ReferenceBackendError(
-            f"{CUBLASLT_VARIABLE} is {text!r}, and has to be a version of cuBLASLt as a number: 130600 for 13.6.0."
-        )
-    return int(text)
+    return 120905
 
 
 def get_cudnn_version() -> int:

@@ -11,8 +11,7 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.speed.errors import TraceError
-    from te_precision_callbacks.speed.trace.measuring import MeasuredProduct, MeasuredStep, measure
-    from te_precision_callbacks.speed.trace.printing import show
+    from te_precision_callbacks.speed.trace.measuring import MeasuredProduct, MeasuredStep, measure, show
     from te_precision_callbacks.speed.trace.reading import Trace, read_trace
 
 __all__ = ["MeasuredProduct", "MeasuredStep", "Trace", "TraceError", "measure", "read_trace", "show"]

@@ -1,5 +1,8 @@
 """Read a trace of torch.profiler: Kineto's JSON in the Chrome trace event format, plain or compressed with gzip.
 
+Ranges that ``profile=`` puts around layers name the layer of each forward, and the GEMM in both passes of Transformer
+Engine's layers. A backward node without a range belongs to the layer of the linked forward.
+
 Categories and arguments come from Kineto's ``output_json.cpp`` and torch's ``profiler_kineto.cpp``. Events become
 :class:`TraceEvent` objects during parsing, so that unused arguments take no memory.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 import zlib
 from collections.abc import Mapping
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from te_precision_callbacks.speed.errors import TraceError
+from te_precision_callbacks.speed.trace.range_names import parse_range
 
 Pass = Literal["forward", "backward", "recompute", "optimizer", ""]
 """Part of a step. ``recompute`` is a forward that an activation checkpoint repeats in the backward; empty for anything
@@ -33,6 +38,11 @@ _CATEGORIES: Mapping[str, EventType] = {
     "gpu_memcpy": "kernel",
     "gpu_memset": "kernel",
 }
+
+
+_NODE = "autograd::engine::evaluate_function: "
+_OF_BACKWARD = re.compile(r"Backward\d*$|^torch::autograd::")
+_OF_OPTIMIZER = re.compile(r"^Optimizer\.(step|zero_grad)")
 
 
 class Context(NamedTuple):
@@ -108,14 +118,9 @@ def read_trace(path: str | Path) -> Trace:
         data = path.read_bytes()
         text = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
         facts = json.loads(text, object_hook=reader.read)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path} is truncated or not a gzip file ({error}). Copy or write it again.") from error
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
         raise TraceError(
-            f"{path} is truncated or not a trace of torch.profiler: it is not JSON ({error}). A process killed while"
-            " writing leaves such a file. Write the trace again."
+            f"{path} cannot be read: {error!r}. Give a file that torch.profiler has written to its end."
         ) from error
     if not trace.host and not trace.kernels:
         raise TraceError(
@@ -141,24 +146,85 @@ class _TraceReader:
         phase = event.get("ph")
         if phase is None:
             return event
-        try:
-            what = _CATEGORIES.get(event.get("cat", ""))
-            lane = self._lanes.setdefault((event.get("pid"), event.get("tid")), len(self._lanes))
-            if phase == "X" and what is not None:
-                arguments = event.get("args") or {}
-                begin, us = float(event["ts"]), float(event.get("dur", 0))
-                link = arguments.get("correlation") if what in ("call", "kernel") else None
-                has_node = "Sequence number" in arguments
-                events = self._trace.kernels if what == "kernel" else self._trace.host
-                events.append(
-                    TraceEvent(sys.intern(event["name"]), what, begin, begin + us, lane, link, has_node, us=us)
-                )
-            elif phase == "s" and event.get("cat") == "fwdbwd":
-                self.forwards[event["id"]] = lane, float(event["ts"])
-            elif phase == "f" and event.get("cat") == "fwdbwd":
-                self.backwards.append((event["id"], (lane, float(event["ts"]))))
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
-            raise TraceError(
-                f"{self._trace.path} has an event that torch.profiler does not write: {str(event)[:120]} ({error})."
-            ) from error
+        what = _CATEGORIES.get(event.get("cat", ""))
+        lane = self._lanes.setdefault((event.get("pid"), event.get("tid")), len(self._lanes))
+        if phase == "X" and what is not None:
+            arguments = event.get("args") or {}
+            begin, us = float(event["ts"]), float(event.get("dur", 0))
+            link = arguments.get("correlation") if what in ("call", "kernel") else None
+            has_node = "Sequence number" in arguments
+            events = self._trace.kernels if what == "kernel" else self._trace.host
+            events.append(TraceEvent(sys.intern(event["name"]), what, begin, begin + us, lane, link, has_node, us=us))
+        elif phase == "s" and event.get("cat") == "fwdbwd":
+            self.forwards[event["id"]] = lane, float(event["ts"])
+        elif phase == "f" and event.get("cat") == "fwdbwd":
+            self.backwards.append((event["id"], (lane, float(event["ts"]))))
         return None
+
+
+def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
+    """Set the context of all events, and the time that counts for each.
+
+    Returns:
+        Iteration -> begin and end of its range, in microseconds; without incomplete iterations.
+    """
+    iterations: dict[int, tuple[float, float]] = {}
+    unended: set[int] = set()
+    first_at: dict[tuple[int, float], TraceEvent] = {}
+    stack: list[TraceEvent] = []
+    for event in sorted(trace.host, key=lambda event: (event.lane, event.begin, -event.end)):
+        while stack and (stack[-1].lane != event.lane or stack[-1].end <= event.begin):
+            stack.pop()
+        outer = stack[-1].context if stack else Context()
+        stack.append(event)
+        event.context = outer
+        event.launched = event.begin
+        if event.what == "range":
+            kind, rest = parse_range(event.name)
+            if kind == "iteration":
+                iterations.setdefault(int(rest), (event.begin, event.end))
+            elif kind == "unended":
+                unended.add(int(rest))
+            elif kind:
+                event.context = _in_layer(outer, kind, *rest.split("|", 1))
+            elif _OF_OPTIMIZER.match(event.name):
+                event.context = Context(of_pass="optimizer", operator=outer.operator)
+        elif event.what == "operator":
+            event.context = _in_operator(outer, event)
+            first_at.setdefault((event.lane, event.begin), event)
+            if outer.operator is not None:
+                outer.operator.us -= event.end - event.begin
+    calls = {event.link: event for event in trace.host if event.what == "call"}
+    for kernel in trace.kernels:
+        if (call := calls.get(kernel.link)) is not None:
+            kernel.context, kernel.launched = call.context, call.begin
+    layer_of_unit = {
+        first_at[backward].context.unit: first_at[forward].context.layer
+        for backward, forward in trace.arrows.items()
+        if backward in first_at and forward in first_at
+    }
+    for event in (*trace.host, *trace.kernels):
+        if not event.context.layer and event.context.unit is not None:
+            event.context = event.context._replace(layer=layer_of_unit.get(event.context.unit, ""))
+    return {number: span for number, span in iterations.items() if number not in unended}
+
+
+def _in_layer(outer: Context, direction: str, gemm: str, layer: str) -> Context:
+    again = outer.of_pass in ("backward", "recompute")
+    now: Pass = "backward" if direction == "backward" else "recompute" if again else "forward"
+    return Context(layer, gemm, now, outer.unit if now == outer.of_pass else None, outer.operator)
+
+
+def _in_operator(outer: Context, event: TraceEvent) -> Context:
+    layer, gemm, now, unit, _ = outer
+    if event.name.startswith(_NODE):  # the engine calls a node, also inside the backward of a checkpoint
+        return Context(of_pass="backward", unit=event, operator=event)
+    if _OF_BACKWARD.search(event.name):
+        now = "backward"
+        if outer.of_pass != "backward":
+            layer, gemm, unit = "", "", None
+    elif now == "backward" and event.has_node:  # operators of a backward have no node, unless they run again
+        layer, gemm, now, unit = ("", "", "recompute", None)
+    elif now == "" and event.has_node:
+        now = "forward"
+    return Context(layer, gemm, now, event if unit is None else unit, event)

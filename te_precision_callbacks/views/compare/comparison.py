@@ -51,9 +51,9 @@ def compare(
         if reason:
             raise ComparisonError(reason)
     order = Order([a, b])
-    collect = None if numbers is None else numbers.collect_from(first, other, paired, has_noise=bool(others))
+    collect = None if numbers is None else numbers.collect_from(first, other)
     search = Search(first, other, others, lasting, collect)
-    departures = list(search.run(paired, {subject: order.place(subject) for subject in paired}))
+    departures = list(search.run(paired))
     resized = layers_with_other_rows(a, b)
     shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))  # no bound is known for other batches
     if search.without_steps == len(paired):
@@ -71,7 +71,7 @@ def compare(
         Floor(tuple(side.name for side in others), search.without_noise) if others else None,
         order.seen,
         tuple(partings(departures, order)),
-        search.first_unequal,
+        search.all_equal,
         compare_losses(first, other, others, shares),
         (*filter(None, renamed), *(f"{_name(run, runs)}: {note}" for run in runs for note in run.notes)),
         same_run,

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, ComparedSeries, DifferenceMap
+from te_precision_callbacks.views.compare.compared_numbers import ComparedNumbers, ComparedSeries
 from te_precision_callbacks.views.compare.loss import loss_curves
 from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
 from te_precision_callbacks.views.compare.result import Comparison, Parting, StatisticDeparture
@@ -24,16 +21,14 @@ from te_precision_callbacks.views.compare.wording import (
     what_was_compared,
     where_first,
 )
-from te_precision_callbacks.views.report.data import FamilyOnPage, finding_on_page
-from te_precision_callbacks.views.report.packing import Packed, PackedScale, narrowed, steps_between
+from te_precision_callbacks.views.report.data import finding_on_page
+from te_precision_callbacks.views.report.packing import Packed, narrowed, steps_between
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
 from te_precision_callbacks.views.report.subjects import layer_name
 
 _SCRIPTS = ("findings", "comparison")
 
 _MOST_PARTINGS = 1000
-
-_UNITS = {"spreads": "multiples of the ordinary spread", "of its size": "multiples of its ordinary size"}
 
 
 def write_comparison(
@@ -55,7 +50,6 @@ def write_comparison(
 def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any]:
     layer_of = {layer.name: place for place, layer in enumerate(numbers.subjects.layers)}
     loss = _loss(result, numbers, packed)
-    families = [_heat_map(heat_map, packed) for heat_map in numbers.heat_maps]
     curves = [_curve(curve, layer_of, packed) for curve in numbers.curves]
     return {
         "a": result.a,
@@ -71,8 +65,6 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> di
         "parted_total": len(result.parted),
         "loss": loss,
         "layers": numbers.subjects.layers,
-        "families": families,
-        "worst_layers": list(_first_family(result, families)),
         "curves": [curve for curve in curves if curve is not None],
     }
 
@@ -130,31 +122,6 @@ def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: Packed) -> d
         "every": curve.every,
         "arrays": arrays,
     }
-
-
-def _heat_map(difference: DifferenceMap, packed: Packed) -> dict[str, Any]:
-    overview, bound = difference.overview.without_empty_columns(), difference.bound
-    sizes = np.abs(np.concatenate([cells[np.isfinite(cells)] for cells in overview.cells.values()]))
-    # Beyond the bound the colours are logarithmic, so that one large difference does not hide all others.
-    largest = float(max(sizes.max(initial=0.0), bound))
-    scale = PackedScale("asinh", -largest, largest, bound, centred=True)
-    unit = difference.unit
-    return {
-        **FamilyOnPage(overview, packed, scale).content,
-        "unit": unit,
-        "formula": f"The difference of B from A, in {_UNITS.get(unit, unit)}; from {bound:.3g} on it counts",
-        "worse": "far from 0",
-    }
-
-
-def _first_family(result: Comparison, families: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    if result.first is None:
-        return
-    wanted = (result.first.tensor, result.first.strongest.statistic)
-    for place, family in enumerate(families):
-        if (family["tensor"], family["statistic"]) == wanted:
-            yield {"family": place, "items": [{}]}
-            return
 
 
 def _loss(result: Comparison, numbers: ComparedNumbers, packed: Packed) -> dict[str, Any] | None:

@@ -13,10 +13,13 @@ import numpy.typing as npt
 
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.judging_scales import LEVEL, MAGNITUDE, NO_NUMBER, NoiseScale, scale_of
-from te_precision_callbacks.views.compare.result import FirstUnequal, StatisticDeparture
+from te_precision_callbacks.views.compare.result import StatisticDeparture
 from te_precision_callbacks.views.compare.sides import Floats, Ints, Numbers, Side, family
-from te_precision_callbacks.views.compare.spread import BEYOND_NOISE, Noise, Spread, bounds, grouped_quantile, measure
+from te_precision_callbacks.views.compare.spread import Noise, Spread, grouped_quantile, measure
 from te_precision_callbacks.views.report.overview import pieces
+
+_LEAST_BOUND, _BEYOND_NOISE = 6.0, 1.25
+"""A difference counts if it is at least so many spreads, and so many times the largest lasting one in the noise."""
 
 _PART_OF_BOUND, _LEAST_BEGIN = 0.5, 4.0
 """A difference that has passed the bound began where it passed half of it, which is at least so many spreads."""
@@ -65,6 +68,7 @@ class Search:
         show: receives all compared values, in parts.
         without_steps: the number of series without a common step.
         without_noise: the number of series without a baseline.
+        all_equal: whether all values that pair are equal, to the last bit.
         iterations: the common iterations, in order.
     """
 
@@ -75,36 +79,29 @@ class Search:
     show: Callable[[Compared], None] | None = None
     without_steps: int = 0
     without_noise: int = 0
-    first_unequal: FirstUnequal | None = None
+    all_equal: bool = True
     iterations: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
-    def run(self, subjects: Sequence[Subject], place: dict[Subject, tuple[float, ...]]) -> Iterator[Found]:
+    def run(self, subjects: Sequence[Subject]) -> Iterator[Found]:
         ordered = sorted(subjects, key=family)
         counts = np.array([self.a.count(subject) for subject in ordered], np.int64)
-        looked_at = len(subjects) * max(1, int(counts.max(initial=0)) // self.lasting)
-        self._firsts: dict[Subject, int] = {}
         for piece in pieces(counts):
             # In the order of the records nothing has to be sorted.
             part = sorted(ordered[piece], key=lambda subject: self.a.series.get(subject, math.inf))
-            yield from self._part(part, looked_at)
-        if self._firsts:
-            subject, iteration = min(self._firsts.items(), key=lambda item: (item[1], place[item[0]]))
-            self.first_unequal = FirstUnequal(
-                iteration, subject.scope, subject.layer, subject.tensor, subject.statistic
-            )
+            yield from self._part(part)
 
-    def _part(self, subjects: Sequence[Subject], looked_at: int) -> Iterator[Found]:
+    def _part(self, subjects: Sequence[Subject]) -> Iterator[Found]:
         sides = [side.read(subjects) for side in (self.a, self.b, *self.noise)]
         scales = _Scales(subjects, sides)
         series, iterations, ours, theirs = _both(sides[0], sides[1])
         self.iterations = np.union1d(self.iterations, iterations)
         counts = np.bincount(series, minlength=len(subjects))
         self.without_steps += int((counts == 0).sum())
-        self._note_unequal(subjects, series, iterations, ours, theirs)
+        self.all_equal &= np.array_equal(ours, theirs, equal_nan=True)
         place = scales.places(series, ours)
         difference = scales.places(series, theirs) - place
 
-        spread, bound = self._noise_at(scales, [sides[0], *sides[2:]], series, iterations, looked_at)
+        spread, bound = self._noise_at(scales, [sides[0], *sides[2:]], series, iterations)
         known = ~np.isnan(spread)
         limit = np.where(known, bound * spread, scales.bound[series])
         begin = np.where(known, np.minimum(limit, np.fmax(_LEAST_BEGIN, _PART_OF_BOUND * bound) * spread), limit)
@@ -125,7 +122,7 @@ class Search:
         )
 
     def _noise_at(
-        self, scales: _Scales, sides: Sequence[Numbers], series: Ints, iterations: Ints, looked_at: int
+        self, scales: _Scales, sides: Sequence[Numbers], series: Ints, iterations: Ints
     ) -> tuple[Floats, Floats]:
         """The ordinary spread at each difference, and the multiple of it that counts; nan without known noise."""
         number = len(scales.family)
@@ -138,17 +135,8 @@ class Search:
         spread = measure(noise, scales.family, scales.families, scales.least, self.lasting)
         largest = _largest(noise, spread, scales, self.lasting)
         families = scales.family[series]
-        students = bounds(spread.degrees_at(families, series, iterations), looked_at)
-        bound = np.fmax(students, BEYOND_NOISE * largest[families])
+        bound = np.fmax(_LEAST_BOUND, _BEYOND_NOISE * largest[families])
         return np.where(has[series], spread.at(families, series, iterations), np.nan), bound
-
-    def _note_unequal(
-        self, subjects: Sequence[Subject], series: Ints, iterations: Ints, ours: Floats, theirs: Floats
-    ) -> None:
-        unequal = np.flatnonzero((ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs)))
-        where, first = np.unique(series[unequal], return_index=True)
-        for number, place in zip(where.tolist(), unequal[first].tolist(), strict=True):
-            self._firsts[subjects[number]] = int(iterations[place])
 
     def _described(
         self,

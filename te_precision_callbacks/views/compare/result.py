@@ -94,17 +94,6 @@ class Parting:
 
 
 @dataclass(frozen=True)
-class FirstUnequal:
-    """The first number that is not the same on both sides, to the last bit."""
-
-    iteration: int
-    scope: str
-    layer: str
-    tensor: str
-    statistic: str
-
-
-@dataclass(frozen=True)
 class Pairing:
     """The pairs of series.
 
@@ -231,6 +220,7 @@ class Comparison:
         lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
         ordered: whether the order of execution is known; otherwise layers are in the order of their first values.
         parted: the tensors that depart, by iteration, and within one by the order of execution.
+        all_equal: whether all values that pair are equal, to the last bit.
         loss: None if a side has no loss.
         notes: missing or damaged parts.
         verdicts: the findings of the rules on both sides; None for a run with itself.
@@ -245,7 +235,7 @@ class Comparison:
     floor: Floor | None
     ordered: bool
     parted: tuple[Parting, ...]
-    first_unequal: FirstUnequal | None
+    all_equal: bool
     loss: LossComparison | None
     notes: tuple[str, ...]
     same_run: bool = False

@@ -86,7 +86,7 @@ def side_of_run(run: RecordedRun, name: str) -> Side:
     series, scalars = {}, {}
     for number, subject in enumerate(run.subjects):
         request = logged_request(subject.statistic) if subject.tensor else None
-        if request is None or request.statistic.bins is None:  # without histograms
+        if request is None or not request.statistic.is_histogram:  # without histograms
             series[subject] = number
     for metric, (iterations, values) in run.metrics.items():
         numbers = _in_order(np.zeros(len(values), np.int64), iterations, values)

@@ -57,15 +57,14 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
 
 
 def where_first(comparison: Comparison) -> Iterator[str]:
-    unequal, first = comparison.first_unequal, comparison.first
-    if unequal is None:
+    if comparison.all_equal:
         yield "All numbers that pair are equal, to the last bit."
         return
-    what = " ".join(part for part in (unequal.layer, unequal.tensor, unequal.statistic) if part)
+    first = comparison.first
     if first is None:
         beyond = "beyond the noise floor" if comparison.floor else "by as much"
         beyond += " for as long" if comparison.pairing.steps > 1 else ""
-        yield f"Nowhere {beyond}. The first unequal value is {what}, at step {unequal.iteration}."
+        yield f"Nowhere {beyond}. Not all values are equal."
         return
     departure = first.strongest
     medians = f" (medians of steps {departure.iteration} to {departure.until})" if departure.steps > 1 else ""
@@ -77,8 +76,6 @@ def where_first(comparison: Comparison) -> Iterator[str]:
     if any(parting.iteration < first.iteration for parting in comparison.parted):
         between = f"between steps {first.since - 1} and {first.iteration}"
         yield f"It has no numbers {between}: it may have begun in any of them."
-    if unequal.iteration < first.iteration:
-        yield f"The first unequal value is {what}, at step {unequal.iteration}."
 
 
 def first_lines(comparison: Comparison) -> Iterator[str]:

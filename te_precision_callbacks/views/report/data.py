@@ -181,15 +181,14 @@ def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], C
 
 
 class FamilyOnPage:
-    """A heat map with packed arrays; by default the scale of its colours fits the values."""
+    """A heat map with packed arrays."""
 
-    def __init__(self, overview: Overview, packed: Packed, scale: PackedScale | None = None) -> None:
+    def __init__(self, overview: Overview, packed: Packed) -> None:
         self.overview = overview
         family, request = overview.family, overview.family.request
         row = None if request is None else request.statistic
-        if scale is None:
-            shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
-            scale = PackedScale.of(shown, centred=family.is_signed)
+        shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
+        scale = PackedScale.of(shown, centred=family.is_signed)
         self.content: dict[str, Any] = {
             "tensor": family.tensor,
             "statistic": family.statistic,
@@ -277,22 +276,16 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
 def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Collection[int]) -> list[dict[str, Any]]:
     """Pack the histograms, first of some layers, in a third of the room that is left."""
     families = [family for family in subjects.histograms if (family.layer >= 0).all()]
-    content: list[dict[str, Any]] = []
-    for family in families:
-        bins, request = family.family.bins, family.family.request
-        content.append(
-            {
-                "tensor": family.family.tensor,
-                "statistic": family.family.statistic,
-                "base": None if request is None else request.statistic.name,
-                "unit": "" if request is None else request.statistic.unit,
-                "lowest": bins.lowest,
-                "steps": bins.steps,
-                "ranks": family.ranks,
-                "layers": sorted({int(layer) for layer in family.layer}),
-                "counts": {},
-            }
-        )
+    content: list[dict[str, Any]] = [
+        {
+            "tensor": family.family.tensor,
+            "statistic": family.family.statistic,
+            "ranks": family.ranks,
+            "layers": sorted({int(layer) for layer in family.layer}),
+            "counts": {},
+        }
+        for family in families
+    ]
     columns = Columns.of(run, _HISTOGRAM_COLUMNS) if families else None
     most = packed.size + (packed.most - packed.size) // 3
     for is_worst in (True, False):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
 from te_precision_callbacks.views.report.overview import Columns, pieces
 from te_precision_callbacks.views.report.subjects import FamilySeries
 
@@ -25,7 +26,7 @@ def histograms(
         The place of the series in the family, the columns with a histogram, the first bin with a count in any column,
             and the counts from it on: [columns, bins].
     """
-    bins = of.family.bins.number
+    bins = len(EXPONENT_COLUMNS)
     order = [
         place for place in np.argsort(of.layer, kind="stable") if wanted is None or int(of.series[place]) in wanted
     ]

@@ -95,9 +95,9 @@ class Overview:
         worst, worst_at: rank -> [rows]: the worst value of each layer, and its iteration; iteration -1 without one.
     """
 
-    def __init__(self, of: FamilySeries, columns: Columns, sign: float | None = None) -> None:
+    def __init__(self, of: FamilySeries, columns: Columns) -> None:
         self.of, self.columns, self.layers = of, columns, of.rows
-        self.sign = sign_of(of.family.worse) if sign is None else sign
+        self.sign = sign_of(of.family.worse)
         rows, shape = len(self.layers), (len(self.layers), len(columns))
         self.cells = {rank: np.full(shape, np.nan) for rank in of.ranks}
         self.present = {rank: np.zeros(shape, bool) for rank in of.ranks}

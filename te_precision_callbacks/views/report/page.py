@@ -24,9 +24,9 @@ from te_precision_callbacks.views.report.subjects import ReportError
 
 MOST_BYTES = 10_000_000
 
-_SHARED = ("unpack", "values", "dom", "plots", "shell", "heatmap")
+_SHARED = ("unpack", "values", "dom", "plots", "shell")
 
-_OF_A_RUN = ("findings", "summary", "ranges", "layer", "profile", "speed", "config", "main")
+_OF_A_RUN = ("heatmap", "findings", "summary", "ranges", "layer", "profile", "speed", "config", "main")
 
 FOR_FACTS = 1_200_000
 """What is kept for the facts of a run, which come beside its numbers."""

@@ -1,8 +1,7 @@
-"""The speed of a run for a report: expected times, and measured times of its trace."""
+"""The expected speed of a run for a report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from te_precision_callbacks.base.counts import many
@@ -10,18 +9,15 @@ from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.errors import DeviceError
+from te_precision_callbacks.speed.errors import DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import LayerRow, StepSpeed, estimate_step, layer_rows
 from te_precision_callbacks.speed.printing import in_short
-from te_precision_callbacks.speed.recorded import RunSpeed, run_speed
+from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 
 _MOST_KINDS = 200
 """The kinds of layers that a page has, those that take longest."""
 
 _MOST_NAMES = 4
-
-_MOST_TRACE_BYTES = 64_000_000
-"""A larger trace is not read for a page: it takes minutes."""
 
 
 def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any]:
@@ -29,49 +25,26 @@ def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any
 
     Returns:
         ``summary``, the answer in a sentence; ``device``, null if unknown; ``unknown``, why no times are expected and
-        the remedy, may be empty; ``trace``, the measured times; and if times are expected ``total``, ``kinds``,
-        ``advice`` and ``notes``.
+        the remedy, may be empty; and if times are expected ``total``, ``kinds``, ``advice`` and ``notes``.
     """
-    known = run_speed(run, estimate_step, device=device, most_trace_bytes=_MOST_TRACE_BYTES)
-    speed = known.expected
-    facts: dict[str, Any] = {
-        "summary": "The speed of this run is unknown",
-        "device": None,
+    try:
+        speed = estimate_step(step_of_run(run), device_of_run(run) if device is None else device)
+    except SpeedError as error:
+        remedy = " Make the report again with it: te-precision report RUN --device h200"
+        unknown = f"{error}{remedy if isinstance(error, DeviceError) else ''}"
+        return {"summary": "The speed of this run is unknown", "device": None, "unknown": unknown}
+    json = speed.as_json()
+    return {
+        "summary": f"The matrix products of a step: {in_short(speed)}",
+        "device": speed.device.title,
         "unknown": "",
-        "trace": _trace(known),
+        "kinds": _kinds(speed),
+        **{key: plain(json[key]) for key in ("total", "advice", "notes")},
     }
-    if speed is None:
-        facts["unknown"] = str(known.why_not)
-        if isinstance(known.why_not, DeviceError):
-            facts["unknown"] += " Make the report again with it: te-precision report RUN --device h200"
-    else:
-        json = speed.as_json()
-        facts |= {
-            "summary": f"The matrix products of a step: {in_short(speed)}",
-            "device": speed.device.title,
-            "kinds": _kinds(speed, known.measured_layers),
-            **{key: plain(json[key]) for key in ("total", "advice", "notes")},
-        }
-    return facts
 
 
-def _trace(known: RunSpeed) -> dict[str, Any] | None:
-    if known.trace is None:
-        return None
-    facts: dict[str, Any] = {"name": known.trace.name, "problem": known.trace_problem, "beside": "", "kinds": []}
-    measured = known.measured
-    if measured is None:
-        return facts
-    kinds = [
-        {"kind": kind, "format": form, "ms": ms, "share": ms / measured.work_ms if measured.work_ms else None}
-        for (kind, form), ms in measured.by_kind().items()
-    ]
-    names = ("device", "iterations", "wall_ms", "notes")
-    return {**facts, "beside": known.not_compared, "kinds": kinds, **{name: getattr(measured, name) for name in names}}
-
-
-def _kinds(speed: StepSpeed, measured: Mapping[str, float]) -> dict[str, Any]:
-    rows = layer_rows(speed, measured)
+def _kinds(speed: StepSpeed) -> dict[str, Any]:
+    rows = layer_rows(speed)
     left = rows[_MOST_KINDS:]
     count = sum(len(row.layers) for row in left)
     more = f"and {many(len(left), 'more kind')} with {many(count, 'layer')}" if left else ""
@@ -98,5 +71,4 @@ def _kind(row: LayerRow) -> dict[str, Any]:
         "verdict": times.verdict if times.is_low else "" if times.known else "unknown",
         "unknown": times.unknown,
         "why": row.why,
-        "measured_ms": row.measured_ms,
     }

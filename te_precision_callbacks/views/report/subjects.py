@@ -57,7 +57,7 @@ class FamilySeries:
     @property
     def is_histogram(self) -> bool:
         request = self.family.request
-        return request is not None and request.statistic.bins is not None
+        return request is not None and request.statistic.is_histogram
 
     @property
     def ranks(self) -> list[int]:

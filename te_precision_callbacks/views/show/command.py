@@ -4,7 +4,6 @@ Usage::
 
     te-precision show logs
     te-precision show logs --follow
-    te-precision show logs --follow | tee show.txt     # a line for each change, and the whole at the end
     te-precision show logs --statistic underflows% --most 10
 
 The exit code is 0; 2 for wrong use, such as a path without a run, or an empty run. ``--json`` prints one JSON object.
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.terminal import Json, Run, visible
+from te_precision_callbacks.base.terminal import Json, Run
 
 if TYPE_CHECKING:
     from te_precision_callbacks.runs import RecordedRun
@@ -53,7 +52,7 @@ def show_command(
         typer.Option(
             "--follow",
             help="Draw again while the run is written, and end with it; wait for it where it has not begun. In a file"
-            " or pipe: a line where something is new.",
+            " or pipe: once, at the end.",
         ),
     ] = False,
     every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often, with --follow.")] = 2.0,
@@ -69,13 +68,13 @@ def show_command(
         terminal.show_text(note, err=as_json)
     chosen = recorded.run_id if note else run
 
-    def read(known: RunView | None = None) -> RunView:
-        return look(chosen_run(path, chosen)[0] if known else recorded, statistic or (), most, known)
+    def read() -> RunView:
+        return look(chosen_run(path, chosen)[0], statistic or (), most)
 
-    view = read()
+    view = look(recorded, statistic or (), most)
+    is_drawn = follow and not as_json and terminal.is_terminal()
     if follow:
-        nothing = contextlib.nullcontext(lambda view: None)
-        view = _follow(view, read, every, nothing if as_json else _screen() if terminal.is_terminal() else _lines())
+        view = _follow(view, read, every, _screen() if is_drawn else contextlib.nullcontext(lambda view: None))
     if view.is_empty:
         last = chosen_run(path, chosen)[0] if follow else recorded
         why = why_nothing_to_show(last)
@@ -83,7 +82,7 @@ def show_command(
             raise NothingToShowError(why + last.notes_in_words)
     if as_json:
         terminal.show_json(view.as_json())
-    elif not follow or not terminal.is_terminal():
+    elif not is_drawn:
         from te_precision_callbacks.views.show.screen import Screen
 
         terminal.show(Screen(view))
@@ -106,7 +105,7 @@ def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun
         time.sleep(every)
 
 
-def _follow(view: RunView, read: Callable[[RunView], RunView], every: float, display: _Display) -> RunView:
+def _follow(view: RunView, read: Callable[[], RunView], every: float, display: _Display) -> RunView:
     from te_precision_callbacks.runs import RunError
 
     failures, took = 0, 0.0
@@ -116,7 +115,7 @@ def _follow(view: RunView, read: Callable[[RunView], RunView], every: float, dis
             time.sleep(max(every, _SHARE * took))
             begun = time.monotonic()
             try:
-                view = read(view)
+                view = read()
             except RunError:  # a file may be replaced while it is read
                 failures += 1
                 if failures == _MOST_FAILURES:
@@ -136,24 +135,3 @@ def _screen() -> Iterator[Callable[[RunView], None]]:
 
     with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="ellipsis") as live:
         yield lambda view: live.update(Screen(view), refresh=True)
-
-
-@contextlib.contextmanager
-def _lines() -> Iterator[Callable[[RunView], None]]:
-    from te_precision_callbacks.views.show.screen import event_in_words, line_of
-
-    seen: set[object] = set()
-
-    def show(view: RunView) -> None:
-        # A finding that has come to more layers is not news.
-        lines: dict[object, str] = {
-            (finding.rule, finding.tensor, finding.severity, finding.since): visible(f"{finding.severity}  {finding}")
-            for finding in view.check.verdict
-        }
-        lines |= {line: line for line in (*map(event_in_words, view.events), line_of(view))}
-        for key, line in lines.items():
-            if key not in seen:
-                seen.add(key)
-                typer.echo(line)
-
-    yield show

@@ -42,9 +42,9 @@ class Screen:
         if view.coverage:
             yield from _coverage(view.coverage, width, _BLOCK if console.color_system else _SHADES)
         for line in view.other_steps:
-            yield paragraph(f"{line}.")
-        if view.check.speed:
-            yield paragraph(f"Speed: {view.check.speed}")
+            yield paragraph(visible(f"{line}."))
+        if view.speed:
+            yield paragraph(visible(f"Speed: {view.speed}"))
         yield from _scalars(view.scalars, width, short_names(run.scalars["name"]))
         names = short_names(run.layers["layer"], run.series["layer"])
         for statistic, worst in view.worst.items():
@@ -64,18 +64,6 @@ class Screen:
                 yield paragraph(f"Note: {note}", "yellow")
 
 
-def line_of(view: RunView) -> str:
-    parts = ["no numbers yet" if view.last is None else f"step {view.last}"]
-    parts += [view.check.verdict.summary.rstrip(".")] if view.check.verdict.judged else []
-    parts += [f"{name} {curve.values[-1]:.4g}" for name, curve in list(view.scalars.items())[:1]]
-    for statistic, worst in view.worst.items():
-        if worst:
-            where = "".join(_name(worst[0]))
-            parts.append(f"worst {statistic} {_worst_number(worst[0])} in {where}")
-            break
-    return visible("  ".join(parts))
-
-
 def event_in_words(event: ShownEvent) -> str:
     at = "" if event["iteration"] is None else f"step {event['iteration']}"
     named = () if event["ranks"] == [0] else event["ranks"]  # rank 0 speaks for the run
@@ -85,10 +73,9 @@ def event_in_words(event: ShownEvent) -> str:
 
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
-    verdict, until = view.check.verdict, view.check.until
-    stale = "" if until == view.last else f" As of step {until}."
+    verdict = view.verdict
     style = _SEVERITY[verdict.severity] if verdict.wrong else "bold green" if verdict.healthy else "bold yellow"
-    yield paragraph(verdict.summary + stale, style)
+    yield paragraph(verdict.summary, style)
     if verdict:
         table = Table.grid(padding=(0, 1, 0, 0))
         table.add_column(no_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,9 +43,6 @@ MOST_STATISTICS = 8
 
 MOST_EVENTS = 5
 
-_PAUSE = 10.0
-"""The pause between two checks of a run that is followed, as a multiple of the time of a check."""
-
 _LOST = (Of.QUANTIZED, Of.LOSSES, Of.SCALE_LIMITS)
 
 
@@ -73,26 +69,12 @@ class WorstSeries:
 ShownEvent = Mapping[str, Any]
 
 
-class RunCheck(NamedTuple):
-    """Results that are too slow to compute for each view of a run that is followed.
-
-    Attributes:
-        until: the last iteration that was checked.
-        speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
-        next_at: the time of the next check, by ``time.monotonic()``.
-    """
-
-    verdict: Verdict
-    until: int | None
-    speed: str
-    next_at: float
-
-
 @dataclass(frozen=True)
 class RunView:
     """The view of a run.
 
     Attributes:
+        speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
         more: the command that prints the whole verdict.
         outcome: a failure, and broken clauses of the contract, in lines.
         facts: integration, recipes, GPU and ranks of the last process start.
@@ -102,7 +84,8 @@ class RunView:
     """
 
     run: RecordedRun
-    check: RunCheck
+    verdict: Verdict
+    speed: str
     more: str
     status: str
     outcome: tuple[str, ...]
@@ -123,11 +106,9 @@ class RunView:
 
     def as_json(self) -> dict[str, Any]:
         """The keys of ``te-precision show --json``; at the top the verdict, as :meth:`Verdict.as_json` has it."""
-        run, check = self.run, self.check
+        run = self.run
         return {
-            **{name: value for name, value in vars(self).items() if name not in ("run", "check")},
-            "judged_to": check.until,
-            "speed": check.speed,
+            **{name: value for name, value in vars(self).items() if name not in ("run", "verdict")},
             "path": str(run.path),
             "run_id": run.run_id,
             "source": run.source,
@@ -138,7 +119,7 @@ class RunView:
             "lacks": run.lacks_in_words,
             "scalars": {name: _curve_as_json(curve) for name, curve in self.scalars.items()},
             "worst": {name: [_worst_as_json(series) for series in worst] for name, worst in self.worst.items()},
-            **check.verdict.as_json(),
+            **self.verdict.as_json(),
         }
 
 
@@ -160,28 +141,23 @@ def look(
     run: RecordedRun,
     statistics: Sequence[str] = (),
     most: int = MOST_LAYERS,
-    before: RunView | None = None,
 ) -> RunView:
     """Read the view of a run.
 
     Args:
         statistics: names as in records, or without recipe and direction; by default losses in quantization come first.
         most: the number of layers of each statistic.
-        before: an earlier view of the run while it was written. Its verdict is kept until the run has ended, or until
-            ten times as long has passed as the check took.
     """
     groups = _groups(run)
     chosen = _chosen(groups, statistics, run)
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
-    status = status_in_words(run)
-    is_known = before is not None and status == "running" and time.monotonic() < before.check.next_at
-    check = before.check if before is not None and is_known else _check(run, max(last, default=None))
     return RunView(
         run=run,
-        check=check,
+        verdict=diagnose(run),
+        speed=_speed(run),
         more=_command(run, "diagnose"),
-        status=status,
+        status=status_in_words(run),
         outcome=tuple(outcome_in_words(run)),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
         first=min(first, default=None),
@@ -196,17 +172,11 @@ def look(
     )
 
 
-def _check(run: RecordedRun, last: int | None) -> RunCheck:
-    begun = time.monotonic()
-    verdict = diagnose(run)
+def _speed(run: RecordedRun) -> str:
     try:
-        estimate = estimate_step(step_of_run(run), device_of_run(run))
-        speed = f"{in_short(estimate)}; more: {_command(run, 'speed')}"
+        return f"{in_short(estimate_step(step_of_run(run), device_of_run(run)))}; more: {_command(run, 'speed')}"
     except SpeedError:
-        speed = ""
-    now = time.monotonic()
-    # The first numbers of a run are checked as soon as they come.
-    return RunCheck(verdict, last, speed, now if last is None else now + _PAUSE * (now - begun))
+        return ""
 
 
 def _command(run: RecordedRun, name: str) -> str:
@@ -254,7 +224,7 @@ def _groups(run: RecordedRun) -> dict[str, _Group]:
     groups: dict[str, _Group] = {}
     for number, (subject, worst, at, count) in enumerate(zip(run.subjects, *columns, strict=True)):
         family = family_of(subject.tensor, subject.statistic, subject.gemm)
-        if count and (family.request is None or family.request.statistic.bins is None):
+        if count and (family.request is None or not family.request.statistic.is_histogram):
             group = groups.setdefault(subject.statistic, {})
             group[subject._replace(statistic="")] = _Series(number, family, worst, at)
     return dict(sorted(groups.items(), key=lambda item: _rank(next(iter(item[1].values())).family.request)))
@@ -293,7 +263,7 @@ def _chosen(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) 
 
 def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
     histogram = logged_request(name)
-    if histogram is not None and histogram.statistic.bins is not None and name in run.series["statistic"].to_pylist():
+    if histogram is not None and histogram.statistic.is_histogram and name in run.series["statistic"].to_pylist():
         return f"{name!r} is a histogram, of which no number is the worst. 'te-precision report' draws it."
     return f"{run.path} has no statistic {name!r}.{it_has(name, known)}{run.notes_in_words}"
 

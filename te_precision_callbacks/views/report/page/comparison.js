@@ -1,4 +1,4 @@
-// The pages of a comparison: what differs, where the sides part, both curves of each series, heat maps of the difference.
+// The pages of a comparison: what differs, where the sides part, both curves of each series.
 
 const SIDES = () => [colourOf("activation", 0), "#d55e00"];
 const MOST_PLOTS = 24;
@@ -186,11 +186,10 @@ async function curvesPage(report) {
 guarded(() => openPage({
   shownPages: {
     summary: ["Comparison", comparisonPage],
-    heatmap: ["Heatmap", heatmapPage],
     layer: ["Curves", curvesPage],
   },
-  defaults: { page: "summary", statistic: "", tensor: "", layer: "", step: "", rank: "", axis: "steps", fold: "", open: "", filter: "" },
-  prepared: withFamilies,
+  defaults: { page: "summary", statistic: "", tensor: "", layer: "", step: "", rank: "", filter: "" },
+  prepared: (content) => ({ ...content, families: [] }),
   named: ({ a, b }) => [`${a} and ${b}`, `${a} and ${b}`],
-  foot: ({ curves }) => `Curves of ${shown(curves.length)} series are in this page. A cell of a heat map is the largest difference of its steps, to one of 250 levels. `,
+  foot: ({ curves }) => `Curves of ${shown(curves.length)} series are in this page. `,
 }));

@@ -6,6 +6,10 @@ const severityBadge = (severity) => el("span", { class: `severity ${severity}` }
 
 const whenFound = (report, { since, where }) => (since === null ? "" : `, since step ${stepText(report, since)}`) + (where && `, ${where}`);
 
+// The family of the statistic that shows a finding; undefined where the page has none.
+const familyOf = (report, { statistic, tensor }) => statistic === "" ? undefined
+  : report.families.find((one) => one.statistic === statistic && one.tensor === tensor);
+
 // Links to what shows a finding: a heat map, and the curves or the products of its first layer.
 function findingLinks(report, finding) {
   const [first] = finding.places, family = familyOf(report, finding);

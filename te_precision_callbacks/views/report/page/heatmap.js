@@ -22,10 +22,6 @@ const rankChoice = (ranks, change) => choice("Rank",
   ranks.map((rank) => [rank, rank === REDUCED ? "over all ranks" : `rank ${rank}`]),
   state.now.rank === "" ? ranks[0] : state.now.rank, (rank) => change({ rank }));
 
-// The family of the statistic that shows a finding; undefined where the page has none.
-const familyOf = (report, { statistic, tensor }) => statistic === "" ? undefined
-  : report.families.find((one) => one.statistic === statistic && one.tensor === tensor);
-
 // The family that the address names, else that of the first finding, else the first one with worst layers.
 function chosenFamily(report) {
   const { statistic, tensor } = state.now;
@@ -84,7 +80,7 @@ function worstBytes(rows, cells, width, badnessOf) {
 
 const OUTSIDE = 12; // the part of the colours beyond the scale, for what is not finite
 
-const MEANS = { high: "Bright is worse.", low: "Bright is worse: lower.", "far from 0": "Far from 0 is worse.", "": "Bright is larger." };
+const MEANS = { high: "Bright is worse.", low: "Bright is worse: lower.", "": "Bright is larger." };
 
 // The place of a byte on the colour scale; null for no number. Harmless infinities lie at the good end.
 function colourPlace(family) {

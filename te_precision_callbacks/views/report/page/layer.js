@@ -38,10 +38,9 @@ function layerHead(report, index) {
 
 // A histogram over time.
 function histogramCard(report, histogram, key) {
-  const packed = histogram.counts[key], isExponents = histogram.base === "exponent_histogram";
-  const title = isExponents ? `Exponents of ${histogram.tensor}` : `${histogram.statistic} of ${histogram.tensor}`;
+  const packed = histogram.counts[key], title = `Exponents of ${histogram.tensor}`;
   const node = plotNode(360, `${title} over steps`);
-  const from = (bin) => histogram.lowest + (packed.lowest + bin) / histogram.steps;
+  const from = (bin) => packed.lowest + bin - 127;
   const read = async () => {
     const [counts, begins, ends] = await Promise.all(packed.arrays.map((each) => report.arrays.get(each)));
     const width = packed.arrays[0].shape[1];
@@ -64,7 +63,7 @@ function histogramCard(report, histogram, key) {
       colorbar: { title: { text: "share", side: "top", font: { size: 11 } }, thickness: 12, outlinewidth: 0, tickvals: [-4, -2, 0, 2], ticktext: ["≤ 0.0001 %", "0.01 %", "1 %", "100 %"], tickfont: { size: 11 }, xpad: 8 },
     }], {
       margin: { l: 64, r: 86, t: 28, b: 44 }, xaxis: stepAxis(report, Array.from(ends)),
-      yaxis: { title: { text: isExponents ? "magnitude" : histogram.unit ? "factor" : "" }, range: [from(0) - 1, from(width) + 1], tickprefix: "2<sup>", ticksuffix: "</sup>", tickformat: "~g" },
+      yaxis: { title: { text: "magnitude" }, range: [from(0) - 1, from(width) + 1], tickprefix: "2<sup>", ticksuffix: "</sup>", tickformat: "~g" },
     });
     listen(node, { hovered: ([point], event) => {
       const [bin, column] = point.pointIndex, begin = begins[column], end = ends[column];

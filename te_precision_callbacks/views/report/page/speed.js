@@ -1,8 +1,7 @@
 // What low precision buys: layers, and what to do. Times are milliseconds of a step.
 
 const SPEED_COLOURS = {
-  high: PRECISIONS.bf16, low: PRECISIONS.fp8, cast: "#7cc3ee", measured: "#009e73",
-  interval: PRECISIONS.fp32,
+  high: PRECISIONS.bf16, low: PRECISIONS.fp8, cast: "#7cc3ee", interval: PRECISIONS.fp32,
 };
 const KINDS_IN_PLOT = 20;
 
@@ -38,24 +37,24 @@ const kindName = ({ name, layers }) => layers > 1 ? `${name} (${shown(layers)})`
 function layersCard(report) {
   const { rows, more } = report.speed.kinds, known = rows.filter(({ high_ms: high }) => high !== null);
   const places = new Set(report.layers.map(({ name }) => name));
-  const inPlot = known.slice(0, KINDS_IN_PLOT), measured = inPlot.some(({ measured_ms: ms }) => ms !== null);
-  const node = plotNode(96 + (measured ? 62 : 46) * inPlot.length, `Milliseconds of a step in BF16 and as it runs${measured ? ", and measured" : ""}, by kind of layer: ${inPlot.map((row) => `${kindName(row)} ${milliseconds(row.high_ms)} and ${milliseconds(row.low_ms)}`).join("; ")}`);
+  const inPlot = known.slice(0, KINDS_IN_PLOT);
+  const node = plotNode(96 + 46 * inPlot.length, `Milliseconds of a step in BF16 and as it runs, by kind of layer: ${inPlot.map((row) => `${kindName(row)} ${milliseconds(row.high_ms)} and ${milliseconds(row.low_ms)}`).join("; ")}`);
   const named = (row) => places.has(row.first) ? el("a", { href: state.hash({ page: "layer", layer: row.first }), class: "mono layers", title: row.first }, row.name) : el("span", { class: "mono layers" }, row.name);
   const verdict = (row) => [row.gains_nothing ? "gains nothing" : row.verdict, ...row.why].filter(Boolean).join("; ");
-  const columns = ["layers", "#count", "tokens × in × out", "recipe", "#BF16, ms", "#as it runs, ms", "#casts", ...(measured ? ["#measured, ms"] : []), "times as fast", "verdict, or why not low"];
-  const keys = ["name", "layers", "recipes", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high", "measured_ms", "verdict"];
+  const columns = ["layers", "#count", "tokens × in × out", "recipe", "#BF16, ms", "#as it runs, ms", "#casts", "times as fast", "verdict, or why not low"];
+  const keys = ["name", "layers", "recipes", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high", "verdict"];
   const made = card("Layers", {
-    about: `Alike layers are one row, with the times of all of them. ${known.length > KINDS_IN_PLOT ? `The plot has the ${KINDS_IN_PLOT} kinds that take longest. ` : ""}A whisker is the interval of 95 %.${measured ? " Measured are GEMMs and casts; casts that several layers of a module share are in no bar." : ""}`,
+    about: `Alike layers are one row, with the times of all of them. ${known.length > KINDS_IN_PLOT ? `The plot has the ${KINDS_IN_PLOT} kinds that take longest. ` : ""}A whisker is the interval of 95 %.`,
     extra: [csvButton("layers by time", [...keys, "gains_nothing", "shapes", "why"], () => rows.map((row) => [...keys.map((key) => row[key]), row.gains_nothing, row.shapes.join(" "), row.why.join("; ")]))],
   }, inPlot.length > 0 && node, table(columns, rows.map((row) => [
     named(row), shown(row.layers), row.shapes.join(", "), row.recipes, milliseconds(row.high_ms), milliseconds(row.low_ms), row.verdict && row.cast_ms !== null ? milliseconds(row.cast_ms) : "",
-    ...(measured ? [row.measured_ms === null ? "–" : milliseconds(row.measured_ms)] : []), timesAsFast(row), verdict(row),
+    timesAsFast(row), verdict(row),
   ]), { tall: rows.length > 12 }), more && el("p", { class: "quiet" }, `${more}.`));
   const render = () => {
     if (!inPlot.length) return null;
-    const width = measured ? 0.26 : 0.36, groups = measured ? 3 : 2, low = inPlot.map((row) => row.low_ms);
+    const width = 0.36, low = inPlot.map((row) => row.low_ms);
     const bar = (name, group, colour, x, more = {}) => ({
-      type: "bar", orientation: "h", name, y: inPlot.map((_, at) => at), x, offset: width * (group - groups / 2), width: width * 0.94,
+      type: "bar", orientation: "h", name, y: inPlot.map((_, at) => at), x, offset: width * (group - 1), width: width * 0.94,
       marker: { color: speedColour(colour) }, hovertemplate: `%{x:.4g} ms<extra>${name}</extra>`, ...more,
     });
     const whiskers = inPlot.map((row, at) => ({ row, at })).filter(({ row }) => row.speedup_low !== null);
@@ -63,9 +62,8 @@ function layersCard(report) {
       bar("BF16", 0, SPEED_COLOURS.high, inPlot.map((row) => row.high_ms)),
       bar("as it runs: GEMMs", 1, SPEED_COLOURS.low, inPlot.map((row) => row.low_ms - row.cast_ms)),
       bar("as it runs: casts", 1, SPEED_COLOURS.cast, inPlot.map((row) => row.cast_ms), { base: inPlot.map((row) => row.low_ms - row.cast_ms) }),
-      ...(measured ? [bar("measured", 2, SPEED_COLOURS.measured, inPlot.map((row) => row.measured_ms))] : []),
       ...(whiskers.length ? [{
-        type: "scatter", mode: "markers", name: "interval of 95 %", x: whiskers.map(({ at }) => low[at]), y: whiskers.map(({ at }) => at + width * (1.5 - groups / 2)),
+        type: "scatter", mode: "markers", name: "interval of 95 %", x: whiskers.map(({ at }) => low[at]), y: whiskers.map(({ at }) => at + width / 2),
         marker: { size: 7, symbol: "line-ns-open", color: SPEED_COLOURS.interval }, hoverinfo: "skip", error_x: {
           type: "data", symmetric: false, thickness: 1.6, width: 5, color: SPEED_COLOURS.interval,
           array: whiskers.map(({ row }) => row.high_ms / row.speedup_low - row.low_ms), arrayminus: whiskers.map(({ row }) => row.low_ms - row.high_ms / row.speedup_high),
@@ -77,17 +75,6 @@ function layersCard(report) {
     });
   };
   return [made, render];
-}
-
-function traceCard({ trace }) {
-  if (!trace) return null;
-  const about = trace.problem ? "" : `${trace.name}: ${trace.device}, ${trace.iterations.length ? `iterations ${trace.iterations.map((step) => shown(step)).join(", ")}` : "one step"}.`;
-  if (trace.problem) return card("Measured", {}, el("p", { role: "note" }, `The trace ${trace.name} gives no times: ${trace.problem}`));
-  return card("Measured", { about, extra: [csvButton("measured", ["kind", "format", "ms"], () => trace.kinds.map(({ kind, format, ms }) => [kind, format, ms]))] },
-    el("p", {}, `A step took ${milliseconds(trace.wall_ms)} ms.`),
-    trace.beside && el("p", { class: "quiet" }, trace.beside),
-    table(["kind", "format", "#ms", "#of the work"], trace.kinds.map(({ kind, format, ms, share }) => [kind, format.toUpperCase(), milliseconds(ms), share === null ? "" : `${shown(100 * share, 3)} %`])),
-    trace.notes.map((note) => el("p", { class: "quiet" }, note)));
 }
 
 function adviceCard({ advice, device }) {
@@ -103,7 +90,7 @@ async function speedPage(report) {
   const { speed } = report, expected = speed.total;
   const [layers, drawLayers] = expected ? layersCard(report) : [null, () => {}];
   return [[
-    el("h1", {}, "Speed"), speedVerdict(report), layers, traceCard(speed), expected && adviceCard(speed),
+    el("h1", {}, "Speed"), speedVerdict(report), layers, expected && adviceCard(speed),
     expected && speed.notes.length > 0 && card("What limits these figures", {}, el("ul", {}, speed.notes.map((note) => el("li", {}, note)))),
   ], drawLayers];
 }

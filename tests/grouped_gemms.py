@@ -1,22 +1,27 @@
-"""Grouped tensors: matrices of one width that lie in one buffer, such as the rows of all experts.
+"""Grouped tensors, which only a GPU's cuBLAS has: stand-ins for the functions of the compiled extension.
 
-``group_quantize`` and its kin of ``pytorch/csrc/extensions/cast.cpp``, the last functions of ``gemm.cpp``, and the
-offsets of ``misc.cpp`` (TE 2.20). Each matrix is quantized and multiplied as it would be alone. On a GPU these
-functions never read on the host how many rows a matrix has; here they do.
+Grouped tensors are matrices of one width in one buffer, such as the rows of all experts: ``group_quantize`` and its kin
+of ``pytorch/csrc/extensions/cast.cpp``, the last functions of ``gemm.cpp``, and the offsets of ``misc.cpp`` (TE 2.20).
+Each matrix is quantized and multiplied as it would be alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
+import transformer_engine_torch as tex
+from transformer_engine.pytorch.triton import grouped_dbias_dscales
 
 from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.dtypes import fp8_format
-from te_precision_callbacks.reference.extension.gemm import product_into
+from te_precision_callbacks.reference.extension.enums import DType
+from te_precision_callbacks.reference.extension.gemm import _result_shape_of, generic_gemm
 from te_precision_callbacks.reference.extension.quantization import quantize, row_sum
 
 _BUFFERS = {
@@ -254,14 +259,28 @@ def te_general_grouped_gemm_for_grouped_tensor(
         raise ReferenceBackendError(f"Grouped GEMM needs equally many matrices in A, B and D; they have {counts}.")
     alphas, betas = (factor.expand(len(operands[0])).tolist() for factor in (alpha, beta))
     for a, b, out, factor, of_old in zip(*operands, alphas, betas, strict=True):
-        product_into(out, a, transa, b, transb, factor, of_old, use_split_accumulator)
+        _product_into(out, a, transa, b, transb, factor, of_old, use_split_accumulator)
     if bias is not None:
         _add_bias(operands[2], _matrices(bias), bias_scale)
     return D
 
 
-te_general_grouped_gemm_for_discrete_in = te_general_grouped_gemm_for_grouped_tensor
-te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_tensor
+def _product_into(
+    out: torch.Tensor,
+    a: Any,
+    transa: bool,
+    b: Any,
+    transb: bool,
+    alpha: float,
+    beta: float,
+    use_split_accumulator: bool,
+) -> None:
+    """``out = alpha * op(B) @ op(A) + beta * out``, for an ``out`` of as many elements in any shape."""
+    if not out.numel():
+        return
+    shaped, added = out.view(_result_shape_of(a, transa, b, transb)), beta != 0.0
+    of_result = (shaped, None, None, None, DType.kBFloat16, False, None, False, None, 0, added, use_split_accumulator)
+    generic_gemm(a, transa, b, transb, *of_result, alpha=alpha, beta=beta)
 
 
 def _add_bias(results: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], scale: torch.Tensor | None) -> None:
@@ -276,3 +295,40 @@ def _add_bias(results: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], sca
 
 def _matrices(operand: Any) -> list[Any]:
     return list(operand) if isinstance(operand, (list, tuple)) else operand.copy().split_into_quantized_tensors()
+
+
+def _add_bias_gradients(
+    dy: torch.Tensor,
+    offsets: torch.Tensor,
+    dbias: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dscales: torch.Tensor | None,
+) -> None:
+    """Replaces Transformer Engine's function of this name: adds the sum over the rows of each group to ``dbias``, the
+    rows times ``scales`` where there are any, and to ``dscales`` each row times the ``bias`` of its group.
+    """
+    for group, (first, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        rows = dy[first:end].float()
+        if scales is None or bias is None or dscales is None:
+            dbias[group] += rows.sum(0)
+            continue
+        dbias[group] += (rows * scales[first:end].float().unsqueeze(1)).sum(0)
+        dscales[first:end] += rows @ bias[group].float()
+
+
+def provide_grouped_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give Transformer Engine these functions, and a version of cuBLAS with which it calls them."""
+    monkeypatch.setattr(tex, "get_cublasLt_version", lambda: 130600)
+    for function in (
+        bgrad_group_quantize,
+        get_grouped_gemm_setup_workspace_size,
+        group_quantize,
+        splits_to_offsets,
+        splits_to_offsets_multi,
+    ):
+        monkeypatch.setattr(tex, function.__name__, function)
+    for operands in ("discrete_in", "discrete_out", "grouped_tensor"):
+        name = f"te_general_grouped_gemm_for_{operands}"
+        monkeypatch.setattr(tex, name, te_general_grouped_gemm_for_grouped_tensor)
+    monkeypatch.setattr(grouped_dbias_dscales, "_launch_grouped_dbias", _add_bias_gradients)
