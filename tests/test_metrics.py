@@ -19,6 +19,7 @@ from te_precision_callbacks.sinks.loggers import names_for_mlflow
 from te_precision_callbacks.sinks.worst import worst_of_all
 from te_precision_callbacks.statistics.series import family_of
 from tests.conftest import feature
+from tests.step_records import records_from_rows
 
 INF, NAN = math.inf, math.nan
 
@@ -26,7 +27,7 @@ INF, NAN = math.inf, math.nan
 def step(iteration: int, rows: Iterable[tuple[str, str, float]], tensor: str = "activation") -> StepRecords:
     """Layer, statistic and value."""
     made = [Row(layer, tensor, None, statistic, value) for layer, statistic, value in rows]
-    return StepRecords.from_rows(iteration, iteration + 100, made)
+    return records_from_rows(iteration, iteration + 100, made)
 
 
 def of_layers(metrics: Iterable[str]) -> set[str]:
@@ -184,7 +185,7 @@ def test_histograms_are_bounded_too() -> None:
     rows = [Row(layer, "weight", None, "max", float(k)) for k, layer in enumerate(layers)]
     vectors = {(layer, "weight", "exponent_histogram"): (1.0,) * 256 for layer in layers}
     select = MetricSelection()
-    logged = [select.histograms(StepRecords.from_rows(n, n, rows, vectors=vectors)) for n in range(2)]
+    logged = [select.histograms(records_from_rows(n, n, rows, vectors=vectors)) for n in range(2)]
     assert list(logged[0]) == list(logged[1])
     assert set(logged[0]) == {f"te.l{k}/weight/exponent_histogram" for k in range(MOST_SERIES - PLACES, MOST_SERIES)}
 

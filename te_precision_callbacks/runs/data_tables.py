@@ -50,14 +50,10 @@ def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: li
         except FileNotFoundError:
             path = path.with_suffix(CLOSED)
     if table is None:
-        if series is None:  # in a training too, in which read_table would import pandas
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                table = file.read(list(columns))
-        else:
-            rows = pc.field("series").isin(series)
-            table = pq.read_table(
-                path, columns=list(columns), filters=rows, partitioning=None, page_checksum_verification=True
-            )
+        rows = None if series is None else pc.field("series").isin(series)
+        table = pq.read_table(
+            path, columns=list(columns), filters=rows, partitioning=None, page_checksum_verification=True
+        )
     wanted = pa.schema([schema.field(name) for name in columns])
     table = table.select(columns).replace_schema_metadata(None)
     if not table.schema.equals(wanted):

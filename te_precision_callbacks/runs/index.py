@@ -19,7 +19,7 @@ REDUCED = -1
 VALUE_COLUMNS = ["segment", "iteration", "series", "value", "flags"]
 VECTOR_COLUMNS = ["segment", "iteration", "series", "bin", "count"]
 
-# Without batches: making arrays, as empty_table() does, is when pyarrow imports pandas, which takes a second.
+# Without batches: making arrays imports pandas, which takes a second.
 NO_VALUES = pa.Table.from_batches([], pa.schema([VALUES.field(name) for name in VALUE_COLUMNS]))
 NO_VECTORS = pa.Table.from_batches([], pa.schema([VECTORS.field(name) for name in VECTOR_COLUMNS]))
 

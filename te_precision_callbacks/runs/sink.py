@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.runs.launches import find_segment
@@ -95,6 +97,7 @@ class RecordSink(EventSink):
             raise RecordingError(f"{self._runs} cannot be written: {error}. The run is not recorded.") from error
 
     def start(self, run: RunInfo) -> None:
+        pa.array([0])  # imports pandas where it is installed: later that would stop a step for a second
         self._run = self._info = run
         self._put(Event("segment_started", f"Debug iteration {run.start_iteration} is next.", run.start_iteration))
         self._thread.hurry()  # a process that is killed soon leaves a run, and not an earlier one as the last

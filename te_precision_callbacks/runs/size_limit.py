@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from te_precision_callbacks.runs.arrays import arrow_array
 from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table, write_table
 from te_precision_callbacks.runs.input_files import MOST_ITERATION
 from te_precision_callbacks.runs.run_files import (
@@ -197,7 +196,7 @@ def every_second_step(table: pa.Table, end: int) -> pa.Table:
     The first step of delayed scaling is kept, but is not an extreme.
     """
     iterations = table["iteration"].to_numpy()
-    table = table.filter(arrow_array(iterations < end, pa.bool_())).unify_dictionaries()
+    table = table.filter(pa.array(iterations < end, pa.bool_())).unify_dictionaries()
     table = table.sort_by([("series", "ascending"), ("iteration", "ascending")]).combine_chunks()
     if not len(table):
         return table
@@ -212,8 +211,8 @@ def every_second_step(table: pa.Table, end: int) -> pa.Table:
         flags = np.where(extreme & ~kept, flags | EXTREME, flags).astype(np.uint8)
         kept |= extreme
         place = table.schema.get_field_index("flags")
-        table = table.set_column(place, table.schema.field(place), arrow_array(flags, pa.uint8()))
-    return table.filter(arrow_array(kept, pa.bool_()))
+        table = table.set_column(place, table.schema.field(place), pa.array(flags, pa.uint8()))
+    return table.filter(pa.array(kept, pa.bool_()))
 
 
 def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int64], rows: Places) -> Places:

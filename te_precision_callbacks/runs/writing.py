@@ -6,6 +6,7 @@ Rows are collected until :meth:`RunWriter.flush` appends them to the open files.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -20,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from te_precision_callbacks.runs.arrays import arrow_array
 from te_precision_callbacks.runs.data_tables import write_table
 from te_precision_callbacks.runs.input_files import writable
 from te_precision_callbacks.runs.recorded import Status
@@ -61,7 +61,7 @@ class _SeriesNames:
     def __init__(self) -> None:
         self._numbers: dict[tuple[str | int | None, ...], int] = {}
         self._columns: list[tuple[npt.NDArray[np.int32], pa.Array]] = []  # for each series, and the different texts
-        self._ranks = arrow_array([], pa.int32())
+        self._ranks = pa.array([], pa.int32())
 
     def number(self, subject: tuple[str, ...], rank: int | None) -> int:
         return self._numbers.setdefault((*subject, rank), len(self._numbers))
@@ -70,18 +70,17 @@ class _SeriesNames:
         if len(self._ranks) < len(self._numbers):
             *subjects, ranks = zip(*self._numbers, strict=True)
             self._columns = [_encoded(texts) for texts in subjects]
-            self._ranks = arrow_array(ranks, pa.int32())
+            self._ranks = pa.array(ranks, pa.int32())
         names = [
-            pa.DictionaryArray.from_arrays(arrow_array(codes[series], pa.int32()), texts)
-            for codes, texts in self._columns
+            pa.DictionaryArray.from_arrays(pa.array(codes[series], pa.int32()), texts) for codes, texts in self._columns
         ]
-        return [*names, self._ranks.take(arrow_array(series, pa.int32()))]
+        return [*names, self._ranks.take(pa.array(series, pa.int32()))]
 
 
 def _encoded(texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], pa.Array]:
     """Encode texts in order of first appearance, so that the dictionaries of a stream only grow."""
     codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
-    return np.array([codes[text] for text in texts], np.int32), arrow_array([*map(writable, codes)], pa.string())
+    return np.array([codes[text] for text in texts], np.int32), pa.array([*map(writable, codes)], pa.string())
 
 
 class _Table:
@@ -208,9 +207,21 @@ class RunWriter:
         self._fact_bytes: dict[str, int] = {}
         self._names = _SeriesNames()
         kinds: dict[str, tuple[pa.Schema, Callable[[list[Any]], pa.RecordBatch], float]] = {
-            "steps": (STEPS, _batch_of(STEPS), max(close_bytes, small_bytes)),
-            "scalars": (SCALARS, _batch_of(SCALARS), max(close_bytes, small_bytes)),
-            "events": (EVENTS, _batch_of(EVENTS), max(close_bytes, small_bytes)),
+            "steps": (
+                STEPS,
+                functools.partial(pa.RecordBatch.from_pylist, schema=STEPS),
+                max(close_bytes, small_bytes),
+            ),
+            "scalars": (
+                SCALARS,
+                functools.partial(pa.RecordBatch.from_pylist, schema=SCALARS),
+                max(close_bytes, small_bytes),
+            ),
+            "events": (
+                EVENTS,
+                functools.partial(pa.RecordBatch.from_pylist, schema=EVENTS),
+                max(close_bytes, small_bytes),
+            ),
             "values": (VALUES, self._values_batch, close_bytes),
             "vectors": (VECTORS, self._vectors_batch, close_bytes),
         }
@@ -262,9 +273,8 @@ class RunWriter:
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
-        columns = _columns_of(FACTS[name], [writable(dict(row)) for row in rows])
         folder = self.own if self.rank else self.folder
-        table = pa.Table.from_arrays(columns, schema=FACTS[name])
+        table = pa.Table.from_pylist([writable(dict(row)) for row in rows], schema=FACTS[name])
         self._fact_bytes[name] = write_table(table, folder / f"{name}{CLOSED}")
 
     def put_lost(self, error: BaseException) -> None:
@@ -338,7 +348,7 @@ class RunWriter:
     def _values_batch(self, rows: list[Any]) -> pa.RecordBatch:
         iterations, series, values, flags = (np.concatenate(column) for column in zip(*rows, strict=True))
         columns = np.full(len(series), self.segment), iterations, series, values, flags
-        arrays = [arrow_array(column, field.type) for column, field in zip(columns, VALUES, strict=False)]
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, VALUES, strict=False)]
         return pa.record_batch([*arrays, *self._names.columns(series)], schema=VALUES)
 
     def add_vector(self, iteration: int, series: int, counts: Sequence[float] | npt.NDArray[np.floating[Any]]) -> None:
@@ -348,14 +358,14 @@ class RunWriter:
 
     def _vectors_batch(self, rows: list[Any]) -> pa.RecordBatch:
         iterations, series, bins, counts = zip(*rows, strict=True)
-        offsets = arrow_array([0, *itertools.accumulate(map(len, bins))], pa.int32())
+        offsets = pa.array([0, *itertools.accumulate(map(len, bins))], pa.int32())
         lists = [
-            pa.ListArray.from_arrays(offsets, arrow_array(np.concatenate(column), VECTORS.field(name).type.value_type))
+            pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(column), VECTORS.field(name).type.value_type))
             for name, column in (("bin", bins), ("count", counts))
         ]
         whose = np.array(series, np.int32)
         columns = np.full(len(rows), self.segment), np.array(iterations), whose
-        arrays = [arrow_array(column, field.type) for column, field in zip(columns, VECTORS, strict=False)]
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, VECTORS, strict=False)]
         return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)
 
     def add_scalars(self, iteration: int, scalars: Mapping[str, float], *, logging_step: int | None = None) -> None:
@@ -435,11 +445,3 @@ class RunWriter:
     def leave(self) -> None:
         for table in self._tables.values():
             table.leave()
-
-
-def _columns_of(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> list[pa.Array]:
-    return [arrow_array([row.get(field.name) for row in rows], field.type) for field in schema]
-
-
-def _batch_of(schema: pa.Schema) -> Callable[[list[Any]], pa.RecordBatch]:
-    return lambda rows: pa.record_batch(_columns_of(schema, rows), schema=schema)

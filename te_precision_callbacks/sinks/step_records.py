@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -68,42 +68,6 @@ class StepRecords:
     observe_seconds: float | None = None
     findings: Mapping[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def from_rows(
-        cls,
-        iteration: int,
-        logging_step: int,
-        rows: Iterable[Row],
-        *,
-        vectors: Mapping[tuple[str, str, str], tuple[float, ...]] | None = None,
-        local: bool = False,
-        own: Iterable[bool] | None = None,
-        unscaled: frozenset[str] = frozenset(),
-        table: SeriesTable | None = None,
-    ) -> StepRecords:
-        """Make records from rows, in their order.
-
-        Args:
-            vectors: histograms, by layer, tensor and statistic.
-            own: for each number, whether it belongs to this rank alone; by default all do.
-            table: the series of the run, for records that go to the same sink; None makes a new table.
-        """
-        table = SeriesTable() if table is None else table
-        rows = list(rows)
-        return cls(
-            iteration=iteration,
-            logging_step=logging_step,
-            table=table,
-            series=np.array(
-                [table.intern(row.layer, row.tensor, row.statistic, row.gemm) for row in rows], dtype=np.int32
-            ),
-            values=array("d", (row.value for row in rows)),
-            histograms={table.intern(*name): counts for name, counts in (vectors or {}).items()},
-            local=local,
-            own=(True,) * len(rows) if own is None else tuple(own),
-            unscaled=unscaled,
-        )
-
     def __len__(self) -> int:
         return len(self.values)
 
@@ -118,22 +82,6 @@ class StepRecords:
             layer, family = self.table[number]
             families.setdefault(family, {})[layer] = value
         return families
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        return tuple(row.layer for row in self)
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return tuple(row.tensor for row in self)
-
-    @property
-    def gemms(self) -> tuple[str | None, ...]:
-        return tuple(row.gemm for row in self)
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        return tuple(row.statistic for row in self)
 
     @property
     def vectors(self) -> Mapping[tuple[str, str, str], tuple[float, ...]]:

@@ -17,8 +17,9 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.sinks.step_records import Row, StepRecords
+from te_precision_callbacks.sinks.step_records import Row
 from te_precision_callbacks.statistics.series import SeriesTable
+from tests.step_records import records_from_rows
 
 Found = list[tuple[str, str, int | None]]
 
@@ -152,7 +153,7 @@ def weights(*steps: Mapping[str, float]) -> Verdict:
     splitter = Splitter(table.__getitem__)
     for place, step in enumerate(steps):
         rows = [Row(layer, "weight", None, "cur_amax", value) for layer, value in step.items()]
-        records = StepRecords.from_rows(10 * place, 10 * place, rows, table=table)
+        records = records_from_rows(10 * place, 10 * place, rows, table=table)
         diagnosis.step(splitter.step(10 * place, records.series, np.frombuffer(records.values)))
     return diagnosis.verdict
 

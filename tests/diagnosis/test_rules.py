@@ -15,8 +15,9 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge
-from te_precision_callbacks.sinks.step_records import Event, Row, StepRecords
+from te_precision_callbacks.sinks.step_records import Event, Row
 from te_precision_callbacks.statistics.series import SeriesTable
+from tests.step_records import records_from_rows
 
 LAYERS = [f"h.{block}.{part}" for block in range(10) for part in ("fc1", "fc2")]
 
@@ -81,7 +82,7 @@ def judged(
         diagnosis.event(Event("parameters", "Parameters were checked.", 0, data=checked))
     for iteration, step in zip(range(0, 10 * len(steps), 10) if at is None else at, steps, strict=True):
         rows = [Row(layer, tensor, None, statistic, value) for (layer, tensor, statistic), value in step.items()]
-        records = StepRecords.from_rows(iteration, iteration, rows, table=table)
+        records = records_from_rows(iteration, iteration, rows, table=table)
         diagnosis.step(splitter.step(iteration, records.series, np.frombuffer(records.values), unscaled))
         diagnosis.scalars(iteration, {"loss": 2.0} if step else {})
     return diagnosis.verdict

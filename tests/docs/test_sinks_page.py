@@ -70,7 +70,7 @@ def test_the_columns(names: dict[str, Any], keeper: Keeper) -> None:
     train(names, largest, keeper)
     for records in keeper.steps:
         assert records.logging_step == 100 + records.iteration
-        assert len(records.layers) == len(records.tensors) == len(records.statistics) == len(records.values) == NUMBERS
+        assert len(records) == len(records.series) == len(records.values) == NUMBERS
         row = max(records, key=lambda row: row.value)
         assert largest.found[records.iteration] == (row.layer, row.value)
 

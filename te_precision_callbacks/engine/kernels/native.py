@@ -1,8 +1,6 @@
-"""C++ functions that read a tensor on a CPU once, in the processor's vectors; plain torch without a C++ compiler.
+"""The pass on a CPU, in C++: each element is read once, in the processor's vectors; plain torch without a compiler.
 
-A call of the pass takes some microseconds where plain torch calls thirty operations, so small tensors gain most. For
-minimum and maximum alone, torch's ``aminmax`` takes four times as long in bfloat16; in float32, ``amin`` and ``amax``
-take half as long again.
+A call takes some microseconds where plain torch calls thirty operations, so small tensors gain most.
 """
 
 from __future__ import annotations
@@ -34,26 +32,11 @@ ONE_PASS = CppFile(
     times="a hundred",
 )
 
-SMALLEST_OF_EXTREMES = 2**13
-"""Elements from which reading the extremes is faster than torch."""
 
-EXTREMES = CppFile(
-    Path(__file__).with_name("extremes.cpp"),
-    {
-        "te_precision_extremes": (
-            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64),
-            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-        )
-    },
-    what="The extremes of tensors on the CPU are read by plain torch operations",
-    times="four",
-)
-
-
-def takes(values: torch.Tensor, file: CppFile = ONE_PASS) -> bool:
+def takes(values: torch.Tensor) -> bool:
     """Return whether C++ can read the tensor: plain, on the CPU, of a supported dtype."""
     could = type(values) is torch.Tensor and values.dtype in _DTYPES and values.device.type == "cpu"
-    return could and file.is_compiled()
+    return could and ONE_PASS.is_compiled()
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -82,23 +65,3 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
             maxima.data_ptr(),
             *places,
         )
-
-
-def write_extremes(values: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> bool:
-    """Write a tensor's extremes, both nan if it has a nan; return False if plain torch has to.
-
-    Args:
-        values: at least one element, without gaps.
-        low, high: one-element tensors of the same dtype.
-    """
-    if values.numel() < SMALLEST_OF_EXTREMES or not takes(values, EXTREMES):
-        return False
-    EXTREMES.function(
-        values.data_ptr(),
-        _DTYPES[values.dtype],
-        values.numel(),
-        torch.get_num_threads(),
-        low.data_ptr(),
-        high.data_ptr(),
-    )
-    return True
