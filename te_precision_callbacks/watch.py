@@ -102,7 +102,13 @@ class ScriptWatch:
         if torch.distributed.is_available():
             self._replace(torch.distributed, "destroy_process_group", self._before_group_ends)
         self._replace(os, "_exit", lambda *_: self.stop())
-        self._at_exit = Finalize(None, self.stop, exitpriority=101)  # before a session's own, which reports an error
+        # before a session's own, which reports an error
+        self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=101)
+
+    def _stop_at_exit(self) -> None:
+        from te_precision_callbacks.session.endings import uncaught
+
+        self.stop(uncaught())
 
     def stop(self, error: BaseException | None = None) -> None:
         """Stop the session and remove the hooks. Warn if a model was called and nothing was observed."""

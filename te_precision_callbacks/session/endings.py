@@ -61,7 +61,7 @@ class ProcessEnds:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _stop_at_exit(self) -> None:
-        error = _uncaught()
+        error = uncaught()
         try:
             self._stop_before_the_end(error or ProcessEnded("The process ended before the session was stopped."))
         finally:
@@ -93,7 +93,7 @@ class ProcessEnds:
             )
 
 
-def _uncaught() -> BaseException | None:
+def uncaught() -> BaseException | None:
     """Return the exception that ends the process, which Python has shown by now.
 
     At an interactive prompt the process continues after an exception, so the last one does not end it.
