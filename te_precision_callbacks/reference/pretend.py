@@ -10,6 +10,7 @@ and would hold for one thread only.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import warnings
@@ -161,8 +162,7 @@ def _communicate_on_cpu() -> None:
     """Use gloo in place of NCCL, and let the wrappers for several processes ignore GPUs."""
     if not torch.distributed.is_available():
         return
-    from torch.distributed import checkpoint, device_mesh, distributed_c10d
-    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed import device_mesh, distributed_c10d
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
@@ -173,11 +173,10 @@ def _communicate_on_cpu() -> None:
         _replace(module, ProcessGroupNCCL=no_nccl.ProcessGroupNCCL)
     for name in ("init_process_group", "new_group"):
         function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
-        noting = two_backends.noting_thread(function)
-        _replace(distributed_c10d, torch.distributed, device_mesh, **{name: noting})
-    two_backends.refuse_other_threads()
-    at_once = two_backends.save_at_once(state_dict_saver.save, state_dict_saver.async_save)
-    _replace(checkpoint, state_dict_saver, async_save=at_once)
+        apart = two_backends.keeping_apart(function)
+        _replace(distributed_c10d, torch.distributed, device_mesh, **{name: apart})
+    two_backends.send_apart()
+    _stage_on_cpu()
     for name in ("barrier", "monitored_barrier"):
         function = _without_devices(getattr(distributed_c10d, name))
         _replace(distributed_c10d, torch.distributed, **{name: function})
@@ -191,6 +190,19 @@ def _communicate_on_cpu() -> None:
         original_init(self, *arguments, **options | {"device_id": _CPU})  # without device_id a CPU is refused
 
     _replace(FullyShardedDataParallel, __init__=init)
+
+
+def _stage_on_cpu() -> None:
+    """Let torch's checkpoints stage with blocking copies: others need the streams of an accelerator."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    original_init: Callable[..., None] = DefaultStager.__init__
+
+    @functools.wraps(original_init)
+    def init(self: Any, config: Any = StagingOptions()) -> None:  # noqa: B008  # as in torch
+        original_init(self, dataclasses.replace(config, use_non_blocking_copy=False))
+
+    _replace(DefaultStager, __init__=init)
 
 
 def _compile_for_cpu() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from te_precision_callbacks.reference import MissingFunctionError, ReferenceBackendError, two_backends
+from te_precision_callbacks.reference import ReferenceBackendError, two_backends
 from te_precision_callbacks.reference.collectives import _on_memory, one_by_one
 from tests.reference.processes import answers
 
@@ -61,58 +61,40 @@ def test_a_group_has_the_backends_that_it_was_requested_with_or_inherits(
     tmp_path: Path, options: dict[str, Any], apart: bool
 ) -> None:
     store = f"file://{tmp_path}/store"
-    two_backends.noting_thread(dist.init_process_group)(init_method=store, rank=0, world_size=1, **options)
-    new_group = two_backends.noting_thread(dist.new_group)
+    two_backends.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1, **options)
+    new_group = two_backends.keeping_apart(dist.new_group)
     try:
-        assert (dist.group.WORLD in two_backends._made_in) == apart
-        assert (new_group() in two_backends._made_in) == apart
-        assert (new_group([0], use_local_synchronization=True) in two_backends._made_in) == apart
-        assert new_group(backend="gloo") not in two_backends._made_in
+        assert (dist.group.WORLD in two_backends._seconds) == apart
+        assert (new_group() in two_backends._seconds) == apart
+        assert (new_group([0], use_local_synchronization=True) in two_backends._seconds) == apart
+        assert new_group(backend="gloo") not in two_backends._seconds
     finally:
         dist.destroy_process_group()
 
 
-def test_a_thread_beside_the_training_is_refused(tmp_path: Path) -> None:
-    """Its collectives must not pair with the training's; those of a group of its own cannot."""
+def test_a_thread_beside_the_training_uses_the_second_of_two_backends(tmp_path: Path) -> None:
+    """An asynchronous checkpoint's collectives, of tensors too, must not pair with the training's."""
     store = f"file://{tmp_path}/store"
-    two_backends.noting_thread(dist.init_process_group)(init_method=store, rank=0, world_size=1)
-    all_reduce = two_backends._in_its_thread(dist.all_reduce)
+    two_backends.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1)
+    all_reduce = two_backends._sending_apart(dist.all_reduce, objects=False)
+    first = dist.group.WORLD
+    second = two_backends._seconds[first].group
 
-    def in_a_thread(group: Any) -> BaseException | None:
-        with ThreadPoolExecutor() as thread:
-            return thread.submit(all_reduce, torch.ones(1), group=group).exception()
+    def counts() -> tuple[int, int]:
+        return first._get_sequence_number_for_group(), second._get_sequence_number_for_group()
 
     try:
+        before = counts()
         all_reduce(torch.ones(1))
-        refused = in_a_thread(None)
-        assert isinstance(refused, MissingFunctionError)
-        assert "all_reduce in another thread" in str(refused)
-        assert in_a_thread(two_backends.noting_thread(dist.new_group)(backend="gloo")) is None
+        assert counts() == (before[0] + 1, before[1])
+        checkpoint = threading.Thread(target=all_reduce, args=(torch.ones(1),))
+        checkpoint.start()
+        checkpoint.join()
+        assert counts() == (before[0] + 1, before[1] + 1)
         all_reduce(torch.ones(1), group=dist.GroupMember.NON_GROUP_MEMBER)  # torch warns, as without two backends
+        assert counts() == (before[0] + 1, before[1] + 1)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.processes
-def test_an_asynchronous_checkpoint_is_saved_at_once(tmp_path: Path) -> None:
-    assert answers(
-        f"""
-        from te_precision_callbacks import reference
-        reference.install(pretend_cuda=True)
-        import torch
-        import torch.distributed as dist
-        import torch.distributed.checkpoint as checkpoint
-
-        dist.init_process_group(init_method="file://{tmp_path}/store", rank=0, world_size=1)
-        state = {{"weight": torch.arange(3.0, device="cuda")}}
-        saving = checkpoint.async_save(state, checkpoint_id="{tmp_path}/saved")
-        state["weight"].zero_()  # as the next step would
-        answer = [saving.done()]
-        checkpoint.load(state, checkpoint_id="{tmp_path}/saved")
-        answer.append(state["weight"].tolist())
-        dist.destroy_process_group()
-        """
-    ) == [True, [0.0, 1.0, 2.0]]
 
 
 @pytest.mark.processes
