@@ -79,7 +79,7 @@ def test_the_steps_of_the_page_work(tmp_path: Path) -> None:
     package = tmp_path / "te_precision_callbacks"
 
     (statistic,) = steps("A statistic")
-    put(package / "statistics" / "table.py", '    yield added("l1_norm"', textwrap.indent(statistic, "    "))
+    put(package / "statistics" / "table.py", '    yield magnitude("l1_norm"', textwrap.indent(statistic, "    "))
     feature, schema = steps("A feature")
     (package / "features" / "high_precision_wgrad.py").write_text(feature)
     put(package / "config" / "schemas.py", "FEATURES: Mapping", schema + "\n\n")

@@ -97,7 +97,7 @@ class Writer:
             refusal = self._write_within_budget(replace(job.dump, header=header), job.limits)
         except Exception as error:
             # A full disk stays full, but a tensor without a dtype in the format does not affect others.
-            if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
+            if isinstance(error.__cause__ or error, OSError) or "I/O error" in str(error):  # of safetensors
                 raise DumpError(f"{error} No more tensors are dumped.") from error
             self._failure = self._failure or error
             return True
