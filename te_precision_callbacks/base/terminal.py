@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable
@@ -16,8 +17,9 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
-from rich.markup import escape
+from rich.containers import Lines
 from rich.table import Table
 from rich.text import Text
 
@@ -36,6 +38,8 @@ _WHOLE_LINES = 500
 """Table width in files and pipes, unless COLUMNS is set."""
 
 _WIDEST_TEXT = 120
+
+_WORD, _SEPARATED = re.compile(r"\S+"), re.compile(r"(?<=[\w})\]][._/])(?=[\w{])")
 
 
 def table(*columns: str) -> Table:
@@ -61,8 +65,25 @@ def show(what: RenderableType) -> None:
     typer.echo("\n".join(line.rstrip(" ") for line in captured.get().split("\n")), nl=False)
 
 
+class Wrapped(Text):
+    """Text that breaks the names of layers and files after a separator, where they are longer than a line."""
+
+    def wrap(self, console: Console, width: int, **options: Any) -> Lines:
+        text = _WORD.sub(lambda word: _in_lines(word[0], width), self.plain)
+        return Text(text, self.style, overflow="fold").wrap(console, width, **options)
+
+
+def _in_lines(word: str, width: int) -> str:
+    lines = [""]
+    for part in _SEPARATED.split(word):
+        if lines[-1] and cell_len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
 def paragraph(text: str, style: str = "") -> Text:
-    return Text(visible(text), style, overflow="fold")
+    return Wrapped(visible(text), style, overflow="fold")
 
 
 def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False) -> None:
@@ -111,12 +132,12 @@ def visible(text: str) -> str:
     )
 
 
-def cell(what: object) -> str:
-    return escape(visible(str(what)))
+def cell(what: object) -> Text:
+    return cell_lines([str(what)])
 
 
-def cell_lines(lines: Iterable[str]) -> str:
-    return "\n".join(map(cell, lines))
+def cell_lines(lines: Iterable[str]) -> Text:
+    return Wrapped("\n".join(map(visible, lines)), overflow="fold")
 
 
 def plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
+from rich.text import Text
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
@@ -133,7 +134,7 @@ def _conditions(checked: CheckedModel, batch: str | None) -> str:
     return f"Recipe: {checked.recipe or 'none'}, compute capability {capability}, {of}."
 
 
-def _cells(row: PlannedLayers, whole: int) -> list[str]:
+def _cells(row: PlannedLayers, whole: int) -> list[Text]:
     names, more = row.names[:_MOST_NAMES], len(row.names) - _MOST_NAMES
     gemms = [_formats(row, gemm) for gemm in GEMMS]
     share = f" ({percent(row.macs / whole)} %)" if whole else ""

@@ -49,6 +49,8 @@ from te_precision_callbacks.layers.gemm_events import Listener
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.statistics.schedule import Schedule
 
+_INFERENCE = "_forward_metadata_inference"
+
 
 class ForwardHooks:
     def __init__(
@@ -254,6 +256,11 @@ class ForwardHooks:
         manager = quantization.FP8GlobalStateManager
         self._seams.replace(manager, "autocast_enter", staticmethod(self._regions.around(manager.autocast_enter)))
         self._seams.replace(Fp8Padding, "forward", self.padding.around(Fp8Padding.forward))
+        # torch.distributed.pipelining (2.13) runs each stage once before its micro-batches, on uninitialized memory.
+        pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
+        if pipelining is not None and hasattr(pipelining.PipelineStage, _INFERENCE):
+            inference = getattr(pipelining.PipelineStage, _INFERENCE)
+            self._seams.replace(pipelining.PipelineStage, _INFERENCE, self._classify.paused_in(inference))
         self._install_for_refusals()
         quantizer = quantizer_of(self.answers.current, self._failures)
         self._seams.replace(debug_quantization, "DebugQuantizer", quantizer)

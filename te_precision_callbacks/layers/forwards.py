@@ -71,17 +71,28 @@ class ForwardClassifier:
 
     @property
     def paused(self) -> bool:
-        return self._paused or infers_shapes()
+        return self._paused
 
     @paused.setter
     def paused(self, value: bool) -> None:
         self._paused = value
         self.was_paused = self.was_paused or value
 
+    def paused_in(self, function: FunctionT) -> FunctionT:
+        @functools.wraps(function)
+        def paused(*arguments: Any, **keywords: Any) -> Any:
+            before, self.paused = self.paused, True
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                self.paused = before
+
+        return cast(FunctionT, paused)
+
     def __call__(self, module: torch.nn.Module) -> ForwardKind:
-        if infers_shapes() or (self.abandoned is not None and self.abandoned()):
+        if self.abandoned is not None and self.abandoned():
             return ForwardKind.UNTOUCHED
-        if self._paused or (self.eval_mode_counts and not module.training):
+        if self.paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
         if in_backward():
             # Inside a backward pass, so recomputed for an activation checkpoint. A reentrant one (an autograd Function)
@@ -93,23 +104,6 @@ class ForwardClassifier:
             return ForwardKind.OBSERVED
         # A reentrant checkpoint recomputes it later.
         return self._evaluation if in_evaluation() else ForwardKind.SILENT
-
-
-def infers_shapes() -> bool:
-    """Return whether a pipeline infers the shapes of a stage's outputs.
-
-    torch.distributed.pipelining (2.13) runs each stage once before its first micro-batch, on uninitialized memory.
-    """
-    pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
-    if pipelining is None:
-        return False
-    inference = getattr(pipelining.PipelineStage, "_forward_metadata_inference", None)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and inference is not None:
-        if frame.f_code is inference.__code__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def in_backward() -> bool:

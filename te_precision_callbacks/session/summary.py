@@ -22,7 +22,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from te_precision_callbacks.base.terminal import paragraph, visible
+from te_precision_callbacks.base.terminal import paragraph
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Coverage, Product, percent
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision, in_short
@@ -132,7 +132,7 @@ def _table(title: str, columns: Sequence[str], cells: Iterable[tuple[str, tuple[
     for name, texts in cells:
         rows.setdefault((form_of(name), texts), []).append(name)
     for (_, texts), names in itertools.islice(rows.items(), MOST_ROWS):
-        table.add_row(*(Text(visible(text), overflow="fold") for text in (", ".join(folded(names, most=1)), *texts)))
+        table.add_row(*map(paragraph, (", ".join(folded(names, most=1)), *texts)))
     if len(rows) > MOST_ROWS:
         table.add_row(f"and {len(rows) - MOST_ROWS} more")
     return table
