@@ -97,7 +97,7 @@ class StepCollector:
             self._is_local = self._context.ranks.several
 
     def read(self, ending: EndingStep) -> StepRecords | None:
-        """Make the records of a step from what was collected, once."""
+        """Make the records of a step from the collected statistics, once."""
         try:
             return self._records(ending)
         finally:
@@ -156,7 +156,7 @@ class TrainerScalars:
 
     Attributes:
         has_loss: whether a training loss is among them.
-        losses: the training losses that rank 0 may lack, as in a pipeline, whose last stage computes the loss.
+        losses: the training losses that rank 0 may lack, as in a pipeline: its last stage computes the loss.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -176,7 +176,7 @@ class TrainerScalars:
                 self._kept.append((iteration, logging_step, str(name), kept))
 
     def shared_losses(self) -> list[Scalars]:
-        """Return the losses of all ranks, which must call this together: the mean over the ranks that know them."""
+        """Return the losses of all ranks, which must call this together: the mean over the ranks with a loss."""
         own, by_step = list(self.losses), dict[tuple[int, int], dict[str, list[float]]]()
         self.losses.clear()
         for loss in self._context.ranks.pool(own, "losses", Loss):

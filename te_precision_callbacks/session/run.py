@@ -362,7 +362,7 @@ class Run:
     # ------------------------------------------------------------------ events
 
     def _send(self, *events: Event) -> None:
-        """Send the events of the parts, and more events, to the sinks and the rules, whose findings are events too."""
+        """Send the events of the parts, and more events, to the sinks and the rules. Findings are events too."""
         queue = self.context.events
         queue += events
         while queue:

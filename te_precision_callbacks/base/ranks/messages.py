@@ -93,7 +93,7 @@ class Departure:
 
 
 class Requests(NamedTuple):
-    """What a rank asks of all ranks, sent with the values of a step.
+    """Requests of a rank to all ranks, sent with the values of a step.
 
     Attributes:
         check: to check the contract.
