@@ -123,7 +123,8 @@ class ModelWatch:
             self._is_muted = False
 
     def _follow_part(self, number: int, module: Any) -> None:
-        own, upstream = module._compiled_call_impl, self._own_call(module)
+        own = module._compiled_call_impl
+        upstream, noting = own or module._call_impl, self._own_call(module)
         here = self.calls.here_in_thread
         of_te = hasattr(module, "fp8_meta")
         attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and of_te else None
@@ -132,7 +133,7 @@ class ModelWatch:
             call = here.call
             if call is None:
                 if not of_te or not self.is_watching() or not torch.is_grad_enabled() or in_backward():
-                    return upstream(*arguments, **keywords)
+                    return noting(*arguments, **keywords)
                 call = self.calls.outside
             try:
                 if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
@@ -148,6 +149,7 @@ class ModelWatch:
             call.nodes += made_in_thread()
             result = upstream(*arguments, **keywords)
             call.nodes -= made_in_thread()
+            self._note_forward(module)  # the model's call has begun, so it is watched
             return result
 
         setattr(part, SURROUNDS, own)
@@ -161,12 +163,16 @@ class ModelWatch:
 
         def noting(*arguments: Any, **keywords: Any) -> Any:
             result = upstream(*arguments, **keywords)
-            with_gradients = torch.is_grad_enabled()
-            if module.training and self.is_watching() and (with_gradients or not _in_evaluation()):
-                self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
+            if self.is_watching():
+                self._note_forward(module)
             return result
 
         return noting
+
+    def _note_forward(self, module: Any) -> None:
+        with_gradients = torch.is_grad_enabled()
+        if module.training and (with_gradients or not _in_evaluation()):
+            self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
 
     def _surround_calls(self, root: Any) -> None:
         own = root._compiled_call_impl
