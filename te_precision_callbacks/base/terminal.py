@@ -39,7 +39,7 @@ _WHOLE_LINES = 500
 
 _WIDEST_TEXT = 120
 
-_WORD, _SEPARATED = re.compile(r"\S+"), re.compile(r"(?<=[\w})\]][._/])(?=[\w{])")
+_WORD, _SEPARATED = re.compile(r"\S+"), re.compile(r"(?<=[\w})\]][._/])(?=[^\W\d]|{)")
 
 
 def table(*columns: str) -> Table:
