@@ -193,6 +193,7 @@ class Inspector:
         self._log_dir = log_dir
         self.events = EventLog(log_dir)
         self._snapshot: Snapshot | None = None
+        self._debug_api: Any = None
         self._manager: Any = None
         self._stray_calls: StrayCalls | None = None
         self._last_iteration = 0
@@ -226,7 +227,7 @@ class Inspector:
             warnings.simplefilter("ignore", DeprecationWarning)
             self._initialize(debug_api, scalars)
         manager: Any = debug_api.DEBUG_MANAGER
-        self._manager = manager
+        self._debug_api, self._manager = debug_api, manager
         self._stray_calls = StrayCalls(manager)
         manager._tensor_reduction_group = self._options.process_group
         self._api.begin(observation, reduce=self._options.reduce)
@@ -400,10 +401,8 @@ class Inspector:
 
     def keep(self) -> None:
         """Keep the debug manager: a reference to ``end_debug`` that a script holds drops it."""
-        import nvdlfw_inspect.api as debug_api
-
         if self._manager is not None:
-            debug_api.DEBUG_MANAGER = self._manager
+            self._debug_api.DEBUG_MANAGER = self._manager
 
     def log_local_buffers(self) -> None:
         """Let users' features log this rank's statistics, without a collective."""

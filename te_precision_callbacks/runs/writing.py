@@ -206,22 +206,12 @@ class RunWriter:
         self._facts: dict[str, Any] = {}
         self._fact_bytes: dict[str, int] = {}
         self._names = _SeriesNames()
+        small = max(close_bytes, small_bytes)
         kinds: dict[str, tuple[pa.Schema, Callable[[list[Any]], pa.RecordBatch], float]] = {
-            "steps": (
-                STEPS,
-                functools.partial(pa.RecordBatch.from_pylist, schema=STEPS),
-                max(close_bytes, small_bytes),
-            ),
-            "scalars": (
-                SCALARS,
-                functools.partial(pa.RecordBatch.from_pylist, schema=SCALARS),
-                max(close_bytes, small_bytes),
-            ),
-            "events": (
-                EVENTS,
-                functools.partial(pa.RecordBatch.from_pylist, schema=EVENTS),
-                max(close_bytes, small_bytes),
-            ),
+            **{
+                name: (schema, functools.partial(pa.RecordBatch.from_pylist, schema=schema), small)
+                for name, schema in (("steps", STEPS), ("scalars", SCALARS), ("events", EVENTS))
+            },
             "values": (VALUES, self._values_batch, close_bytes),
             "vectors": (VECTORS, self._vectors_batch, close_bytes),
         }
