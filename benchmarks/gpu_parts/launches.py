@@ -8,23 +8,20 @@ the copy of all values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 from measuring import as_in_a_long_run
+from step import Run, with_ours, without
 
 from gpu_parts.rows import Rows, Settings, in_one_line, run_part
-from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
+from gpu_parts.training import Training, statistics_of_all
 from gpu_parts.waits import HostWaits
 from te_precision_callbacks.base.vocabulary import Observe
 
 PATHS: tuple[Observe, ...] = ("fused", "debug")
 
 _WARM_UP = 3
-
-Way = Callable[[], AbstractContextManager[EndOfStep]]
 
 
 class Counted(NamedTuple):
@@ -39,7 +36,7 @@ class Counted(NamedTuple):
     end: HostWaits
 
 
-def counted(training: Training, way: Way, settings: Settings) -> Counted:
+def counted(training: Training, way: Run, settings: Settings) -> Counted:
     """Count in the steps after the first ones, which set things up."""
     with way() as end:
         for _ in range(_WARM_UP):
@@ -55,9 +52,9 @@ def counted(training: Training, way: Way, settings: Settings) -> Counted:
 def check(settings: Settings, rows: Rows) -> None:
     layers, hidden, sequence = (1, 64, 32) if settings.small else (4, 1024, 512)
     training = Training(settings, layers=layers, hidden=hidden, sequence=sequence, batch=2)
-    ways: dict[str, Way] = {"without": without}
+    ways: dict[str, Run] = {"without": without}
     for path in PATHS:
-        ways[path] = functools.partial(watched, training.model, statistics_of_all(path, fp8=False), path)
+        ways[path] = functools.partial(with_ours, training.model, statistics_of_all(path, fp8=False), path)
     with as_in_a_long_run():
         results = {name: counted(training, way, settings) for name, way in ways.items()}
     alone = results["without"]
@@ -86,7 +83,7 @@ def check(settings: Settings, rows: Rows) -> None:
         _without_waits(training, ways["fused"], rows)
 
 
-def _without_waits(training: Training, way: Way, rows: Rows) -> None:
+def _without_waits(training: Training, way: Run, rows: Rows) -> None:
     """Run forward and backward on the fused path while torch raises an error for each wait."""
     failure = ""
     with way() as end:
