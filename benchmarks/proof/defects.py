@@ -15,6 +15,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -30,6 +31,9 @@ from models import (
     RecipeName,
     build,
 )
+from running import with_statistics_every
+
+from te_precision_callbacks.session import InspectSession
 
 Kind = Literal[
     "growing-activation",
@@ -221,6 +225,11 @@ class Defect:
         return cls(kind, seed, model, recipe, precision, count, block, start, draw.randrange(4), freq)
 
     @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.kind}-{self.seed}"
+
+    @property
     def table(self) -> Table:
         """Properties of all draws of the kind."""
         return TABLE[self.kind]
@@ -260,6 +269,21 @@ class Defect:
             "exact_layers": _exact_layers(self, built),
             "steps": self.steps,
         }
+
+
+def train_with_defect(defect: Defect, log_dir: Path, device: str = "cpu") -> dict[str, Any]:
+    """Train, and return the truth about the defect."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    built = defect.build(device)
+    with planted(defect, built):
+        config = with_statistics_every(defect.freq, gemms=defect.kind == "wrong-kernel")
+        with InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off") as session:
+            for _ in range(defect.steps):
+                session.log({"loss": built.train_step(), "lr": built.optimizer.param_groups[0]["lr"]})
+                session.step()
+    FP8GlobalStateManager.reset()
+    return defect.truth(built)
 
 
 def _target(defect: Defect, built: Built) -> str:
