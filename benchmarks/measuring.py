@@ -290,20 +290,20 @@ def timed_arguments(description: str | None, seconds: float) -> argparse.Argumen
 
 
 def report(cases: Sequence[Case], columns: Mapping[str, str], device: torch.device, *, as_json: bool) -> None:
-    """Print cases with the machine and the commit, as JSON or as a table."""
-    cases = [{**case, "machine": machine(device), "commit": commit()} for case in cases]
-    print(json.dumps(cases, indent=1, default=dataclasses.asdict) if as_json else table_of_cases(cases, columns))
-
-
-def table_of_cases(cases: Sequence[Case], columns: Mapping[str, str]) -> str:
-    """A Markdown table, with the machine and the commit below.
+    """Print cases with the machine and the commit, as JSON or as a Markdown table.
 
     Args:
         cases: the rows.
         columns: heading -> key of a case; some cases may lack it.
+        device: of the measurement.
+        as_json: a list, one object a case.
     """
-    rows = ([case.get(key) for key in columns.values()] for case in cases)
-    return f"{table(list(columns), rows)}\n\n{cases[0]['machine']}; commit {cases[0]['commit']}."
+    where = {"machine": machine(device), "commit": commit()}
+    if as_json:
+        print(json.dumps([{**case, **where} for case in cases], indent=1, default=dataclasses.asdict))
+        return
+    print(table(list(columns), [[case.get(key) for key in columns.values()] for case in cases]), end="\n\n")
+    print(f"{where['machine']}; commit {where['commit']}.")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

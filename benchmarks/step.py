@@ -336,7 +336,7 @@ def default(options: argparse.Namespace, device: torch.device) -> list[Case]:
     others: dict[str, Way] = {
         "five other steps": functools.partial(training.within, functools.partial(session, early_steps=False), 5)
     }
-    times = {}
+    times: dict[str, Pairs] = {}
     for timed, steps in ((ways, 1), (others, 5)):
         base = functools.partial(training.within, without, steps)
         times |= in_turn(timed, base, device, share=0.02, seconds=options.seconds, least=options.least)
