@@ -1,11 +1,11 @@
 """Check on a GPU what cannot be checked without one, and measure costs.
 
-    python benchmarks/gpu_check.py [--parts kernels,parity] [--out benchmarks/gpu]
+    python benchmarks/gpu_check.py [--parts kernels parity] [--out benchmarks/gpu]
     python benchmarks/gpu_check.py --device cpu    # the same code on a CPU, with the sizes of a test; three minutes
 
 It takes at most nine minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in its own process
 with a time limit. Parts that check correctness run four at a time, then parts that measure time run one by one. A
-failing check is a row, and the part continues with its next check. After ``--seconds`` no part starts, and running
+failing check is a row, and the part continues with its next check. After nine minutes no part starts, and running
 parts are stopped. Parts use the compiled Transformer Engine if it can be imported, otherwise the reference backend.
 
 The table is printed, and written with the machine and the versions to ``<out>/<name of the GPU>.json``. There,
@@ -61,7 +61,6 @@ class Part:
         name: printed name.
         seconds: time limit on a GPU.
         module: module of ``gpu_parts``; None for the one with the part's name.
-        needs_transformer_engine: whether the part needs at least Transformer Engine's Python.
         capability: compute capability of the recipes, run on the reference backend if the GPU has another one.
         gpus: number of visible GPUs.
         measures_time: whether the part runs alone, after all checks of correctness.
@@ -70,7 +69,6 @@ class Part:
     name: str
     seconds: float
     module: str | None = None
-    needs_transformer_engine: bool = True
     capability: str | None = None
     gpus: int = 1
     measures_time: bool = False
@@ -79,8 +77,8 @@ class Part:
 PARTS = (
     Part("planted", 300),
     Part("healthy", 240),
-    Part("kernels", 200, needs_transformer_engine=False),
-    Part("blocks", 300, needs_transformer_engine=False),
+    Part("kernels", 200),
+    Part("blocks", 300),
     Part("parity", 120),
     Part("capture", 120),
     Part("launches", 60),
@@ -88,9 +86,9 @@ PARTS = (
     Part("ranks", 60, gpus=2),
     Part("hopper", 60, "recipes", capability="9.0"),
     Part("blackwell", 60, "recipes", capability="10.0"),
-    Part("streams", 45, needs_transformer_engine=False),
-    Part("overflow", 45, needs_transformer_engine=False),
-    Part("large", 60, needs_transformer_engine=False),
+    Part("streams", 45),
+    Part("overflow", 45),
+    Part("large", 60),
     Part("bandwidth", 45, measures_time=True),
     Part("speed", 45, measures_time=True),
     Part("overhead", 180, measures_time=True),
@@ -151,10 +149,8 @@ class Check:
     def _rows_of(self, part: Part) -> list[Row]:
         left = self._until - time.monotonic()
         if left < _LEAST_SECONDS:
-            return [row(part.name, "all", note="no time was left for it: --seconds gives more")]
+            return [row(part.name, "all", note="no time was left for it: choose fewer --parts")]
         backend = self._backend_of(part)
-        if part.needs_transformer_engine and backend == "none":
-            return [row(part.name, "all", note=self.machine["why_this_backend"])]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "rows")
             command = [sys.executable, "-m", f"gpu_parts.{part.module or part.name}", "--device", self._device]
@@ -250,31 +246,18 @@ def describe(machine: dict[str, Any]) -> str:
     return f"{device}; {packages}; Transformer Engine: {machine['backend']}{why}"
 
 
-def _parse_parts(names: str) -> Sequence[Part]:
-    """Return the parts with these names, in the order of :data:`PARTS`."""
-    wanted = {name.strip() for name in names.split(",")}
-    unknown = wanted - {part.name for part in PARTS}
-    if unknown:
-        known = ", ".join(part.name for part in PARTS)
-        raise argparse.ArgumentTypeError(f"no such part: {', '.join(sorted(unknown))}. There are {known}.")
-    return [part for part in PARTS if part.name in wanted]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 1 if a value is wrong or a part has failed, and 2 if the command cannot run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device of tensors (default: cuda)")
-    names = ",".join(part.name for part in PARTS)
-    parser.add_argument("--parts", type=_parse_parts, default=PARTS, help=f"some of {names}")
-    parser.add_argument(
-        "--seconds", type=float, help=f"time limit of all parts together (default: {SECONDS:.0f}; none on a CPU)"
-    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "gpu", help="folder (default: benchmarks/gpu)")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} sees no GPU here. With --device cpu the same code runs on the CPU.")
-    check = Check(options.device, options.seconds or (SECONDS if options.device == "cuda" else math.inf))
-    results = check.run(options.parts)
+    check = Check(options.device, SECONDS if options.device == "cuda" else math.inf)
+    results = check.run([part for part in PARTS if part.name in options.parts])
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / file_name(check.machine)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

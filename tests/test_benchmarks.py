@@ -105,7 +105,7 @@ def rows_of(found: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
 def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     separately = ("blackwell", "parity")  # another capability than that of the processes here
     parts = [part for part in NAMES if part not in separately]
-    found, done = gpu_check(tmp_path, "--parts", ",".join(parts))
+    found, done = gpu_check(tmp_path, "--parts", *parts)
     assert found["ok"] is True
     assert sorted(found["parts"]) == sorted(parts)
     verdicts = {name: part["verdict"] for name, part in found["parts"].items()}
@@ -128,7 +128,6 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     launches = rows_of(found, "launches")
     for path in ("fused", "debug"):
         assert launches[f"{path}: host waits of ours in forward and backward"]["ok"] is True
-        assert launches[f"{path}: operations in a step"]["value"] > launches["without: operations in a step"]["value"]
     assert rows_of(found, "hopper")["Float8BlockScaling: losses, gradients and weights with a session"]["ok"] is True
     assert rows_of(found, "large")["16,448 elements, transposed"]["ok"] is True
     assert rows_of(found, "streams")["statistics, growing vectors: wrong numbers"]["value"] == 0

@@ -59,22 +59,20 @@ def check(settings: Settings, rows: Rows) -> None:
         results = {name: counted(training, way, settings) for name, way in ways.items()}
     alone = results["without"]
     note = f"{layers} layers, hidden {hidden}; {settings.backend_note}".removesuffix("; ")
-    for name, one in results.items():
-        if not settings.on_gpu:
-            rows.measured(f"{name}: operations in a step", one.before.operations + one.end.operations, note=note)
+    for name, step in results.items():
         waits = f"{name}: host waits in forward and backward"
         if name == "fused":  # the layers' own path
-            rows.equal(waits, one.before.total, alone.before.total, note=note)
+            rows.equal(waits, step.before.total, alone.before.total, note=note)
         else:
-            rows.measured(waits, one.before.total, note=note)
-        rows.measured(f"{name}: host waits in the end of the step", one.end.total, note=note)
+            rows.measured(waits, step.before.total, note=note)
+        rows.measured(f"{name}: host waits in the end of the step", step.end.total, note=note)
         if name == "without":
             continue
-        rows.equal(f"{name}: host waits of ours in forward and backward", one.before.ours, 0, note=one.before.where)
+        rows.equal(f"{name}: host waits of ours in forward and backward", step.before.ours, 0, note=step.before.where)
         if settings.on_gpu:
-            rows.equal(f"{name}: host waits of ours in the end of the step", one.end.ours, 1, note=one.end.where)
+            rows.equal(f"{name}: host waits of ours in the end of the step", step.end.ours, 1, note=step.end.where)
         else:
-            rows.measured(f"{name}: host waits of ours in the end of the step", one.end.ours, note=one.end.where)
+            rows.measured(f"{name}: host waits of ours in the end of the step", step.end.ours, note=step.end.where)
     if not settings.on_gpu:
         rows.left_out("forward and backward where waits are errors", "needs a GPU")
     elif alone.before.total:

@@ -65,8 +65,6 @@ def _backend(device: str) -> tuple[Backend, str]:
     """Return the backend of the parts, and the reason if it is not the compiled one."""
     from te_precision_callbacks.reference import compiled_extension
 
-    if _version("transformer-engine") is None:
-        return "none", "Transformer Engine is not installed: pip install 'te-precision-callbacks[reference]'"
     if device == "cpu":
         return "reference", "the device is the CPU"
     capability = torch.cuda.get_device_capability(0)

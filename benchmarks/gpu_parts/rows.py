@@ -31,8 +31,8 @@ import torch
 
 from te_precision_callbacks.sinks.step_records import StepRecords
 
-Backend = Literal["compiled", "reference", "none"]
-"""Which Transformer Engine a part runs on; ``none``: there is not even its Python."""
+Backend = Literal["compiled", "reference"]
+"""Which Transformer Engine a part runs on."""
 
 Value = float | int | str | None
 
