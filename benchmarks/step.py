@@ -81,11 +81,11 @@ def fused_config(*, fp8: bool = False) -> Config:
     """The statistics of the tensors of all layers that can be had on the fused path."""
     from te_precision_callbacks.instrumentation.fused import HIGH_PRECISION_ON_FUSED_PATH
 
-    of_class = HIGH_PRECISION_ON_FUSED_PATH
+    tensors_of = HIGH_PRECISION_ON_FUSED_PATH
     has = {
-        "layernorm_qkv": of_class["LayerNormLinear"][0],
-        "proj": of_class["Linear"][0],
-        **dict(zip(("fc1", "fc2"), of_class["LayerNormMLP"], strict=True)),
+        "layernorm_qkv": tensors_of["LayerNormLinear"][0],
+        "proj": tensors_of["Linear"][0],
+        **dict(zip(("fc1", "fc2"), tensors_of["LayerNormMLP"], strict=True)),
     }
     return {layer: _section(f"{layer}$", sorted(tensors), fp8=fp8) for layer, tensors in has.items()}
 

@@ -72,13 +72,13 @@ def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[st
     shape = (80, 160) if settings.small else (2048 + 16, 4096 + 32)
     values = (drawn(*shape, seed=4) * 10).to(dtype)
     places = kernels.ColumnPlaces(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)
-    of_blocks = BlockPlaces(14, 18, 21, 5, 6)
+    block_places = BlockPlaces(14, 18, 21, 5, 6)
     results = []
     for device in (settings.device, torch.device("cpu")):
         sums = torch.zeros(23, dtype=torch.float64, device=device)
         maxima = torch.full((8,), kernels.NOTHING, dtype=torch.float64, device=device)
         in_blocks = _in_blocks(form, shape, device)
-        pending = kernels.Pending(values.to(device), None, None, False, places, in_blocks, of_blocks)
+        pending = kernels.Pending(values.to(device), None, None, False, places, in_blocks, block_places)
         kernels.add([pending], sums, maxima)
         results.append((sums.cpu(), maxima.cpu()))
     (sums, maxima), (right, right_maxima) = results

@@ -87,7 +87,7 @@ def check(settings: Settings, rows: Rows) -> None:
         rows.measured(f"{name}: a step", statistics.median(values), "ms", note)
         if name != "without":
             # Of the same rounds: a GPU becomes slower while it warms up.
-            added = statistics.median(one - beside for one, beside in zip(values, times["without"], strict=False))
+            added = statistics.median(value - beside for value, beside in zip(values, times["without"], strict=False))
             rows.measured(f"{name}: added", added, "ms", note)
             rows.measured(f"{name}: added share", 100 * added / alone, "%", note)
     if settings.on_gpu:

@@ -27,8 +27,8 @@ def _train(defect: Defect, settings: Settings, rows: Rows) -> None:
     with rows.of(name), tempfile.TemporaryDirectory() as folder:
         truth = train_with_defect(defect, Path(folder), settings.device.type)
         row = judge_defect(Path(folder), truth)
-        found = "first finding" if row.right else "found" if row.anywhere else "missed"
-        rows.add(name, found, expected="found", ok=row.anywhere, note=f"{row.first}; planted: {row.truth}"[:400])
+        outcome = "first finding" if row.right else "found" if row.anywhere else "missed"
+        rows.add(name, outcome, expected="found", ok=row.anywhere, note=f"{row.first}; planted: {row.truth}"[:400])
 
 
 def check(settings: Settings, rows: Rows) -> None:

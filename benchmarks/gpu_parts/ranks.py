@@ -94,10 +94,10 @@ def _expected(step: int) -> dict[str, float]:
 
 
 def _judge(name: str, results: list[dict[str, Any]], rows: Rows, note: str) -> None:
-    for rank, of_rank in enumerate(results):
-        same = of_rank["alone"]["weight"] == of_rank["beside"]["weight"]
+    for rank, result in enumerate(results):
+        same = result["alone"]["weight"] == result["beside"]["weight"]
         rows.equal(f"{name}: weights of rank {rank} with a session", "same" if same else "other", "same", note=note)
-        steps = of_rank["beside"]["steps"]
+        steps = result["beside"]["steps"]
         rows.equal(f"{name}: steps of rank {rank}", len(steps), STEPS)
         for number, step in enumerate(steps):
             for key, right in _expected(number).items():

@@ -88,10 +88,10 @@ class Witness:
 
 
 def _config(recipe: str) -> dict[str, Any]:
-    of_codes = "LogNvfp4TensorStats" if recipe.startswith("NVFP4") else "LogFp8TensorStats"
+    code_statistics = "LogNvfp4TensorStats" if recipe.startswith("NVFP4") else "LogFp8TensorStats"
     features = {
         "LogTensorStats": {"enabled": True, "tensors": list(TENSORS), "stats": ["max"]},
-        of_codes: {"enabled": True, "tensors": list(TENSORS), "stats": ["mse", "underflows%"]},
+        code_statistics: {"enabled": True, "tensors": list(TENSORS), "stats": ["mse", "underflows%"]},
     }
     layers = {"layer_name_regex_pattern": ".*"}
     return {"of_all": {"enabled": True, "layers": layers, "transformer_engine": features}}
@@ -155,7 +155,7 @@ def _recipe(settings: Settings, name: str) -> Any:
 def _check_recipe(settings: Settings, rows: Rows, name: str) -> None:
     alone, _, _ = _train(settings, _recipe(settings, name), watched=False)
     beside, ours, theirs = _train(settings, _recipe(settings, name), watched=True)
-    same = all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
+    same = all(map(torch.equal, alone, beside))
     note = settings.backend_note
     rows.equal(f"{name}: losses, gradients and weights with a session", "same" if same else "other", "same", note=note)
     rows.equal(f"{name}: statistics", len(ours), 3 * len(TENSORS), note=note)

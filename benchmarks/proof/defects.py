@@ -317,8 +317,8 @@ def planted(defect: Defect, built: Built) -> Iterator[None]:
     try:
         yield
     finally:
-        for each in undo:
-            each()
+        for action in undo:
+            action()
 
 
 def _factor_on_input(built: Built, path: str, factor: Callable[[int], float | None]) -> list[Undo]:
@@ -442,8 +442,8 @@ def _stale_weights(defect: Defect, built: Built) -> list[Undo]:
         return inputs, {**options, "is_first_microbatch": built.step < defect.start}
 
     kinds = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
-    layers = [each for each in built.model.modules() if isinstance(each, kinds)]
-    return [each.register_forward_pre_hook(before, with_kwargs=True).remove for each in layers]
+    layers = [module for module in built.model.modules() if isinstance(module, kinds)]
+    return [layer.register_forward_pre_hook(before, with_kwargs=True).remove for layer in layers]
 
 
 def _tiny_loss(defect: Defect, built: Built) -> list[Undo]:

@@ -194,7 +194,9 @@ def _shaped(training: Healthy) -> Built:
             for path in block.linears[:2]:
                 parent, _, name = path.rpartition(".")
                 setattr(built.module(parent), name, Lora(built.module(path)))
-        built.optimizer = torch.optim.AdamW([each for each in built.model.parameters() if each.requires_grad], lr=3e-3)
+        built.optimizer = torch.optim.AdamW(
+            [weight for weight in built.model.parameters() if weight.requires_grad], lr=3e-3
+        )
     if training.shape in ("moe", "grouped"):
         dtype = next(built.model.parameters()).dtype
         for block in built.blocks[1::2]:
