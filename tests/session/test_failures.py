@@ -292,3 +292,4 @@ def test_facts_that_could_not_be_gathered_once_are_gathered_again(
     assert "gathering the facts of iteration 0: RuntimeError: no answer" in text
     run = open_run(tmp_path)
     assert [row["gemm"] for row in run.gemms.to_pylist()] == ["fprop", "wgrad", "dgrad"]
+    assert session.findings.summary.startswith("Not enough checked: observation: in step 0, gathering the facts of")
