@@ -35,7 +35,6 @@ from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
     MeetingFailed,
     Place,
-    connect,
     keys_of_meeting,
     meet,
     refuse,
@@ -53,9 +52,6 @@ EXCHANGING = 60.0
 FIRST_STEP = 300.0
 """The longest timeout of messages in the first step, in which some ranks compile. A rank that skips its first
 ``step()`` blocks the others for this time, once."""
-
-CONNECTING = 15.0
-"""Timeout for connecting after a meeting."""
 
 _HEADER = 9
 """Numbers in the header: kind, number of sums and of maxima, hash of the text; their negatives; the text's length."""
@@ -173,9 +169,7 @@ class Messages:
                 raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
             wait = _patience(self.group)
             keys = self._new_meeting()
-            self._group = connect(
-                keys, self._at, CONNECTING, 2 * FIRST_STEP, on_one_machine=meet(keys, self._at, wait, why)
-            )
+            self._group = meet(keys, self._at, wait, 2 * FIRST_STEP, why)
             self._keys, self._count = keys, 0
             self.meetings += 1
             self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
