@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from te_precision_callbacks.base.ranks import group, meeting, messages
 from te_precision_callbacks.base.ranks.group import devices
-from te_precision_callbacks.base.ranks.meeting import MeetingFailed, Place, keys_of_meeting, refuse
+from te_precision_callbacks.base.ranks.meeting import MeetingFailed, Place, next_keys, refuse
 from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _read
 
 
@@ -290,7 +290,7 @@ def test_messages_are_not_unpickled() -> None:
 
 
 def met(store: Any, at: Place, wait: float) -> bool:
-    meeting.meet(keys_of_meeting(store, at), at, wait, 60, "to test").close()
+    meeting.meet(next_keys(store, at.rank), at, wait, 60, "to test").close()
     return True
 
 
@@ -299,7 +299,7 @@ def test_later_ranks_learn_why_a_rank_refused_to_meet(failing: int) -> None:
     """It waits for nobody, and nobody for it, however slow the others are; and in the next meeting all are there."""
     store = dist.HashStore()
     at = [Place(rank, 3, name) for rank in range(3)]
-    refuse(keys_of_meeting(store, at[failing]), "rank has no room")
+    refuse(next_keys(store, failing), "rank has no room")
     others = [rank for rank in range(3) if rank != failing]
     for error in on_all(2, lambda number: met(store, at[others[number]], 20)):
         assert isinstance(error, MeetingFailed)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.runs.launches import launch_key
 from te_precision_callbacks.runs.run_files import DataFile, segment_name, time_text
 from te_precision_callbacks.runs.size_limit import SizeLimit
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
@@ -83,7 +82,7 @@ class Recording:
         )
         self._numbers = _Numbers(writer, self._scopes)
         if run.rank == 0:
-            begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}
+            begun = {"first_iteration": first_iteration, "world": run.world_size}
             given = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
             writer.put_run(**{**begun, **given, **self._facts.run})
         return writer

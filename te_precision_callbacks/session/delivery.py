@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import torch
 
-from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.base.ranks import has_other_ranks, own_rank
+from te_precision_callbacks.base.ranks.meeting import next_keys, shared_store
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log
 from te_precision_callbacks.overflow import ActivationOverflowError
@@ -147,6 +148,10 @@ class RunFiles:
     def attach(self) -> None:
         if self.log is not None:
             self.log.own_only = not self.in_full
+        if self.records is not None and self.records.keys is None and has_other_ranks(None):
+            with contextlib.suppress(RuntimeError):  # only a rank that does not reduce with rank 0 reads them
+                store = shared_store(f"te_precision_callbacks/records/{self._log_dir.absolute()}")
+                self.records.keys = next_keys(store, own_rank())
 
     def begin(self) -> None:
         """Agree with all ranks on the folder of the records. If that fails, the run is not recorded."""

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed as dist
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import (
@@ -464,6 +465,7 @@ def test_other_ranks_write_only_what_is_theirs(tmp_path: Path) -> None:
     table = SeriesTable()
     one, other = (RecordSink(tmp_path) for _ in range(2))
     other.writes_reduced = False
+    one.keys = other.keys = dist.HashStore()
     one.start(info(tmp_path, rank=0, world=2))
     other.start(info(tmp_path, rank=1, world=2))
     for iteration in range(2):

@@ -63,9 +63,9 @@ def below(prefix: str, store: Any) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
-def keys_of_meeting(store: Any, at: Place) -> Any:
-    """Begin the next meeting. Each rank counts its meetings, so a late rank still finds the decisions of this one."""
-    return below(str(store.add(f"meetings/{at.rank}", 1)), store)
+def next_keys(store: Any, rank: int) -> Any:
+    """Return the keys of the next meeting. Each rank counts, so a late rank still finds the decisions of this one."""
+    return below(str(store.add(f"meetings/{rank}", 1)), store)
 
 
 def meet(keys: Any, at: Place, wait: float, longest: float, why: str) -> Group:

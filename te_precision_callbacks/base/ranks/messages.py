@@ -30,13 +30,13 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.ranks import meeting, ranks_in_words
+from te_precision_callbacks.base.ranks import has_other_ranks, meeting, ranks_in_words
 from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
     MeetingFailed,
     Place,
-    keys_of_meeting,
     meet,
+    next_keys,
     refuse,
     shared_store,
 )
@@ -165,7 +165,7 @@ class Messages:
         try:
             self.close()
             self._is_settled = False
-            if dist.get_backend(self.group) == "fake":
+            if not has_other_ranks(self.group):
                 raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
             wait = _patience(self.group)
             keys = self._new_meeting()
@@ -191,7 +191,7 @@ class Messages:
 
     def _new_meeting(self) -> Any:
         group = "all" if self.group is None else "-".join(map(str, self._ranks))
-        return keys_of_meeting(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self._at)
+        return next_keys(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self.rank)
 
     def settle(self) -> None:
         """Use short timeouts after the next message, which may still wait for compilation."""
