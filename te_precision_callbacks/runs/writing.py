@@ -33,7 +33,6 @@ from te_precision_callbacks.runs.run_files import (
     DataFile,
     make_segment,
     new_run_id,
-    overwrite,
     process_now,
     rank_name,
     replace_whole,
@@ -48,9 +47,6 @@ CLOSE_SECONDS = 900.0
 
 _ROW, _BIN = 64, 8
 """Upper bounds of the bytes per value, or per histogram without bins, in an open file, and per bin."""
-
-_ROOM = 1024
-"""Padding in run.json, so that the end of the run can be recorded on a full disk."""
 
 _LONGEST_REASON = 200
 
@@ -254,12 +250,9 @@ class RunWriter:
                 **process_now(),
             }
         self._facts |= {**facts, "status": self.status}
-        text = self._run_text()
-        replace_whole(self.folder / RUN_FILE, lambda file: file.write(text.ljust(len(text) + _ROOM)))
-        self._fact_bytes[RUN_FILE] = len(text) + _ROOM
-
-    def _run_text(self) -> bytes:
-        return json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
+        text = json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
+        replace_whole(self.folder / RUN_FILE, lambda file: file.write(text))
+        self._fact_bytes[RUN_FILE] = len(text)
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
@@ -268,12 +261,11 @@ class RunWriter:
         self._fact_bytes[name] = write_table(table, folder / f"{name}{CLOSED}")
 
     def put_lost(self, error: BaseException) -> None:
-        """Record in run.json that recording has failed, in place; errors are ignored."""
+        """Record in run.json that recording has failed, if there is room."""
         if self._facts:
-            self._facts |= {"not_written": str(error)[:_LONGEST_REASON], "status": self.status}
-            self._facts |= {} if self.status == "running" else {"ended_at": time_text()}
+            ended_at = None if self.status == "running" else time_text()
             with contextlib.suppress(OSError):
-                overwrite(self.folder / RUN_FILE, self._run_text())
+                self.put_run(not_written=str(error)[:_LONGEST_REASON], ended_at=ended_at)
 
     def show_life(self) -> None:
         os.utime(self.folder / RUN_FILE)
@@ -419,7 +411,7 @@ class RunWriter:
             table.flush()
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
-        """Write and close all files; rank 0 records the end in run.json, even after a failure."""
+        """Write and close all files; rank 0 records the end in run.json."""
         self.status = status
         try:
             self.flush()
