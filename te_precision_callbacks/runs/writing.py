@@ -1,4 +1,4 @@
-"""Writing of runs, by the session's sink or without a session; docs/records.md has an example.
+"""Writing of runs.
 
 Rows are collected until :meth:`RunWriter.flush` appends them to the open files. The writer is not thread-safe.
 """
@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -26,13 +25,10 @@ from te_precision_callbacks.runs.input_files import writable
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
-    FOLDER,
     OPEN,
     RUN_FILE,
     AppendedFile,
     DataFile,
-    make_segment,
-    new_run_id,
     process_now,
     rank_name,
     replace_whole,
@@ -215,24 +211,6 @@ class RunWriter:
             name: _Table(self.own, name, schema, batch, {} if closed is None else closed, size)
             for name, (schema, batch, size) in kinds.items()
         }
-
-    @classmethod
-    def begin(
-        cls, log_dir: str | os.PathLike[str], *, run_id: str | None = None, rank: int = 0, **facts: Any
-    ) -> RunWriter:
-        """Begin a segment of a new run, or of the run ``run_id``; ``facts`` are for run.json."""
-        run_folder = Path(log_dir) / FOLDER / (run_id or new_run_id())
-        writer = cls(run_folder, make_segment(run_folder), rank)
-        writer.put_run(**facts)
-        return writer
-
-    def __enter__(self) -> RunWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close("ended" if error is None else "failed")
 
     # ------------------------------------------------------------------ facts
 

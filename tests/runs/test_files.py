@@ -23,7 +23,6 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import (
     NotARunError,
     RunError,
-    RunWriter,
     open_run,
     writing,
 )
@@ -34,7 +33,7 @@ from te_precision_callbacks.sinks import writer_thread
 from te_precision_callbacks.statistics.series import SeriesTable
 from tests.forked import REPOSITORY, executable
 from tests.full_disk import files_up_to
-from tests.runs.making import info, records, write_run
+from tests.runs.making import RunWriter, info, records, write_run
 
 
 def rank_folder(folder: Path, segment: int = 0) -> Path:
@@ -488,7 +487,7 @@ def test_a_run_in_another_pid_namespace_is_running(tmp_path: Path) -> None:
     """It has the host's name, and a process id that belongs to another process here."""
     code = """
 import sys
-from te_precision_callbacks.runs import RunWriter
+from tests.runs.making import RunWriter
 RunWriter.begin(sys.argv[1])
 print("begun", flush=True)
 sys.stdin.read()
