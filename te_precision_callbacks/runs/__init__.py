@@ -10,7 +10,7 @@ Sessions record their runs.
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError, UnknownSubjectError
 from te_precision_callbacks.runs.reading import list_runs, open_run
 from te_precision_callbacks.runs.recorded import Grid, RecordedRun, Segment, Thinned
-from te_precision_callbacks.runs.trace_files import traces_of
+from te_precision_callbacks.runs.run_files import traces_of
 
 __all__ = [
     "Grid",

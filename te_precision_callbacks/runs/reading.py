@@ -272,11 +272,7 @@ class _Reader:
         )
 
     def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
-        versions: dict[str, set[str]] = {}
         for segment in segments:
-            of_segment = segment.facts.get("versions")
-            for package, version in (of_segment if isinstance(of_segment, dict) else {}).items():
-                versions.setdefault(package, set()).add(str(version))
             present = ranks[segment.number]
             expected = segment.facts.get("writing_ranks")
             expected = expected if isinstance(expected, list) else [0] if segment.facts else []
@@ -287,9 +283,6 @@ class _Reader:
                     f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}.",
                     unread=True,
                 )
-        for package, several in versions.items():
-            if len(several) > 1:
-                self._note(f"The segments ran with several versions of {package}: {', '.join(sorted(several))}.")
 
     # ------------------------------------------------------------------ tables
 

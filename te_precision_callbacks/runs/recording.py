@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.runs.run_files import DataFile, segment_name, time_text
+from te_precision_callbacks.runs.run_files import DataFile, Place, segment_name, time_text
 from te_precision_callbacks.runs.size_limit import SizeLimit
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.runs.writing import RunWriter
@@ -24,11 +24,6 @@ _MOST_PENDING = 1 << 26
 
 _FILES, _LEAST_FILE = 32, 1 << 15
 """The limit is divided into this many files; and the least size of a closed file."""
-
-
-class Place(NamedTuple):
-    run_id: str
-    segment: int
 
 
 class Facts(NamedTuple):
