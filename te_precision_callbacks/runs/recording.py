@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.runs.run_files import DataFile, Place, segment_name, time_text
+from te_precision_callbacks.runs.run_files import Place, segment_name, time_text
 from te_precision_callbacks.runs.size_limit import SizeLimit
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.runs.writing import RunWriter
@@ -60,9 +60,8 @@ class Recording:
         self._last_step: int | None = None
         self._latest = run.start_iteration
         self._close_bytes = max(limit // _FILES, _LEAST_FILE)
-        self._files: dict[DataFile, int] = {}
         self.writer = self._open(place.segment, run.start_iteration, begun)
-        self._size_limit = SizeLimit(self._folder, self.writer, self._files, limit, self._warn)
+        self._size_limit = SizeLimit(self._folder, self.writer, limit, self._warn)
 
     def _open(self, segment: int, first_iteration: int, started: float) -> RunWriter:
         run = self._run
@@ -73,7 +72,6 @@ class Recording:
             run.rank,
             close_bytes=self._close_bytes,
             small_bytes=self._limit // 8,
-            closed=self._files,
         )
         self._numbers = _Numbers(writer, self._scopes)
         if run.rank == 0:

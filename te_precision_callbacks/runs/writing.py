@@ -28,7 +28,6 @@ from te_precision_callbacks.runs.run_files import (
     OPEN,
     RUN_FILE,
     AppendedFile,
-    DataFile,
     process_now,
     rank_name,
     replace_whole,
@@ -80,7 +79,6 @@ class _Table:
 
     Args:
         batch: converts new rows to a batch.
-        closed: receives closed files with their sizes.
         close_bytes: close the open file at this size, at most :data:`CLOSE_BYTES`.
 
     Attributes:
@@ -93,7 +91,6 @@ class _Table:
         name: str,
         schema: pa.Schema,
         batch: Callable[[list[Any]], pa.RecordBatch],
-        closed: dict[DataFile, int],
         close_bytes: float,
     ) -> None:
         self.waiting = 0
@@ -101,7 +98,6 @@ class _Table:
         self._name = name
         self._schema = schema
         self._batch = batch
-        self._closed = closed
         self._close_bytes = close_bytes
         self._rows: list[Any] = []
         self._number = 0
@@ -151,8 +147,7 @@ class _Table:
             raise OSError(f"{self._path} was changed while it was written: {error}") from error
         if "series" in self._schema.names:
             table = table.sort_by([("series", "ascending"), ("iteration", "ascending")])
-        path = self._path.with_suffix(CLOSED)
-        self._closed[DataFile(self._name, self._number, self._number, 1, path)] = write_table(table, path)
+        write_table(table, self._path.with_suffix(CLOSED))
         self._path.unlink()
 
     def leave(self) -> None:
@@ -170,7 +165,6 @@ class RunWriter:
         segment: the number of the segment, whose folder exists.
         close_bytes: close open files at this size, at most :data:`CLOSE_BYTES`.
         small_bytes: the minimum of this size for steps and scalars, which are never thinned.
-        closed: receives closed files with their sizes, oldest first.
 
     Attributes:
         run_id, segment, folder, rank: the run, its segment with the folder, and the rank.
@@ -186,7 +180,6 @@ class RunWriter:
         *,
         close_bytes: float = math.inf,
         small_bytes: float = 0,
-        closed: dict[DataFile, int] | None = None,
     ) -> None:
         self.run_id = run_folder.name
         self.segment = segment
@@ -196,7 +189,6 @@ class RunWriter:
         self.own.mkdir(exist_ok=True)
         self.status: Status = "running"
         self._facts: dict[str, Any] = {}
-        self._fact_bytes: dict[str, int] = {}
         self._names = _SeriesNames()
         small = max(close_bytes, small_bytes)
         kinds: dict[str, tuple[pa.Schema, Callable[[list[Any]], pa.RecordBatch], float]] = {
@@ -208,8 +200,7 @@ class RunWriter:
             "vectors": (VECTORS, self._vectors_batch, close_bytes),
         }
         self._tables = {
-            name: _Table(self.own, name, schema, batch, {} if closed is None else closed, size)
-            for name, (schema, batch, size) in kinds.items()
+            name: _Table(self.own, name, schema, batch, size) for name, (schema, batch, size) in kinds.items()
         }
 
     # ------------------------------------------------------------------ facts
@@ -230,13 +221,12 @@ class RunWriter:
         self._facts |= {**facts, "status": self.status}
         text = json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
         replace_whole(self.folder / RUN_FILE, lambda file: file.write(text))
-        self._fact_bytes[RUN_FILE] = len(text)
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
         folder = self.own if self.rank else self.folder
         table = pa.Table.from_pylist([writable(dict(row)) for row in rows], schema=FACTS[name])
-        self._fact_bytes[name] = write_table(table, folder / f"{name}{CLOSED}")
+        write_table(table, folder / f"{name}{CLOSED}")
 
     def put_lost(self, error: BaseException) -> None:
         """Record in run.json that recording has failed, if there is room."""
@@ -370,15 +360,6 @@ class RunWriter:
         self._tables["events"].add(writable(row))
 
     # ------------------------------------------------------------------ to the disk
-
-    @property
-    def nbytes(self) -> int:
-        opened = sum(table.open_bytes for table in self._tables.values())
-        return opened + sum(self._fact_bytes.values())
-
-    @property
-    def open_bytes(self) -> int:
-        return sum(self._tables[name].open_bytes for name in ("values", "vectors"))
 
     @property
     def waiting(self) -> int:
