@@ -4,6 +4,7 @@
                                          seg-000/layers.parquet, gemms.parquet, ...
                                          seg-000/rank-00000/values-0001.parquet, values-0002.arrow, ...
                                          seg-000/rank-00000/steps-0001.parquet, events-0001.parquet, ...
+                                         traces/seg-000.rank-00000.iterations-000010-000012.json.gz
 
 A rank appends record batches to the Arrow stream ``<table>-<number>.arrow``, and closes it as
 ``<table>-<number>.parquet``. A thinned file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files
@@ -20,7 +21,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -41,7 +42,9 @@ SILENT_SECONDS = 60.0
 
 _INCOMPLETE = ".incomplete"
 
-_MOST_GAPS = 8
+_TRACES = "traces"
+_WITHOUT_RECORDS = "precision_traces"
+_TRACE_SUFFIX = ".json.gz"
 
 
 def new_run_id() -> str:
@@ -83,6 +86,13 @@ def make_segment(run: Path) -> int:
             number += 1
 
 
+class Place(NamedTuple):
+    """The segment of a run that a process records."""
+
+    run_id: str
+    segment: int
+
+
 class DataFile(NamedTuple):
     """A file of a rank's table: its number, or the numbers of the files that it replaces, and its interval in steps."""
 
@@ -112,16 +122,6 @@ def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
     return files, replaced
 
 
-def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:
-    """Format the numbers missing from ascending spans, which should begin at ``first``."""
-    missing, expected = [], first
-    for begin, end in spans:
-        if begin > expected:
-            missing.append(str(expected) if begin == expected + 1 else f"{expected} to {begin - 1}")
-        expected = max(expected, end + 1)
-    return ", ".join(missing[:_MOST_GAPS]) + (" ..." if len(missing) > _MOST_GAPS else "")
-
-
 # ---------------------------------------------------------------------- writing
 
 
@@ -145,17 +145,6 @@ def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.close(descriptor)
 
 
-def overwrite(path: Path, data: bytes) -> None:
-    """Overwrite a file in place within its size, for a full disk; raises OSError."""
-    with open(path, "r+b") as file:
-        room = os.fstat(file.fileno()).st_size
-        if len(data) > room:
-            raise OSError(errno.ENOSPC, "it has no room", str(path))
-        file.write(data.ljust(room))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def is_incomplete(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(_INCOMPLETE)
 
@@ -175,6 +164,36 @@ class AppendedFile(io.FileIO):
         if os.fstat(self.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written", str(self.name))
         return count
+
+
+# ---------------------------------------------------------------------- traces, which profile= writes
+
+
+def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, last: int) -> Path:
+    """Return the path of a new trace: in the run's folder, or in ``precision_traces`` without records."""
+    name = f"{rank_name(rank)}.iterations-{first:06d}-{last:06d}{_TRACE_SUFFIX}"
+    if place is None:
+        return log_dir / _WITHOUT_RECORDS / name
+    return log_dir / FOLDER / place.run_id / _TRACES / f"{segment_name(place.segment)}.{name}"
+
+
+def traces_of(run: Path) -> list[Path]:
+    """Return the profiles in the folder of a run, in order."""
+    return _traces_in(run / _TRACES)
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob(f"*{_TRACE_SUFFIX}") if not path.name.startswith("."))
+
+
+def own_traces(given: Path, run_id: str) -> list[Path]:
+    """Return the traces of a run, given the path it was read from; of a plain log, the traces without records."""
+    if (given / FOLDER / run_id).is_dir():
+        return traces_of(given / FOLDER / run_id)
+    for folder in (given / run_id, given):
+        if traces := traces_of(folder):
+            return traces
+    return _traces_in(given / _WITHOUT_RECORDS)
 
 
 # ---------------------------------------------------------------------- processes
