@@ -36,9 +36,9 @@ def replay_command(
         Path | None,
         typer.Option(
             metavar="FILE.py",
-            help="Write a script for a bug report, with a copy of the record. It shows the fault with torch alone, and"
-            " runs the GEMM with Transformer Engine if installed. For a folder: of the first record with a fault. No"
-            " file is overwritten.",
+            help="Write a script for a bug report, with a copy of the record. It replays the record, and runs the GEMM"
+            " again with Transformer Engine if installed. For a folder: of the first record with a fault. No file is"
+            " overwritten.",
         ),
     ] = None,
     as_json: Json = False,

@@ -11,8 +11,7 @@ import torch
 from te_precision_callbacks.dumps.contents import Dump, a_dump
 from te_precision_callbacks.dumps.dump_files import list_dumps, load
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.replay.gemm import replay_gemm
-from te_precision_callbacks.replay.verdict import Replayed
+from te_precision_callbacks.replay.gemm import Replayed, replay_gemm
 
 
 @dataclass(frozen=True)

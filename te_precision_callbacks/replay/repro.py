@@ -1,4 +1,4 @@
-"""Writes a script that reproduces the fault of a recorded GEMM with torch, and with Transformer Engine if installed."""
+"""Writes a script that replays a recorded GEMM, and runs it again with Transformer Engine if installed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.replay.verdict import Replayed
+from te_precision_callbacks.replay.gemm import Replayed
 
 _HEADING = '''"""{verdict}
 
 Recorded on {device} with {versions}.
 Keep it in one folder with {data}, and run: python {script}
-It needs torch and safetensors, and no GPU. With Transformer Engine installed, it runs the recorded GEMM.
+It needs te-precision-callbacks, and no GPU. With Transformer Engine installed, it runs the recorded GEMM again.
 The exit code is 1 if the fault is reproduced, or, if the GEMM cannot run, if it is in the record.
 """
 '''
