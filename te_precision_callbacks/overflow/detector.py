@@ -14,10 +14,7 @@ from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow.calls import ForwardCalls
-from te_precision_callbacks.overflow.detector_options import (
-    DetectorOptions,
-    OnFailure,
-)
+from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import (
     DetectionFailedError,
     OverflowDetectorError,
@@ -71,8 +68,6 @@ class DebugActivationOverflow:
         distributed: stop all ranks together, with the first culprit of any rank: each training look reduces one number,
             so all ranks must take part.
         process_group: the ranks that stop together; None for all.
-        on_failure: the reaction to a failure of detection itself: ``raise`` a :class:`DetectionFailedError` in the next
-            look on all ranks, since an overflow may have been missed; or ``warn`` and continue without detection.
         trace_batch_nums: ``trace_batches`` under its name in ``transformers.debug_utils.DebugUnderflowOverflow``.
         abort_after_batch_num: ``abort_after_batch`` under its name there.
 
@@ -98,7 +93,6 @@ class DebugActivationOverflow:
         allow_neg_inf: Iterable[str] = (),
         distributed: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
-        on_failure: OnFailure = "raise",
         trace_batch_nums: Iterable[int] = (),
         abort_after_batch_num: int | None = None,
     ) -> None:
@@ -115,7 +109,6 @@ class DebugActivationOverflow:
             allow_neg_inf=allow_neg_inf,
             distributed=distributed,
             process_group=process_group,
-            on_failure=on_failure,
         )
         self._journal = Journal(options)
         self._looking = Looking(roots, options, self._journal)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import pydantic
 import torch.distributed
 
 from te_precision_callbacks.overflow.errors import OverflowOptionError
-
-OnFailure = Literal["raise", "warn"]
-
 
 _Number = Annotated[int, pydantic.Field(strict=True, ge=0)]
 
@@ -28,7 +25,6 @@ class DetectorOptions(pydantic.BaseModel):
     allow_neg_inf: tuple[str, ...]
     distributed: bool
     process_group: torch.distributed.ProcessGroup | None
-    on_failure: OnFailure
 
     @classmethod
     def checked(cls, **keywords: object) -> DetectorOptions:

@@ -11,7 +11,6 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_in_words
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.overflow.detector_options import DetectorOptions
-from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.hooks import WatchedModule
 from te_precision_callbacks.overflow.interval import Frame, Interval, TensorEvent
 
@@ -108,7 +107,7 @@ class Journal:
     Attributes:
         evaluation: the events of the current forward without gradients.
         due: whether training has run since the last look.
-        broken: whether recording is off after a failure: until the look that raises the failure, or for good.
+        broken: whether recording is off: after a failure, until the look that raises it; after a lost GPU, for good.
         failure: the failure that the next look raises.
     """
 
@@ -121,7 +120,6 @@ class Journal:
         self.closed = self.broken = False
         self.failure: Exception | None = None
         self.notices = Notices()
-        self._raises = options.on_failure == "raise"
 
     def label(self, tensor: torch.Tensor, label: str) -> None:
         current = self.thread.current
@@ -142,7 +140,7 @@ class Journal:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Stop recording until the next look, which raises the failure; or log the failure.
+        """Stop recording until the next look, which raises the failure.
 
         A lost GPU is not a failure of detection: the next operation of training raises it.
         """
@@ -151,14 +149,8 @@ class Journal:
         self.broken = True
         if is_lost(error):
             logger.warning("%s", lost_in_words(error, "Activation overflow detection"))
-        elif self._raises:
-            self.failure = error
         else:
-            logger.error(
-                "Activation overflow detection failed (%s), and is off from now on. Training goes on.",
-                text_of(error),
-                exc_info=error,
-            )
+            self.failure = error
 
     def clear(self) -> None:
         self.thread.current = None
