@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -50,8 +48,7 @@ class ForwardCalls:
             return
         try:
             current = journal.thread.current
-            if current is None or (watched.is_root and current.frames and _calls_running(watched.module) == 1):
-                # The model is the outermost call: an interrupt, which calls no hooks, has left the last call open.
+            if current is None:
                 current = self._begin(watched)
             self._take(current, watched, inputs, keywords)
         except STOPS:
@@ -184,16 +181,6 @@ class ForwardCalls:
     def _note(self, batch: int, frames: Sequence[Frame]) -> None:
         self._journal.training.events.append(TensorEvent("gradient", batch, frames))
         self._journal.due = True
-
-
-def _calls_running(module: torch.nn.Module) -> int:
-    """Count the calls of a module on the stack. A model may call itself, as with Lightning's training_step."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return count
 
 
 def _is_recorded() -> bool:
