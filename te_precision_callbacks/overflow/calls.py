@@ -10,12 +10,11 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
-from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import STOPS
 from te_precision_callbacks.overflow.extreme_slots import Unmeasured
 from te_precision_callbacks.overflow.hooks import ModelHooks, WatchedModule
 from te_precision_callbacks.overflow.interval import Frame, Record, TensorEvent
-from te_precision_callbacks.overflow.journal import Journal, Pass
+from te_precision_callbacks.overflow.journal import DetectorOptions, Journal, Pass
 from te_precision_callbacks.overflow.looking import Looking
 
 _UNKNOWN = Unmeasured("unknown")

@@ -14,7 +14,6 @@ from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow.calls import ForwardCalls
-from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import (
     DetectionFailedError,
     OverflowDetectorError,
@@ -23,7 +22,7 @@ from te_precision_callbacks.overflow.errors import (
 )
 from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
 from te_precision_callbacks.overflow.grad_scaler import journals
-from te_precision_callbacks.overflow.journal import Journal
+from te_precision_callbacks.overflow.journal import DetectorOptions, Journal
 from te_precision_callbacks.overflow.looking import Looking
 from te_precision_callbacks.overflow.steps import Steps
 

@@ -1,20 +1,50 @@
-"""The state between hooks and looks: the events, the current batch, and failures of detection."""
+"""The options of a detector, and its state between hooks and looks: events, the current batch, and failures."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import pydantic
 import torch
+import torch.distributed
 
 from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_in_words
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.overflow.detector_options import DetectorOptions
+from te_precision_callbacks.overflow.errors import OverflowOptionError
 from te_precision_callbacks.overflow.hooks import WatchedModule
 from te_precision_callbacks.overflow.interval import Frame, Interval, TensorEvent
 
 logger = logging.getLogger(__name__)
+
+
+_Number = Annotated[int, pydantic.Field(strict=True, ge=0)]
+
+
+class DetectorOptions(pydantic.BaseModel):
+    """The keywords of :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`."""
+
+    model_config = pydantic.ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    max_frames: Annotated[int, pydantic.Field(strict=True, ge=1)]
+    parameters: bool
+    abs_min: bool
+    trace_batches: tuple[_Number, ...]
+    abort_after_batch: _Number | None
+    allow_neg_inf: tuple[str, ...]
+    distributed: bool
+    process_group: torch.distributed.ProcessGroup | None
+
+    @classmethod
+    def checked(cls, **keywords: object) -> DetectorOptions:
+        try:
+            return cls.model_validate(keywords)
+        except pydantic.ValidationError as error:
+            problem = error.errors()[0]
+            why = problem["msg"].replace("Input should", "It must").replace("valid tuple", "list")
+            raise OverflowOptionError(f"{problem['loc'][0]}= has the value {problem['input']!r}. {why}.") from error
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,6 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.ranks import is_distributed, is_initialized, own_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
 from te_precision_callbacks.overflow.analysis import Find, Reader, advice_on_weights, broken_parameters
-from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import (
     AbortAfterBatch,
     ActivationOverflowError,
@@ -20,7 +19,7 @@ from te_precision_callbacks.overflow.errors import (
     text_of,
 )
 from te_precision_callbacks.overflow.interval import Interval
-from te_precision_callbacks.overflow.journal import Journal
+from te_precision_callbacks.overflow.journal import DetectorOptions, Journal
 
 logger = logging.getLogger(__name__)
 
