@@ -113,7 +113,7 @@ class OperatorProducts:
         elif is_computing_again():
             self._note_forward(operator, products, arguments, result, left=left, again=True)
         else:
-            self._note_backward(operator, products, arguments, result, left=left)
+            self._note_backward(operator, products, left=left)
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and scores of attention to their softmax and further."""
@@ -212,8 +212,6 @@ class OperatorProducts:
         self,
         operator: str,
         products: Iterable[MatrixProduct],
-        arguments: Sequence[Any],
-        result: Any,
         *,
         left: str,
     ) -> None:
@@ -238,25 +236,14 @@ class OperatorProducts:
             )
         for product in products:
             of = self._meant(product, of_node)
-            if self._is_again(product, of):
-                continue
             role: Role = product.role
-            weight = of.origin.weight
-            if weight is not None and not role:
-                role = self._role_in_backward(product, of, weight)
+            if of.weight is not None and not role:
+                role = self._role_in_backward(product, of, of.weight)
             of.gradients += role != "dgrad"
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
             seen = SeenProduct(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, call=of.call)
             seen.sequences = product.sequences
             self.seen.append(seen)
-            if torch.is_grad_enabled():  # with create_graph=True it has a node, too
-                self.nodes.note(seen, arguments, result)
-
-    def _is_again(self, product: MatrixProduct, of: SeenProduct) -> bool:
-        """Return whether a backward recomputes a product of the forward: equal weight and equal activation."""
-        if of.weight is None or self._weights.find(product.b) != of.weight:
-            return False
-        return product[2:6] == of.sizes and of in (self._activations.get(product.a) or ())
 
     def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, of_forward: Weight) -> Role:
         """``dgrad`` if a product of the backward multiplies by the weight, ``wgrad`` if by the activation."""

@@ -95,8 +95,8 @@ class SeenProduct:
 
     @property
     def origin(self) -> SeenProduct:
-        """The product of the forward, also for a product of a double backward."""
-        return self if self.of is None else self.of.origin
+        """The product of the forward."""
+        return self.of or self
 
     @property
     def gemm(self) -> ProductName:
