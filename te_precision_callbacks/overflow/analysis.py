@@ -15,8 +15,7 @@ import torch
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
-from te_precision_callbacks.overflow.interval import Interval, Seen, TensorEvent, seen
-from te_precision_callbacks.overflow.journal import DetectorOptions
+from te_precision_callbacks.overflow.journal import DetectorOptions, Interval, Seen, TensorEvent, seen
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from te_precision_callbacks.layers.forwards import NO_BACKWARD, ForwardClassifie
 from te_precision_callbacks.overflow.errors import STOPS
 from te_precision_callbacks.overflow.extreme_slots import Unmeasured
 from te_precision_callbacks.overflow.hooks import ModelHooks, WatchedModule
-from te_precision_callbacks.overflow.interval import Frame, Record, TensorEvent
-from te_precision_callbacks.overflow.journal import DetectorOptions, Journal, Pass
+from te_precision_callbacks.overflow.journal import DetectorOptions, Frame, Journal, Pass, Record, TensorEvent
 from te_precision_callbacks.overflow.looking import Looking
 
 _UNKNOWN = Unmeasured("unknown")

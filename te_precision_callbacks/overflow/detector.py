@@ -21,10 +21,9 @@ from te_precision_callbacks.overflow.errors import (
     text_of,
 )
 from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
-from te_precision_callbacks.overflow.grad_scaler import journals
+from te_precision_callbacks.overflow.grad_scaler import Steps, journals
 from te_precision_callbacks.overflow.journal import DetectorOptions, Journal
 from te_precision_callbacks.overflow.looking import Looking
-from te_precision_callbacks.overflow.steps import Steps
 
 logger = logging.getLogger(__name__)
 

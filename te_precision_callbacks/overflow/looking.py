@@ -18,8 +18,7 @@ from te_precision_callbacks.overflow.errors import (
     DetectionFailedError,
     text_of,
 )
-from te_precision_callbacks.overflow.interval import Interval
-from te_precision_callbacks.overflow.journal import DetectorOptions, Journal
+from te_precision_callbacks.overflow.journal import DetectorOptions, Interval, Journal
 
 logger = logging.getLogger(__name__)
 
