@@ -154,7 +154,6 @@ def _attention(
     backward: bool,
     heads_first: bool,
     bounds: int | None = None,
-    first: int | None = None,
     causal: int | None = None,
     mask: int | None = None,
     window: int | None = None,
@@ -164,16 +163,14 @@ def _attention(
     Args:
         heads_first: operands are [batch, heads, length, size]; else [..., length, heads, size].
         bounds: argument number of the bounds of packed query sequences; the bounds of the keys follow.
-        first: argument number of the queries, by default 0, or 1 after a gradient.
         causal, mask: in a forward, argument numbers of the flag for a causal mask, and of another mask; -1 for a
             keyword.
         window: argument number of the left end of a sliding window, followed by its right end; negative is unlimited.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
-    start = int(backward) if first is None else first
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        query, key, value = arguments[start : start + 3]
+        query, key, value = arguments[backward : backward + 3]
         size, size_v = query.shape[-1], value.shape[-1]
         rows, columns, batch = query.shape[length], key.shape[length], query.numel() // (query.shape[length] * size)
         of_query, of_key = arguments[bounds : bounds + 2] if bounds and len(arguments) > bounds + 1 else (None, None)
@@ -286,23 +283,16 @@ _OF_ATEN: Mapping[str, _Find] = {
        for name, (causal, mask) in _FUSED.items()},
     **{f"{name}_backward": _attention(backward=True, heads_first=True) for name in _FUSED},
     "_flash_attention_forward": _attention(backward=False, heads_first=False, bounds=3, causal=8, window=11),
-    "_flash_attention_forward_no_dropout_inplace": _attention(
-        backward=False, heads_first=False, bounds=4, first=1, causal=9, window=12
-    ),
     "_flash_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
     "_efficient_attention_forward": _attention(backward=False, heads_first=False, bounds=4, causal=9, mask=3),
     "_efficient_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
     "_cudnn_attention_forward": _attention(backward=False, heads_first=False, bounds=4, causal=10, mask=3),
-    "_cudnn_attention_forward_no_dropout_inplace": _attention(
-        backward=False, heads_first=False, bounds=4, first=1, causal=11, mask=4
-    ),
     "_cudnn_attention_backward": _attention(backward=True, heads_first=False, bounds=9),
 }  # fmt: skip
 
 _OPERATORS: Mapping[str, _Find] = {
     **{f"aten::{name}": find for name, find in _OF_ATEN.items()},
     "torch_attn::_varlen_attn": _attention(backward=False, heads_first=False, bounds=3, causal=7),
-    "torch_attn::_varlen_attn_out": _attention(backward=False, heads_first=False, bounds=4, first=1, causal=8),
     "torch_attn::_varlen_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
     "higher_order::flex_attention": _attention(backward=False, heads_first=True),
     "higher_order::flex_attention_backward": _flex_backward,

@@ -295,23 +295,18 @@ class MadeQuantizers:
             return [[], []]
         key = id(recipe), id(module) if recipe.custom() else type(module), forward, backward
         if key not in self._made:
-            self._made[key] = _made_quantizers(module, recipe, forward, backward)
+            from transformer_engine.pytorch.quantization import RecipeState
+
+            is_operation = hasattr(module, "num_quantizers")
+            made = self._made[key] = []
+            for mode, count in (("forward", forward), ("backward", backward)):
+                if is_operation:
+                    roles = module.get_quantizer_roles(mode)
+                else:
+                    roles = module.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
+                state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
+                made.append(state.make_quantizers())
         return self._made[key]
-
-
-def _made_quantizers(module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
-    from transformer_engine.pytorch.quantization import RecipeState
-
-    is_operation = hasattr(module, "num_quantizers")
-    made = []
-    for mode, count in (("forward", forward), ("backward", backward)):
-        if is_operation:
-            roles = module.get_quantizer_roles(mode)
-        else:
-            roles = module.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
-        state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
-        made.append(state.make_quantizers())
-    return made
 
 
 def gemm_sizes(tokens: int, in_features: int, out_features: int) -> Mapping[GemmName, tuple[int, int, int]]:

@@ -127,24 +127,23 @@ def named_te_modules(
     named: dict[int, NamedModule] = {}
     taken: set[str] = set()
     of_upstream = upstream_names(model)
-    for prefix, root in named_roots(model) or ():
+    for place, root in _named_places(model):
+        module, path = place.module, place.by_number if by_number else place.path
+        parts = _gemm_parts(module) if isinstance(module, TransformerEngineBaseModule) else None
+        if parts is None or id(module) in named:
+            continue
+        upstream = of_upstream[id(module)]
+        given_scope, rank_scope = scope_of(scope, place.path), found_scope(module)
+        # Without the parts that numbers in its path already show.
+        missing = "" if place.has_number else rank_scope.stage, "" if place.has_experts else rank_scope.experts
+        untold = given_scope or ".".join(filter(None, missing))
+        own_scope = untold if by_number else given_scope
+        name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
-        for place in _places(root, prefix, through_adapters=True):
-            module, path = place.module, place.by_number if by_number else place.path
-            parts = _gemm_parts(module) if isinstance(module, TransformerEngineBaseModule) else None
-            if parts is None or id(module) in named:
-                continue
-            upstream = of_upstream[id(module)]
-            given_scope, rank_scope = scope_of(scope, place.path), found_scope(module)
-            # Without the parts that numbers in its path already show.
-            missing = "" if place.has_number else rank_scope.stage, "" if place.has_experts else rank_scope.experts
-            untold = given_scope or ".".join(filter(None, missing))
-            own_scope = untold if by_number else given_scope
-            name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
-            entry = _Found(module, name, own_scope, untold, place, upstream, is_lightning)
-            make_layer = _layer_of_upstream if layer_names == "upstream" else _layer
-            layers = tuple(make_layer(entry, part) for part in parts)
-            named[id(module)] = NamedModule(module, _joined(own_scope, name), layers)
+        entry = _Found(module, name, own_scope, untold, place, upstream, is_lightning)
+        make_layer = _layer_of_upstream if layer_names == "upstream" else _layer
+        layers = tuple(make_layer(entry, part) for part in parts)
+        named[id(module)] = NamedModule(module, _joined(own_scope, name), layers)
     return tuple(named.values())
 
 
@@ -153,11 +152,9 @@ def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") ->
     class in snake case.
     """
     names: dict[int, str] = {}
-    for prefix, root in named_roots(model) or ():
-        for place in _places(root, prefix, through_adapters=True):
-            path = place.by_number if by_number else place.path
-            name = path or snake_case(_own_class(root))
-            names.setdefault(id(place.module), _joined(scope_of(scope, place.path), name))
+    for place, root in _named_places(model):
+        path = (place.by_number if by_number else place.path) or snake_case(_own_class(root))
+        names.setdefault(id(place.module), _joined(scope_of(scope, place.path), path))
     return names
 
 
@@ -189,15 +186,14 @@ def named_operations(model: Model, *, by_number: bool = False, scope: Scope = ""
     is a layer, ``.gemm_0`` and so on, as in :func:`named_te_modules`.
     """
     operations = []
-    for prefix, root in named_roots(model) or ():
-        for place in _places(root, prefix, through_adapters=True):
-            kind = type(place.module)
-            if kind.__module__.startswith("transformer_engine.pytorch.ops.") and kind.__name__ in _GEMM_OPERATIONS:
-                path = (place.by_number if by_number else place.path).removesuffix(".basic_ops.0")
-                name = _joined(scope_of(scope, place.path), path)
-                groups = getattr(place.module, "num_groups", None)
-                layers = (name,) if groups is None else tuple(f"{name}.gemm_{n}" for n in range(groups))
-                operations.append(NamedOperation(place.module, layers))
+    for place, _ in _named_places(model):
+        kind = type(place.module)
+        if kind.__module__.startswith("transformer_engine.pytorch.ops.") and kind.__name__ in _GEMM_OPERATIONS:
+            path = (place.by_number if by_number else place.path).removesuffix(".basic_ops.0")
+            name = _joined(scope_of(scope, place.path), path)
+            groups = getattr(place.module, "num_groups", None)
+            layers = (name,) if groups is None else tuple(f"{name}.gemm_{n}" for n in range(groups))
+            operations.append(NamedOperation(place.module, layers))
     return operations
 
 
@@ -383,6 +379,13 @@ class _Node(NamedTuple):
     module: torch.nn.Module
     has_number: bool = False
     has_experts: bool = False
+
+
+def _named_places(model: Model) -> Iterator[tuple[_Node, torch.nn.Module]]:
+    """Yield each module of a model as in :func:`_places`, through PEFT's adapters, with its root."""
+    for prefix, root in named_roots(model) or ():
+        for place in _places(root, prefix, through_adapters=True):
+            yield place, root
 
 
 def _places(

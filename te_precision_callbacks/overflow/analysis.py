@@ -183,10 +183,8 @@ def first_bad(
     return None
 
 
-def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> list[str]:
-    """Return the parameters with inf or nan, such as ``fc1.weight (nans)``, of the module at ``path`` first. The host
-    waits.
-    """
+def advice_on_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> str:
+    """Name the parameters with inf or nan, first of the module at ``path``; empty if all are finite. The host waits."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for place, module in sorted(watched_modules(roots), key=lambda watched: watched[0] != path):
         for name, parameter in module.named_parameters(recurse=is_compiled(module)):
@@ -195,17 +193,16 @@ def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -
     measured = {slots.measure(parameter): name for name, parameter in named.values()}
     values = slots.read()
     broken = values.not_finite()
-    return [
+    names = [
         f"{name} ({_what(*values.extremes(slot))})"
         for slot, name in measured.items()
         if isinstance(slot, Slot) and slot in broken
     ]
-
-
-def advice_on_weights(broken: Sequence[str]) -> str:
-    more = f" and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
+    if not names:
+        return ""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return (
-        f"The weights are already broken, so another precision does not help: {', '.join(broken[:_LISTED])}{more}."
+        f"The weights are already broken, so another precision does not help: {', '.join(names[:_LISTED])}{more}."
         " A step of an optimizer, code that ran after it, the initialization or a loaded checkpoint has broken them."
         " Check the optimizer's learning rate, state and eps, and go back to an earlier checkpoint."
     )
