@@ -126,11 +126,11 @@ def _convolution(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduc
 
 def _convolution_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     gradient, activation, weight = arguments[:3]
-    transposed, groups, (of_input, of_weight, _) = arguments[7], arguments[9], arguments[10]
+    transposed, groups, (has_dgrad, has_wgrad, _) = arguments[7], arguments[9], arguments[10]
     moved = activation if transposed else gradient
-    if of_input:
+    if has_dgrad:
         yield _convolved(gradient, weight, weight, moved, groups)._replace(role="dgrad")
-    if of_weight:
+    if has_wgrad:
         yield _convolved(gradient, activation, weight, moved, groups)._replace(role="wgrad")
 
 
@@ -173,11 +173,11 @@ def _attention(
         query, key, value = arguments[backward : backward + 3]
         size, size_v = query.shape[-1], value.shape[-1]
         rows, columns, batch = query.shape[length], key.shape[length], query.numel() // (query.shape[length] * size)
-        of_query, of_key = arguments[bounds : bounds + 2] if bounds and len(arguments) > bounds + 1 else (None, None)
+        q_bounds, k_bounds = arguments[bounds : bounds + 2] if bounds and len(arguments) > bounds + 1 else (None, None)
         lengths: _Lengths = None
-        if of_query is not None:
+        if q_bounds is not None:
             batch = query.shape[heads]
-            lengths = _lengths(of_query, of_query if of_key is None else of_key)
+            lengths = _lengths(q_bounds, q_bounds if k_bounds is None else k_bounds)
         if backward:
             tensors = arguments[0], query, key, value
             yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, lengths)

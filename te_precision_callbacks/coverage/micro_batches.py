@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD
-from te_precision_callbacks.coverage.marks import found_in_graph, mark_call
+from te_precision_callbacks.coverage.marks import mark_call, marks_in_graph
 
 _DEEPEST = 8
 
@@ -293,7 +293,7 @@ class ModelCalls:
 
 
 def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
-    for mark, products in found_in_graph(roots):
+    for mark, products in marks_in_graph(roots):
         call = mark.call if isinstance(mark, _Mark) else products[0].call
         if call is not None:
             yield call

@@ -125,13 +125,13 @@ class ModelWatch:
         own = module._compiled_call_impl
         upstream, noting = own or module._call_impl, self._own_call(module)
         here = self.calls.here_in_thread
-        of_te = hasattr(module, "fp8_meta")
-        attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and of_te else None
+        is_te = hasattr(module, "fp8_meta")
+        attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and is_te else None
 
         def part(*arguments: Any, **keywords: Any) -> Any:
             call = here.call
             if call is None:
-                if not of_te or not self.is_watching() or not torch.is_grad_enabled() or in_backward():
+                if not is_te or not self.is_watching() or not torch.is_grad_enabled() or in_backward():
                     return noting(*arguments, **keywords)
                 call = self.calls.outside
             try:
@@ -144,7 +144,7 @@ class ModelWatch:
             except Exception as error:
                 self.fail(error)
             result = upstream(*arguments, **keywords)
-            if of_te:  # the model's call has begun, so it is watched
+            if is_te:  # the model's call has begun, so it is watched
                 self._note_forward(module)
             return result
 
@@ -259,16 +259,16 @@ class ModelWatch:
         if first:
             self._report("counting the matrix products of", "a step", error)
 
-    def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
+    def before(self, arguments: Sequence[Any], *, sharded: bool, by_values: bool) -> None:
         """Note that an operator starts.
 
-        ``of_shards``: an operator of a DTensor, which runs others on its shards. ``by_values``: the sizes of its result
+        ``sharded``: an operator of a DTensor, which runs others on its shards. ``by_values``: the sizes of its result
         depend on the values of its operands.
         """
         if by_values:
             self.operators.note_sizes_by_values()
         self.operators.nodes.bind(arguments)
-        if of_shards:
+        if sharded:
             self.operators.nodes.enter_outer(arguments)
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
@@ -360,13 +360,13 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         try:
             kinds = {kind.__name__ for kind in types}
-            of_shards = "DTensor" in kinds
-            name = NotImplemented if of_shards else _name_of(operator)
+            sharded = "DTensor" in kinds
+            name = NotImplemented if sharded else _name_of(operator)
             if "FakeTensor" in kinds or (self._only is not None and name not in self._only):
-                return NotImplemented if of_shards else None  # by a FakeTensor, a DTensor learns the shape of a result
+                return NotImplemented if sharded else None  # by a FakeTensor, a DTensor learns the shape of a result
             if self._only is None:
                 by_values = _goes_by_values(operator, arguments)
-                self.watcher.before(arguments, of_shards=of_shards, by_values=by_values)
+                self.watcher.before(arguments, sharded=sharded, by_values=by_values)
         except Exception as error:
             self.watcher.fail(error)
             return None

@@ -90,24 +90,24 @@ class OperatorProducts:
         """The model call of the forward that runs in this thread, also of a forward recomputed in a backward."""
         if not in_backward():
             return self.calls.here
-        of_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
-        return of_node[0].call if of_node else None
+        at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
+        return at_node[0].call if at_node else None
 
     def look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        of_backward = in_backward()
+        is_backward = in_backward()
         if operator in REDUCING:
-            if of_backward:
+            if is_backward:
                 self._state.note_reduced(operator, arguments)
             return
         left = why_not_counted(operator, arguments)
         if not left and not is_product(operator):
-            if not of_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
+            if not is_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
                 self._follow(operator, arguments, result)
             return
         products = products_of(operator, arguments, result)
         if any(product.sequences is not None for product in products):
             self.note_sizes_by_values()
-        if not of_backward:
+        if not is_backward:
             if not in_evaluation():
                 self._note_forward(operator, products, arguments, result, left=left)
         elif is_computing_again():
@@ -204,8 +204,8 @@ class OperatorProducts:
 
     def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
         """The class of the running module; in a compiled graph, where none runs, of the weight's module."""
-        of_weight = (module for path, module in self._modules.values() if path == weight.module)
-        module = next(of_weight, None) if inside is None else inside[1]
+        weight_modules = (module for path, module in self._modules.values() if path == weight.module)
+        module = next(weight_modules, None) if inside is None else inside[1]
         return "torch" if module is None else kind_of(module)
 
     def _note_backward(
@@ -215,11 +215,11 @@ class OperatorProducts:
         *,
         left: str,
     ) -> None:
-        of_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
-        if not of_node:
+        at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
+        if not at_node:
             return  # of a product outside of the model
         if left:
-            of = of_node[0]
+            of = at_node[0]
             what = _words(operator, left)
             self.seen.append(
                 SeenProduct(
@@ -235,7 +235,7 @@ class OperatorProducts:
                 )
             )
         for product in products:
-            of = self._meant(product, of_node)
+            of = self._meant(product, at_node)
             role: Role = product.role
             if of.weight is not None and not role:
                 role = self._role_in_backward(product, of, of.weight)
@@ -245,31 +245,31 @@ class OperatorProducts:
             seen.sequences = product.sequences
             self.seen.append(seen)
 
-    def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, of_forward: Weight) -> Role:
+    def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, forward_weight: Weight) -> Role:
         """``dgrad`` if a product of the backward multiplies by the weight, ``wgrad`` if by the activation."""
         for operand in (product.a, product.b):
             weight = self._weights.find(operand)
-            if weight is not None and weight.module == of_forward.module:
+            if weight is not None and weight.module == forward_weight.module:
                 return "dgrad"
         rows, columns, *_ = of.sizes
         return "dgrad" if product.k == columns and product.k != rows else "wgrad"
 
-    def _meant(self, product: MatrixProduct, of_node: Sequence[SeenProduct]) -> SeenProduct:
+    def _meant(self, product: MatrixProduct, at_node: Sequence[SeenProduct]) -> SeenProduct:
         """The forward product of a backward product, for a node with several.
 
         In attention, the product with its role. Otherwise the product with the same weight or activation, or one of
         fitting sizes that lacks gradients.
         """
-        alike = [seen for seen in of_node if product.role in ("qk", "pv") and seen.role == product.role] or of_node
+        alike = [seen for seen in at_node if product.role in ("qk", "pv") and seen.role == product.role] or at_node
         if len(alike) == 1:
             return alike[0]
         operands = product.a, product.b
         weights = list(filter(None, map(self._weights.find, operands)))
         if weights:
-            of_weight = next((seen for seen in reversed(alike) if seen.weight == weights[0]), None)
-            return alike[0] if of_weight is None else of_weight
-        of_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
-        for seen in (*(seen for seen in of_activation if seen in alike), *alike):
+            by_weight = next((seen for seen in reversed(alike) if seen.weight == weights[0]), None)
+            return alike[0] if by_weight is None else by_weight
+        by_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
+        for seen in (*(seen for seen in by_activation if seen in alike), *alike):
             wanted = 1 if seen.weight is not None else 2
             fits = sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
             if fits and seen.gradients < wanted:

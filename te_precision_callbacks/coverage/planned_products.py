@@ -183,10 +183,10 @@ class _ProductPlanner:
         left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
         recipe = self._recipe_of(layers)
         forward, backward = self._quantizers.of(module, recipe, 3 * len(layers), 2 * len(layers))
-        of_layers = quantizers_of_layers(forward, backward, len(layers))
+        layer_quantizers = quantizers_of_layers(forward, backward, len(layers))
         dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
         groups = getattr(module, "num_gemms", 1)
-        for layer, quantizers, sizes in zip(layers, of_layers, layer_features(module), strict=True):
+        for layer, quantizers, sizes in zip(layers, layer_quantizers, layer_features(module), strict=True):
             self._plan_layer(layer, "te", quantizers, dtype, sizes, groups, left_out)
 
     def _plan_operation(self, module: Any, layers: Sequence[str]) -> None:

@@ -261,8 +261,8 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise:
     """The format that a quantizer makes; ``high_precision`` is the dtype of a tensor that is not quantized."""
     names = class_names(quantizer)
     if HYBRID_QUANTIZER in names:
-        of_direction = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
-        return quantizer_format(of_direction, high_precision, columnwise=columnwise)
+        own = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
+        return quantizer_format(own, high_precision, columnwise=columnwise)
     if quantizer is None or IDENTITY_QUANTIZER in names:
         return dtype_name(high_precision)
     return _known(quantizer) or type(quantizer).__name__
@@ -276,9 +276,9 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
     recipe = recipe_in_force(module, fp8=fp8)
     quantizers = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
     formats: dict[LayerOperand, Format] = {}
-    for layer, of_tensor in zip(layers, quantizers_of_layers(*quantizers, len(layers)), strict=True):
+    for layer, layer_quantizers in zip(layers, quantizers_of_layers(*quantizers, len(layers)), strict=True):
         formats |= formats_of_layer(
-            layer, of_tensor if fp8 else {}, module.activation_dtype, recipe=recipe, backward_override=override
+            layer, layer_quantizers if fp8 else {}, module.activation_dtype, recipe=recipe, backward_override=override
         )
     return formats
 

@@ -235,8 +235,8 @@ class CountedKinds:
             else:
                 alike = [counted]
                 lacking += backwards * counted.may_lack_backward
-            for of_kind in alike:
-                weighted += [(seen, times / len(alike) / steps) for seen, times in of_kind.in_step(forwards, backwards)]
+            for known in alike:
+                weighted += [(seen, times / len(alike) / steps) for seen, times in known.in_step(forwards, backwards)]
             if isinstance(kind.form, str) and kind.form != OUTSIDE:
                 texts[kind.form] = None
         whole = sum(forwards for forwards, _ in parts.values())

@@ -69,14 +69,14 @@ class ModelProducts(ModelWatch):
             return None
         try:
             is_first = self.calls.is_first
-            of_step = self.calls.end_step()
+            step_calls = self.calls.end_step()
             parts: Parts
             if self.failure:
                 kind = Kind(self.failure)
                 parts = {kind: (1, 1)}
                 self._kinds.put_failed(kind, [seen for seen in self._seen if seen.family in ("te", "te_ops")])
             else:
-                parts = self._keep_products(of_step)
+                parts = self._keep_products(step_calls)
             state = self.state.rows() if is_first and parts else None
             return CountedStep(parts, self._kinds, state) if parts else None
         finally:
@@ -84,14 +84,14 @@ class ModelProducts(ModelWatch):
             if not self.counting:
                 self._first_in_recipe = set()
 
-    def _keep_products(self, of_step: Sequence[ModelCall]) -> Parts:
+    def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
         calls = self.calls
         by_call: dict[ModelCall | None, list[SeenProduct]] = {}
         for seen in self._seen:
             by_call.setdefault(seen.call, []).append(seen)
         parts: dict[Kind, tuple[int, int]] = {}
         counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
-        for call in of_step:
+        for call in step_calls:
             forwards, backwards = parts.get(call.kind, (0, 0))
             parts[call.kind] = forwards + 1, backwards + call.may_have_backward
             if call.is_counted:
@@ -246,9 +246,9 @@ class ModelProducts(ModelWatch):
             ("qk", qk, (rows, columns, size, batch)),
             ("pv", pv, (rows, size_v, columns, batch)),
         )
-        for role, formats, of_forward in products:
+        for role, formats, forward_sizes in products:
             for _ in range(2 if backward else 1):  # a gradient for each of two operands, with as many multiply-adds
-                seen = SeenProduct(layer, "attention", role, formats, of_forward, kind, backward=backward)
+                seen = SeenProduct(layer, "attention", role, formats, forward_sizes, kind, backward=backward)
                 seen.mask_share, seen.call = mask_share, call
                 self._seen.append(seen)
 

@@ -126,13 +126,13 @@ def named_te_modules(
 
     named: dict[int, NamedModule] = {}
     taken: set[str] = set()
-    of_upstream = upstream_names(model)
+    names_upstream = upstream_names(model)
     for place, root in _named_places(model):
         module, path = place.module, place.by_number if by_number else place.path
         parts = _gemm_parts(module) if isinstance(module, TransformerEngineBaseModule) else None
         if parts is None or id(module) in named:
             continue
-        upstream = of_upstream[id(module)]
+        upstream = names_upstream[id(module)]
         given_scope, rank_scope = scope_of(scope, place.path), found_scope(module)
         # Without the parts that numbers in its path already show.
         missing = "" if place.has_number else rank_scope.stage, "" if place.has_experts else rank_scope.experts

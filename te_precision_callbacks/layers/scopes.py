@@ -58,8 +58,8 @@ def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
     stage = experts = ""
     if state.get_pipeline_model_parallel_world_size() > 1:
         stage = f"pp{state.get_pipeline_model_parallel_rank()}"
-    of_experts = any(getattr(parameter, "allreduce", True) is False for parameter in parameters)
-    if of_experts and state.get_expert_model_parallel_world_size() > 1:
+    has_experts = any(getattr(parameter, "allreduce", True) is False for parameter in parameters)
+    if has_experts and state.get_expert_model_parallel_world_size() > 1:
         experts = f"ep{state.get_expert_model_parallel_rank()}"
     return stage, experts
 

@@ -127,9 +127,9 @@ class Replayed:
         if self.faults:
             return f"{self.name}: {self.faults[0].cause}: {self.faults[0].text}"
         lane = next((lane for lane in self.lanes if lane.name == "original" and lane.error is not None), None)
-        of_format = "" if lane is None else f"; the format costs {100 * (lane.error or 0):.2f} %"
+        cost = "" if lane is None else f"; the format costs {100 * (lane.error or 0):.2f} %"
         left = f" Not checked: {'; '.join(self.not_checked)}." if self.not_checked else ""
-        return f"{self.name}: no faults of the kernel and the quantizers{of_format}.{left}"
+        return f"{self.name}: no faults of the kernel and the quantizers{cost}.{left}"
 
 
 @dataclass(frozen=True)
