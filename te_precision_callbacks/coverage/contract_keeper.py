@@ -50,8 +50,8 @@ class PrecisionContractError(PrecisionDebugError, RuntimeError):
 class ContractKeeper:
     """Checks a run's contract, with the same result on all ranks that reduce together.
 
-    A change of precision on any rank travels with the statistics of a step. In a step without statistics the check
-    waits for a step of the contract, or for the next multiple of :data:`ASKING`.
+    A change on any rank travels with the statistics of a step; without them the check waits for a step of the contract,
+    or for the next multiple of :data:`ASKING`.
     """
 
     def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
@@ -65,9 +65,7 @@ class ContractKeeper:
         self._incomplete: dict[int, None] = {}
 
     def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
-        """Announce to the other ranks whether there is something to check; ``changes`` counts this rank's changes so
-        far.
-        """
+        """Announce to the other ranks whether there is something to check; ``changes`` counts this rank's changes."""
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
         self._changes = changes
@@ -129,9 +127,9 @@ class ContractKeeper:
 
         Args:
             coverage_at: returns this rank's products in a step.
-            coverage: the products of the last step, with known products of other ranks.
+            coverage: the products of the last step, on all ranks if known.
             why_not: the reason if there is nothing to check.
-            raises: False if another exception ends the run; else a PrecisionContractError is raised.
+            raises: False if another exception ends the run.
         """
         raises = raises and self._on_broken == "raise"
         for step in self._incomplete:  # later steps may have shown what these ran

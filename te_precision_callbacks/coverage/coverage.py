@@ -2,7 +2,6 @@
 
 coverage = session.coverage()
 coverage.share("fp8")                          # 0.914, of all multiply-adds
-coverage.share("fp8", gemm="wgrad")
 print(coverage)                                # FP8 in 91.4 % of the multiply-adds (fprop 94.2, ...); ...
 for product in coverage:
     print(product.layer, product.gemm, product.precision, product.macs, product.reason)

@@ -77,8 +77,8 @@ class Precision(AnyIteration[GemmPrecision]):
     session.precision              # all formats that each GEMM had
     session.precision(at=120)      # the formats in iteration 120, with first and last iteration
 
-    A GEMM that did not run has the reason in ``not_run``. A layer without a forward in the iteration keeps its previous
-    precision; so do the GEMMs of the backward in an iteration without one, such as a skipped batch.
+    A layer without a forward in the iteration keeps its previous precision; so do the GEMMs of the backward in an
+    iteration without one, such as a skipped batch.
     """
 
 

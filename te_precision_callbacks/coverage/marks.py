@@ -1,9 +1,8 @@
 """Marks on the memory of tensors, and on autograd nodes.
 
-All views of a tensor share a mark, which ends with the memory. A node keeps the products of the forward whose gradients
-it computes in ``torch.autograd.graph.Node.metadata``, since autograd numbers nodes by thread, and on a GPU the backward
-and its recomputation run in the thread of the device. In its own thread the number finds the node: autograd makes it
-before it calls the kernel, and attaches it to the result after it.
+All views of a tensor share a mark, which ends with the memory. ``torch.autograd.graph.Node.metadata`` keeps the
+products of the forward whose gradients a node computes, since autograd numbers nodes by thread, and a backward may run
+in another one. In the forward's thread the number finds the node, which autograd makes before it calls the kernel.
 
 Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_nr``.
 """

@@ -163,9 +163,8 @@ def _attention(
     Args:
         heads_first: operands are [batch, heads, length, size]; else [..., length, heads, size].
         bounds: argument number of the bounds of packed query sequences; the bounds of the keys follow.
-        causal, mask: in a forward, argument numbers of the flag for a causal mask, and of another mask; -1 for a
-            keyword.
-        window: argument number of the left end of a sliding window, followed by its right end; negative is unlimited.
+        causal, mask: in a forward, argument numbers of the causal flag, and of another mask; -1 for a keyword.
+        window: argument number of the left end of a sliding window, before its right end; negative is unlimited.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
 
@@ -352,8 +351,7 @@ def share_left(given: Mapping[str, Any], rows: int, columns: int) -> float | Non
     ``utils.check_set_window_size``.
 
     Args:
-        given: the arguments ``attn_mask_type`` and ``window_size`` of its forward, and ``qkv_format`` or
-            ``qkv_layout``.
+        given: arguments of its forward: ``attn_mask_type``, ``window_size``, ``qkv_format`` or ``qkv_layout``.
         rows, columns: the lengths of the queries and of the keys.
     """
     if str(given.get("qkv_format") or given.get("qkv_layout") or "").startswith("t"):

@@ -111,7 +111,7 @@ class _CallSearch:
     Attributes:
         is_new: whether no call has been counted, or the last one proved nothing.
         sought: kinds that were met and not counted.
-        in_vain: the number of calls counted since that turned out to be of a known kind.
+        in_vain: the number of calls counted since that were of a known kind.
     """
 
     def __init__(self) -> None:
@@ -143,8 +143,8 @@ class ModelCalls:
     """The calls of a model's steps.
 
     Attributes:
-        is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit. Steps without a backward,
-            such as skipped batches, count as first steps up to :data:`MOST_WITHOUT_BACKWARD`.
+        is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit; up to
+            :data:`MOST_WITHOUT_BACKWARD` steps without a backward are first steps too.
         has_graphs: whether layers run in CUDA graphs, so that the kind of a call is its form alone.
     """
 

@@ -1,12 +1,11 @@
 """Watches the calls of a model and their backwards. In counted calls a dispatch mode sees torch's operators.
 
-One call of each kind is counted, and represents the others, also in later steps. The mode changes no number. An
-operator runs exactly once, whatever happens in the watch, and exceptions of operators pass through.
+One call of each kind is counted, and represents the others, also in later steps. The mode changes no number, runs each
+operator exactly once, and passes exceptions through.
 
-Read from torch 2.13: ``Module._compiled_call_impl``, which replaces a module's call if it is set;
-``torch.autograd._engine_run_backward``, which runs each backward, and uses the modes of the calling thread in its own
-threads; ``TorchDispatchMode.ignore_compile_internals``, which lets ``torch.compile`` compile under the mode;
-``supports_higher_order_operators``, without which an operator such as ``flex_attention`` raises; and
+Read from torch 2.13: ``Module._compiled_call_impl``, which replaces a module's call; ``torch.autograd.
+_engine_run_backward``, which uses the modes of the calling thread in its own threads; ``TorchDispatchMode.
+ignore_compile_internals``, which lets ``torch.compile`` compile under the mode; ``supports_higher_order_operators``;
 ``_get_current_dispatch_mode_stack``, ``_get_current_dispatch_mode``, ``_pop_mode_temporarily`` and
 ``torch._C._len_torch_dispatch_stack``.
 """

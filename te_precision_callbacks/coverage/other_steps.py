@@ -58,10 +58,8 @@ class OtherSteps:
 
 
 def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
-    """The steps with other products in low precision than the last step, with one entry for equal steps.
-
-    Steps with an unknown precision are left out, and steps with the summary of the last one, for example because an
-    error ended them halfway.
+    """The steps with other products in low precision than the last step, with one entry for equal steps. Left out are
+    steps with an unknown precision, and steps with the summary of the last one.
     """
     spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
     for span in products:

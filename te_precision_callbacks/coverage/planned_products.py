@@ -1,10 +1,9 @@
 """Plans the matrix products of a training step from a model's modules. Nothing runs; the model may be on ``meta``.
 
-Formats are taken from the quantizers that Transformer Engine makes for the recipe, changed by features of the config.
-Assumptions: each layer of Transformer Engine runs in ``te.autocast`` with the recipe, and its input needs a gradient;
-tensors in high precision have the dtype of the layer's weight; each token passes each layer once; the experts of a
-GroupedLinear share the tokens equally. Attention, which depends on the lengths of sequences, is not planned by tokens.
-For a step that was called, only the formats of Transformer Engine's layers are planned.
+Formats are those of the quantizers that Transformer Engine makes for the recipe, changed by features of the config.
+Assumptions: each layer of Transformer Engine runs in ``te.autocast``, and its input needs a gradient; high precision is
+the dtype of the layer's weight; each token passes each layer once; experts share the tokens equally. Attention is not
+planned by tokens. For a step that was called, only formats are planned.
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.
 reset_recipe_state``, which make a layer's quantizers.
@@ -63,10 +62,10 @@ class PlannedProducts:
     """The planned matrix products of a model.
 
     Attributes:
-        coverage: the products in the order of the module tree, or in the order of a called step.
+        coverage: in the order of the module tree, or of a called step.
         not_counted: the paths of modules with a matrix and of an unknown class.
         not_reached: the paths of modules with a matrix, and the layers, that were not called.
-        attention: the paths of outer modules with "Attention" in the name of a class, whose products are not planned.
+        attention: the paths of outer attention modules, whose products are not planned.
     """
 
     coverage: Coverage
@@ -281,7 +280,7 @@ def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -
 
 
 class MadeQuantizers:
-    """Cache of the quantizers that modules and operations make. They are kept alive so that their ids stay unique."""
+    """Cache of the quantizers that modules make, kept alive so that their ids stay unique."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[object, ...], list[list[Any]]] = {}

@@ -1,9 +1,7 @@
 """Records the observed precision of each GEMM.
 
-The log of nvidia-dlfw-inspect has a plan ("Quantize", "High Precision", "modify_tensor()"). The audit has the types of
-the two tensors passed to the GEMM, which the tap (``tap.py``) sees in steps that observe the layer. For other steps it
-has the formats of the layer's quantizers after the step. A GEMM that a backward skips, such as the wgrad of a frozen
-weight, has a reason in ``not_run`` instead of formats.
+In steps that observe a layer the audit has the types of the two tensors passed to the GEMM (``tap.py``); in other steps
+the formats of the layer's quantizers after the step. A GEMM that a backward skips has a reason in ``not_run`` instead.
 
 The classes of storages and quantizers were read from Transformer Engine 2.20.2 (``pytorch/tensor``). An unknown class
 appears by its name.

@@ -50,7 +50,7 @@ class SeenProduct:
         layer: the path of its module, with the name of the weight unless it is ``weight``.
         role: its purpose, if known; ``wgrad`` and ``dgrad`` only if the forward has a weight.
         kind: the kernel or class, for a reason.
-        of: the product of the forward, for a backward by torch, which also has its mask_share.
+        of: the product of the forward, for a backward by torch.
         gradients: the number of its products in the backward, except dgrad.
         not_counted: the operator and the reason if it is not counted.
     """

@@ -28,9 +28,8 @@ class ModelProducts(ModelWatch):
 
     Attributes:
         attentions: id of a module of Transformer Engine's attention -> its path.
-        recomputed_outside: the layers that a reentrant checkpoint recomputed without a recipe after a first forward
-            with one. Such a checkpoint of torch does not restore autocast. If autocast surrounds the checkpointed part,
-            as in Accelerate, the backward belongs to a forward in high precision.
+        recomputed_outside: the layers that a reentrant checkpoint of torch recomputed without the recipe of their first
+            forward, since it does not restore autocast.
     """
 
     def __init__(

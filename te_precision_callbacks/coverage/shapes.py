@@ -1,9 +1,8 @@
 """Adds the layer to an exception of Transformer Engine; for an unsupported shape also the GEMM and the dimension.
 
-Transformer Engine raises deep inside, and names at most the operand. The frames of the traceback show the layer, so
-nothing is recorded in a healthy run. Read from Transformer Engine 2.20.2: the forwards and backwards of
-``pytorch/module/*.py`` (``self``, ``inp``, ``m_splits``, ``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``), and
-``layout`` of ``pytorch/cpp_extensions/gemm.py``.
+The frames of the traceback show the layer, so a healthy run records nothing. Read from Transformer Engine 2.20.2: the
+forwards and backwards of ``pytorch/module/*.py`` (``self``, ``inp``, ``m_splits``, ``ctx``, ``bwd_args``,
+``grad_output``, ``grad_outputs``), and ``layout`` of ``pytorch/cpp_extensions/gemm.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Judges the result of a GEMM by products with random vectors, without waiting for the device.
 
 C x - expected x sums, for each row, the errors of the row's elements times x. It is compared with the standard
-deviation of the rounding error of this sum, so an error of 1 % of the norm in one row of 8,192 is significant; C^T y
-does the same for columns. Columns of results are merged over micro-batches and ranks by adding, and by the maximum.
+deviation of the rounding error of this sum; C^T y does the same for columns. Columns of results are merged over
+micro-batches and ranks by adding, and by the maximum.
 """
 
 from __future__ import annotations

@@ -26,13 +26,11 @@ class GemmOperand(NamedTuple):
 
     Attributes:
         tensor: ``activation``, ``weight`` or ``gradient``.
-        given: the object that Transformer Engine's Python passed: a plain or quantized tensor, or the wrapper of its
-            debug path.
+        given: what Transformer Engine's Python passed: a plain or quantized tensor, or the wrapper of its debug path.
         columnwise: whether the GEMM reads columnwise data.
         high: the tensor before its quantization, if it exists and a listener requested it.
         first: whether no GEMM of the same forward, or of its backward, has read the tensor before.
-        recomputed: whether ``high`` was recomputed because a fused kernel had quantized it. The kernel may not have
-            rounded its values to this dtype, so the codes of ``high`` may differ.
+        recomputed: whether ``high`` was recomputed, since a fused kernel had quantized it; its codes may differ.
     """
 
     tensor: OperandName

@@ -109,12 +109,10 @@ def named_te_modules(
     """Find and name the Transformer Engine modules of a model, in the order of the module tree.
 
     The name is the path in the tree without the parts of wrappers (DDP, FSDP, torch.compile, checkpoint wrappers,
-    PEFT); for a shared module, its first path. The modules of a list of models get ``chunk0.``, ``chunk1.`` and so on
-    as prefix, the modules of a mapping its keys. If a root is itself a Transformer Engine module, its class is the
-    prefix: ``transformer_layer.layernorm_mlp``.
+    PEFT); for a shared module, its first path. Prefixes are ``chunk0.``, ``chunk1.`` and so on in a list of models, the
+    keys of a mapping, and the class of a root of Transformer Engine: ``transformer_layer.layernorm_mlp``.
 
     Args:
-        model: the model.
         layer_names: ``"upstream"`` for names from :func:`upstream_names`; a count distinguishes equal names.
         by_number: with ``"path"``, whether the names are :attr:`Layer.by_number`.
         scope: the user's scope for this rank's layers, a prefix of the names.
@@ -222,9 +220,9 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
     """The names that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` assigns to each module, by its id.
 
     Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: the root is ``model``, even if there are several; the children of a
-    ModuleList have their attribute ``layer_number`` instead of their index; the last path of a shared module counts. A
-    module has a second name in the model without wrappers such as DDP, since scripts call the function before or after
-    they wrap the model. If the script has called it, only the name from that call is used.
+    ModuleList have ``layer_number`` instead of their index; the last path of a shared module counts. A module has a
+    second name without wrappers such as DDP, since scripts call the function before or after they wrap the model; if
+    the script has called it, it has only the name from that call.
     """
     roots = [root for _, root in named_roots(model) or ()]
     # The script has called the function for a model, or inside of its wrappers.
@@ -260,9 +258,7 @@ def _wrapped(
     module: torch.nn.Module, is_part: Callable[[torch.nn.Module, str], bool] | None = None
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield a module and the modules it wraps, outermost first, each with its attribute in the module before it.
-
-    A module may be registered below itself. ``is_part`` is whether a module wraps its child of this name; None for DDP
-    and similar wrappers.
+    ``is_part`` is whether a module wraps its child of this name; None for DDP and similar wrappers.
     """
     is_part = is_part or _is_process_wrapper_part
     name, seen = "", set[torch.nn.Module]()

@@ -145,8 +145,7 @@ def first_bad(
 ) -> tuple[int, int] | None:
     """Return the index of the first bad event, and of its bad frame.
 
-    A nan or +inf is bad in any tensor. A -inf is bad if a module produces it from inputs without -inf. A mask with -inf
-    as an input or under a label is not bad.
+    A nan or +inf is bad in any tensor, a -inf only if a module produces it from inputs without -inf.
 
     Args:
         allow_neg_inf: patterns of the paths of modules that may produce -inf.

@@ -1,11 +1,10 @@
 """Triggers a look before each step of the model's optimizers, even if torch's GradScaler skips the step.
 
-A scaler has no hooks, so ``scale``, ``unscale_`` and ``step`` of its class, and of subclasses that redefine them, are
-wrapped while there is a listener. Read from torch 2.6 and 2.13 (``torch/amp/grad_scaler.py``,
-``torch/distributed/fsdp/sharded_grad_scaler.py``): all scalers inherit ``step``, which skips the optimizer's step if
-``unscale_`` has found an inf or nan, but always runs the step of an optimizer that skips by itself (fused ones).
-
-The listeners are the only state of overflow detection at module level.
+A scaler has no hooks, so ``scale``, ``unscale_`` and ``step`` of its class and subclasses are wrapped while there is a
+listener, the only state of overflow detection at module level. Read from torch 2.6 and 2.13 (``torch/amp/
+grad_scaler.py``, ``torch/distributed/fsdp/sharded_grad_scaler.py``): all scalers inherit ``step``, which skips the
+optimizer's step if ``unscale_`` has found an inf or nan, but always runs an optimizer that skips by itself (fused
+ones).
 """
 
 from __future__ import annotations

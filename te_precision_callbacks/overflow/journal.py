@@ -202,9 +202,7 @@ class Pass:
 
 class Batches:
     """Counts the batches of a training, and of the evaluations between them, which are forwards without gradients.
-
-    Outermost forwards count batches, or the loop does. Before the first training batch evaluations count as batches,
-    since a run may have no training.
+    Before the first training batch evaluations count as batches.
 
     Attributes:
         looked: whether all events were checked: the next forward of any module then begins a batch.
