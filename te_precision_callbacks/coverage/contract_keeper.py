@@ -286,10 +286,8 @@ class _Entry:
 
 
 def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: bool = False) -> list[Product]:
-    """The products of all ranks, each with the sizes of its first rank. All ranks must call it alike.
-
-    ``kind`` is a name, equal on all ranks; with ``of_one``, products get the mean multiply-adds of a rank, not their
-    sum.
+    """The products of all ranks, each with the sizes of its first rank. All ranks must call it, with an equal ``kind``.
+    With ``of_one``, products get the mean multiply-adds of a rank, not their sum.
     """
     macs: dict[_Entry, int] = {}
     for product in own:

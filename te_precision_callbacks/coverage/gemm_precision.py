@@ -31,11 +31,9 @@ class GemmPrecision:
     Attributes:
         operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``. Several formats in a run are joined by arrows
             in the order of their first step. Empty for a GEMM that has not run.
-        seen: whether all of these formats were seen on the tensors passed to the GEMM. Otherwise some are formats of
-            the quantizers.
-        not_run: the reason if the GEMM has not run in training, one of :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
-            :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; else empty. NO_BACKWARD is reported only for steps that observe
-            the layer, if a backward has reached other parts of the model.
+        seen: whether all of these formats were seen on the tensors passed to the GEMM, not derived from quantizers.
+        not_run: the reason if the GEMM has not run in training: :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
+            :data:`NO_GRADIENT`, or, only for steps that observe the layer, :data:`NO_BACKWARD`; else empty.
         since: the first debug iteration with these facts; in ``session.precision``, the first one of the GEMM.
         until: the last debug iteration with these facts; None while they hold.
         recipe: ``fp8_delayed_scaling``, ``fp8_current_scaling``, ``mxfp8``, ``fp8_block_scaling``, ``nvfp4``, the class

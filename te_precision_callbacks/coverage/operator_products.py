@@ -1,7 +1,7 @@
 """Products of torch's operators in a step, each with its module and weight.
 
-A product of a forward belongs to the innermost running module. A product of a backward belongs to the forward of its
-autograd node. A node of a compiled model can have many products; the operands then decide.
+A product of a forward belongs to the innermost running module; one of a backward, to the forward of its autograd node.
+Where a node has many, as in a compiled model, the operands decide.
 """
 
 from __future__ import annotations
@@ -255,10 +255,8 @@ class OperatorProducts:
         return "dgrad" if product.k == columns and product.k != rows else "wgrad"
 
     def _meant(self, product: MatrixProduct, at_node: Sequence[SeenProduct]) -> SeenProduct:
-        """The forward product of a backward product, for a node with several.
-
-        In attention, the product with its role. Otherwise the product with the same weight or activation, or one of
-        fitting sizes that lacks gradients.
+        """The forward product of a backward product: for a node with several, by its role in attention, by weight or
+        activation, or else the first one of fitting sizes that lacks gradients.
         """
         alike = [seen for seen in at_node if product.role in ("qk", "pv") and seen.role == product.role] or at_node
         if len(alike) == 1:

@@ -70,7 +70,7 @@ class _Notes:
     """Observations of one layer in one iteration.
 
     Attributes:
-        formats: operand -> format -> whether it was seen; otherwise it was derived from quantizers.
+        formats: operand -> format -> whether it was seen, not derived from quantizers.
         expected: the GEMMs that the forward announced.
         left_out: the GEMMs that the backward skips, and why.
         had_backward: without one, as for a skipped batch, an expected GEMM proves nothing.

@@ -171,8 +171,8 @@ class Judged(NamedTuple):
         error_square: |C x - expected|^2 over all probes, of finite rows.
         expected_square: |expected|^2, of the product alone.
         gain_dot: <the product in C, expected>. Divided by ``expected_square`` it is the gain.
-        ratio: the largest ratio to the tolerance: of all rows together, of each row, of each column. Above 1 the error
-            is more than rounding.
+        ratio: the largest ratio to the tolerance, of the whole, each row and each column. Above 1 is more than
+        rounding.
         rows, columns: the ratio of each row and column, [n] and [m].
         counts: 1 if the product is checked; 0 if the rounding of the previous sum hides it, or if no row of the
             expected product is finite. All other values are 0 then.

@@ -63,13 +63,11 @@ class Layer:
             attribute, and the spellings of TE's documentation.
         types: the layer's class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
         given: the full name from the script, passed to the constructor or assigned by ``infer_and_assign_layer_names``.
-        upstream: the names that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` assigns for this model, and for
-            the model inside its wrappers.
-        by_number: the path with numbers that distinguish layers of different ranks at one path, as in Megatron: the
-            attribute ``layer_number``, from 0, instead of the index in a pipeline stage's ModuleList; the first and
-            last of ``local_expert_indices`` for experts (``experts_2_3``); otherwise a scope before the path.
-        scope: the prefix of the name that distinguishes the layer from others at its path; see
-            :mod:`te_precision_callbacks.layers.scopes`.
+        upstream: the names of :func:`upstream_names`.
+        by_number: the path with numbers that distinguish layers of different ranks at one path, as in Megatron:
+            ``layer_number``, from 0, instead of the index in a pipeline stage's ModuleList; the first and last of
+            ``local_expert_indices`` for experts (``experts_2_3``); otherwise a scope before the path.
+        scope: the prefix of the name that distinguishes ranks; see :mod:`te_precision_callbacks.layers.scopes`.
     """
 
     name: str
@@ -84,8 +82,7 @@ class Layer:
 @dataclass(frozen=True, eq=False)
 class NamedModule:
     """A Transformer Engine module with observable GEMMs, or attention, its path without wrapper parts, and its layers.
-
-    The module's attribute ``name`` is not changed here.
+    The attribute ``name`` is not changed here.
     """
 
     module: torch.nn.Module
@@ -157,8 +154,8 @@ def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") ->
 
 
 def named_attention(model: Model, names: Mapping[int, str]) -> dict[int, str]:
-    """Id of a module -> its name, for Transformer Engine's attention modules in a model and derived classes, such as
-    Megatron's. Modules without a name in ``names`` are left out.
+    """Id of a module -> its name, for Transformer Engine's attention modules and derived classes that have a name in
+    ``names``.
     """
     modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
     return {
@@ -180,8 +177,8 @@ class NamedOperation(NamedTuple):
 def named_operations(model: Model, *, by_number: bool = False, scope: Scope = "") -> list[NamedOperation]:
     """Find and name the operations of ``te.ops`` in a model that have GEMMs.
 
-    The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` around it. Each group of a ``GroupedLinear``
-    is a layer, ``.gemm_0`` and so on, as in :func:`named_te_modules`.
+    The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` around it; groups of a ``GroupedLinear`` are
+    layers, ``.gemm_0`` and so on.
     """
     operations = []
     for place, _ in _named_places(model):

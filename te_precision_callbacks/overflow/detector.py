@@ -192,8 +192,7 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
         forwarded_states = self.layer_norm(hidden_states)
         detect_overflow(forwarded_states, "after layer_norm")
 
-    If a :class:`DebugActivationOverflow` watches the forward, its report gets a frame with the label. The host waits
-    for the tensor.
+    The report of a :class:`DebugActivationOverflow` gets a frame with the label. The host waits for the tensor.
 
     Args:
         tensor: any shape, dtype and device.

@@ -99,7 +99,7 @@ class Replayed:
     Attributes:
         header, gemm: the header of the record, and its GEMM.
         lanes: the ways to compute the product.
-        faults: the faults, the kernel first.
+        faults: the kernel's first.
         not_checked: parts that cannot be checked, and why.
         gain: <result, codes> / |codes|^2, which should be 1, if known.
         rows, columns: the ratio to the tolerance of each row and column, [n] and [m]; above 1 is wrong.
