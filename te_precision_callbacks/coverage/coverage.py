@@ -111,7 +111,6 @@ class Product:
 
     @classmethod
     def uncounted(cls, layer: str, family: Family, what: str, *, backward: bool = False) -> Product:
-        """An operator or kernel that ran and is not counted; ``what`` has the reason."""
         return cls(layer, family, "other", backward, 0, 0, 0, 1, 0, 0, {}, "uncounted", what)
 
     @functools.cached_property

@@ -196,7 +196,6 @@ class PrecisionHistory:
         return self._by_layer(lambda changes: ((span,) for span in _spans(changes[-MOST_SPANS:])))
 
     def whole(self) -> Iterator[GemmPrecision]:
-        """The precision of all GEMMs, one entry for each GEMM of the run."""
 
         def by_gemm(changes: Sequence[_Change]) -> Iterator[Sequence[_Span]]:
             for _, spans in itertools.groupby(_spans(changes), key=lambda span: span.gemm):

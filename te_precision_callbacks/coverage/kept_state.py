@@ -62,7 +62,6 @@ class KeptState:
                 self.reduced.append((self._call_now(), _type(tensor), _bytes(tensor)))
 
     def rows(self) -> tuple[StateRow, ...]:
-        """All rows; the reductions of a counted call count for all calls that it represents."""
         self._add("parameter", self._parameters)
         tensors: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()

@@ -109,7 +109,6 @@ def marks_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[A
 
 
 def _has_node(arguments: Iterable[Any]) -> bool:
-    """Return whether an operator with these arguments has a node; inside of an autograd Function, the Function."""
     # Without gradients the node is that of a Function: it is known, but for one whose forward has no context.
     if not torch.is_grad_enabled() and next(running_functions(), _NOTHING) is not None:
         return False
@@ -193,7 +192,6 @@ class WeightMarks:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments or results of an operator, and in lists of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

@@ -191,7 +191,6 @@ def _attention(
 def _share_left(
     arguments: Sequence[Any], rows: int, columns: int, causal: int, mask: int | None, window: int | None
 ) -> float | None:
-    """The share that the mask of fused attention leaves; None if unknown."""
     left, right = arguments[window : window + 2] if window and len(arguments) > window + 1 else (None, None)
     if (left is not None and left >= 0) or (right is not None and right > 0):
         return None

@@ -88,7 +88,6 @@ class ModelCall:
 
     @property
     def is_thrown_away(self) -> bool:
-        """Return whether its graph was freed without a backward."""
         return not self.may_have_backward and self.graph is not None and self.graph() is None
 
     def reach(self, number: int, values: Iterable[Any]) -> None:
@@ -227,7 +226,7 @@ class ModelCalls:
         return False
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
-        """Begin a backward; returns its call, a counted one if possible, or None."""
+        """Begin a backward; returns its call, a counted one if possible."""
         here = self.here  # a backward inside of a call, as in a training step that optimizes by itself
         waiting = list(_calls_in(roots)) if here is None else [here]
         known = set(map(id, waiting))

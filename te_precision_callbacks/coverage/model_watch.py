@@ -100,7 +100,6 @@ class ModelWatch:
         self.calls.begin_step(counts_outside=self.counting)
 
     def take_ran(self) -> dict[int, set[TrainingForward]] | None:
-        """Return :attr:`ran`; None if calls are not watched."""
         ran, self.ran = self.ran, {}
         return ran if self.active and not self.failure else None
 
@@ -373,7 +372,6 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_seen_by(watcher: ModelWatch) -> bool:
-    """Return whether a watch receives all operators of this thread."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
 

@@ -203,7 +203,6 @@ class OperatorProducts:
         )
 
     def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
-        """The class of the running module; in a compiled graph, where none runs, of the weight's module."""
         weight_modules = (module for path, module in self._modules.values() if path == weight.module)
         module = next(weight_modules, None) if inside is None else inside[1]
         return "torch" if module is None else kind_of(module)
@@ -246,7 +245,6 @@ class OperatorProducts:
             self.seen.append(seen)
 
     def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, forward_weight: Weight) -> Role:
-        """``dgrad`` if a product of the backward multiplies by the weight, ``wgrad`` if by the activation."""
         for operand in (product.a, product.b):
             weight = self._weights.find(operand)
             if weight is not None and weight.module == forward_weight.module:

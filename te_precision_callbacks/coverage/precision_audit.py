@@ -119,7 +119,6 @@ class PrecisionAudit:
         self._iteration, self._had_backward = iteration, False
 
     def leave(self, iteration: int) -> None:
-        """Record that an iteration ran, whatever was noted in it."""
         self.enter(iteration)
         self._history.ran(iteration)
         self._end()
@@ -201,7 +200,6 @@ class PrecisionAudit:
             notes.put(operand, made, seen=False)
 
     def expect(self, gemms: Iterable[LayerGemm]) -> None:
-        """Note GEMMs that a forward announces; if no operand of one is seen, it did not run."""
         for layer, gemm in gemms:
             self._now[layer].expected[gemm] = None
 
@@ -249,7 +247,6 @@ def format_of(tensor: Any, *, columnwise: bool) -> str:
 
 
 def format_of_data(data: Any) -> str:
-    """The format of a GEMM's operand, as :attr:`GemmOperand.data` has it."""
     if type(data) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
         return dtype_name(data.dtype)
     return _known(data) or _named(data)
@@ -358,7 +355,6 @@ def backward_override(module: Any) -> str | None:
 
 
 def recipe_text(recipe: Any) -> str:
-    """The recipe as spelled in names of statistics, or the class of a custom one; empty for None, high precision."""
     return "" if recipe is None else name_of_recipe(recipe) or type(recipe).__name__
 
 

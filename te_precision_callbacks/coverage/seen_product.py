@@ -95,7 +95,6 @@ class SeenProduct:
 
     @property
     def origin(self) -> SeenProduct:
-        """The product of the forward."""
         return self.of or self
 
     @property
@@ -148,7 +147,6 @@ def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
 
 
 def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
-    """The share that masks keep of the multiply-adds of calls; None if one is unknown."""
     left = whole = 0.0
     for call, times in calls:
         share = call.origin.mask_share
@@ -209,7 +207,6 @@ class CountedKinds:
         return self._counted[kind].sizes == self._counted[other].sizes
 
     def put_failed(self, kind: Kind, seen: Iterable[SeenProduct]) -> None:
-        """Keep the products of a step where counting failed; the form of the kind is the reason."""
         self._put(kind, seen, 1, 1, False)
 
     def _put(self, kind: Kind, products: Iterable[SeenProduct], calls: int, backwards: int, lacks: bool) -> None:

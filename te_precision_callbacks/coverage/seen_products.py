@@ -122,7 +122,6 @@ class ModelProducts(ModelWatch):
     # ------------------------------------------------------------------ what runs
 
     def note(self, event: GemmEvent) -> None:
-        """Count a GEMM of a layer of Transformer Engine; a listener of the tap."""
         if not self.counting:
             return
         if event.gemm == "fprop":
@@ -170,7 +169,6 @@ class ModelProducts(ModelWatch):
 
     @contextmanager
     def masked(self, share: float | None) -> Iterator[None]:
-        """Surround operators of attention with a mask that keeps ``share``."""
         begun = len(self._seen)
         yield
         for seen in self._seen[begun:]:
@@ -205,7 +203,6 @@ class ModelProducts(ModelWatch):
             self.see_attention(event.layer, event.sizes, (query, key), (probabilities, value), FUSED, call=call)
 
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
-        """Count the products of attention without an operator or event, by their sizes."""
         if not self.counting or not is_seen_by(self):
             return
         call = self.operators.call_of_forward()

@@ -66,7 +66,6 @@ def explain_checkpoint(error: BaseException | None, modules: Sequence[NamedModul
 
 
 def _was_shown(error: BaseException | None) -> bool:
-    """Return whether Python has shown the traceback of an exception that ends the process."""
     return error is not None and error is getattr(sys, "last_value", None)
 
 

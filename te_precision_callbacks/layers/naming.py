@@ -338,7 +338,6 @@ def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
 
 
 def _unique(path: str, scope: str, taken: set[str]) -> str:
-    """Return ``path``, with a count if the scope already has it because wrapper parts are left out."""
     name, count = path, 1
     while _joined(scope, name) in taken:
         count += 1
@@ -375,7 +374,6 @@ class _Node(NamedTuple):
 
 
 def _named_places(model: Model) -> Iterator[tuple[_Node, torch.nn.Module]]:
-    """Yield each module of a model as in :func:`_places`, through PEFT's adapters, with its root."""
     for prefix, root in named_roots(model) or ():
         for place in _places(root, prefix, through_adapters=True):
             yield place, root
@@ -447,7 +445,6 @@ def _joined(path: str, name: str) -> str:
 
 
 def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
-    """Return whether a module of PEFT adds adapters to the child of this name."""
     return child_name == _BASE_LAYER[1] and _is_peft(parent, _BASE_LAYER[0])
 
 

@@ -47,8 +47,6 @@ class Find:
 
 
 class Reader:
-    """Checks the events of an interval."""
-
     def __init__(self, options: DetectorOptions) -> None:
         self.loss_scaled = False
         self.step: Callable[[], str] = str

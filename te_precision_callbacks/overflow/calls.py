@@ -118,7 +118,6 @@ class ForwardCalls:
     def _take(
         self, current: Pass, watched: WatchedModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
-        """Measure the inputs of a call, before the module can change them."""
         taken: list[Frame] = []
         current.open.append((watched, taken))
         interval = current.interval
@@ -182,7 +181,6 @@ class ForwardCalls:
 
 
 def _is_recorded() -> bool:
-    """Return whether code is traced for TorchScript or captured in a CUDA graph."""
     if torch._C._get_tracing_state() is not None:
         return True
     return is_capturing()

@@ -133,7 +133,6 @@ class Slots:
         return slot
 
     def read(self) -> Values:
-        """Copy all slots to the host, with one copy from each device."""
         by_device: dict[torch.device, list[_Store]] = {}
         for store in self._stores.values():
             if store.used:

@@ -121,8 +121,6 @@ def _wrap() -> None:
 
 
 class ScaledOptimizers:
-    """Collects the optimizers stepped by a scaler, from :meth:`begin` to :meth:`remove`."""
-
     def __init__(self) -> None:
         self.journal = None
         self._new: list[weakref.ref[Any]] = []
@@ -148,8 +146,6 @@ class ScaledOptimizers:
 
 
 class Steps:
-    """Listens to the steps of all optimizers of the process, and to scalers."""
-
     def __init__(self, hooks: ModelHooks, journal: Journal, looking: Looking) -> None:
         self._hooks = hooks
         self.journal = journal
@@ -189,7 +185,6 @@ class Steps:
             return True  # other ranks may wait for this one in their look
 
     def _count_foreign_step(self) -> None:
-        """Warn once that there are no looks, if no optimizer of the model has ever stepped."""
         if self._looking.has_looked or not self.journal.due:
             return
         self._foreign_steps += 1

@@ -148,7 +148,6 @@ class ModelHooks:
         return any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._watched.values())
 
     def steps(self, optimizer: Any) -> bool:
-        """Return whether an optimizer steps a parameter of the model; groups may be added to the optimizer."""
         if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper: it may compare and hash in any way
             return self._holds_parameter_of(optimizer)
         sizes = [len(group["params"]) for group in optimizer.param_groups]

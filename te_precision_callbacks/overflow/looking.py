@@ -183,7 +183,6 @@ class Looking:
         self._dropped += events
 
     def _look_at(self, interval: Interval, *, may_be_skipped: bool = True) -> Find | None:
-        """Return the first overflow in an interval, and clear it; None if reading fails."""
         journal = self._journal
         evaluation = interval is journal.evaluation
         try:
