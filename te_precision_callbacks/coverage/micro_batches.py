@@ -1,7 +1,7 @@
 """The calls of a model, and their kinds: calls with equal evidence run equal products, so one of each kind is counted.
 
-The evidence is cheap, so every call leaves it: the shapes, dtypes and flags of the input, the modules that the call
-reaches with the shapes of their inputs, and the number of nodes that it adds to the autograd graph.
+The evidence is cheap, so every call leaves it: the shapes, dtypes and flags of the input, and the modules that the call
+reaches with the shapes of their inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD
-from te_precision_callbacks.coverage.marks import found_in_graph, made_in_thread, mark_call
+from te_precision_callbacks.coverage.marks import mark_call, marks_in_graph
 
 _DEEPEST = 8
 
@@ -42,12 +42,10 @@ class Kind(NamedTuple):
     Attributes:
         form: a hash of the model, its mode, its frozen parameters, and everything in the input that decides sizes.
         path: a hash of the modules that the call reaches, with the shapes of their inputs.
-        nodes: the number of autograd nodes, without those of Transformer Engine, which depend on the precision.
     """
 
     form: int | str
     path: int = 0
-    nodes: int = 0
 
 
 class _Mark:
@@ -71,7 +69,6 @@ class ModelCall:
     form: int | str
     is_counted: bool
     path: int = 0
-    nodes: int = 0
     forwards: int = 1
     has_backward: bool = False
     has_ended: bool = False
@@ -82,7 +79,7 @@ class ModelCall:
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.form, self.path, self.nodes)
+        return Kind(self.form, self.path)
 
     @property
     def may_have_backward(self) -> bool:
@@ -91,7 +88,6 @@ class ModelCall:
 
     @property
     def is_thrown_away(self) -> bool:
-        """Return whether its graph was freed without a backward."""
         return not self.may_have_backward and self.graph is not None and self.graph() is None
 
     def reach(self, number: int, values: Iterable[Any]) -> None:
@@ -114,7 +110,7 @@ class _CallSearch:
     Attributes:
         is_new: whether no call has been counted, or the last one proved nothing.
         sought: kinds that were met and not counted.
-        in_vain: the number of calls counted since that turned out to be of a known kind.
+        in_vain: the number of calls counted since that were of a known kind.
     """
 
     def __init__(self) -> None:
@@ -146,8 +142,8 @@ class ModelCalls:
     """The calls of a model's steps.
 
     Attributes:
-        is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit. Steps without a backward,
-            such as skipped batches, count as first steps up to :data:`MOST_WITHOUT_BACKWARD`.
+        is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit; up to
+            :data:`MOST_WITHOUT_BACKWARD` steps without a backward are first steps too.
         has_graphs: whether layers run in CUDA graphs, so that the kind of a call is its form alone.
     """
 
@@ -198,7 +194,6 @@ class ModelCalls:
         if call.is_counted:
             self._left -= not self.is_first
             search.is_new, search.last = False, call
-        call.nodes = -made_in_thread()
         self.here_in_thread.call = call
         return call
 
@@ -209,9 +204,8 @@ class ModelCalls:
             self._forms[call.form].is_new = True
 
     def end(self, call: ModelCall, results: Any) -> None:
-        call.nodes += made_in_thread()
         if self.has_graphs:
-            call.path = call.nodes = 0
+            call.path = 0
         call.has_ended = True
         mark = _Mark(call)
         call.is_known = mark_call(leaves(results), mark)
@@ -232,7 +226,7 @@ class ModelCalls:
         return False
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
-        """Begin a backward; returns its call, a counted one if possible, or None."""
+        """Begin a backward; returns its call, a counted one if possible."""
         here = self.here  # a backward inside of a call, as in a training step that optimizes by itself
         waiting = list(_calls_in(roots)) if here is None else [here]
         known = set(map(id, waiting))
@@ -284,7 +278,7 @@ class ModelCalls:
         if not has_products and not self.outside.path:
             return None
         if self.has_graphs:
-            self.outside.path = self.outside.nodes = 0
+            self.outside.path = 0
         self._left -= self._look_up(self.outside)
         return self.outside.kind
 
@@ -298,7 +292,7 @@ class ModelCalls:
 
 
 def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
-    for mark, products in found_in_graph(roots):
+    for mark, products in marks_in_graph(roots):
         call = mark.call if isinstance(mark, _Mark) else products[0].call
         if call is not None:
             yield call
