@@ -424,7 +424,6 @@ class Run:
         explain_failure(ended_by, layers.modules, layers.other_names)
         explain_checkpoint(ended_by, layers.modules)
         attached, leads_all = self.model.attached, own_rank() == 0
-        summarizes = attached and leads_all
         with Uninterrupted(self._ends), without_collections(), ExitStack() as stack:
             if ended_by is not None and not self._loop_checks.has_trained:
                 context.results.audit.abandon()
@@ -445,11 +444,10 @@ class Run:
                 ("checking", "the whole run", leads_all, self._check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
                 ("writing", "the report", leads_all, lambda: self._closing.write_page(error)),
-                ("writing", "the summary", summarizes, self._closing.write_summary),
                 (
                     "printing",
                     "the verdict",
-                    summarizes,
+                    attached and leads_all,
                     lambda: self._closing.print_verdict(ended_by, self._profiling.trace),
                 ),
                 ("undoing", "what the session has changed", True, self._put_back),
@@ -554,7 +552,6 @@ class Run:
             return
         if text := never_due_in_words(self.context.options.config, last):
             logger.warning("%s", text)
-            self.context.results.never_due = text
             self._send(Event("never_due", text, last, "warning"))
 
     def _check_whole_run(self) -> None:

@@ -231,7 +231,6 @@ def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pyt
         "_close_sinks",
         "log_coverage",
         "write_page",
-        "write_summary",
         "print_verdict",
         "_put_back",
         "_close_dumps",
