@@ -135,7 +135,6 @@ class PrecisionDebugCallback(Callback):
             sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
             stop_at_sigterm=False,  # the trainer catches it and calls on_exception
             front_door="lightning",
-            trainer_steps=True,
             eval_mode_counts=False,  # the trainer announces evaluations
         )
         self._session.expect_low_precision(expected)

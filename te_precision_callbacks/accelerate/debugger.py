@@ -136,7 +136,6 @@ class PrecisionDebugger:
                 sinks=[sink],
                 counts_from=1,
                 front_door="accelerate",
-                counts_batches=self._step_on == "batch",
             )
             self._logged = LoggedNumbers(self._accelerator, self._session.log)
             self._take_up_iteration()
@@ -176,7 +175,6 @@ class PrecisionDebugger:
             self._refuse_step()
             return None
         if self._step_on == "optimizer_step" and not self._accelerator.sync_gradients:
-            self._session.in_accumulation()
             return None
         return self._session.step(step)
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.errors import SessionError
-from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
@@ -60,15 +59,13 @@ class ForwardHooks:
         audit: PrecisionAudit,
         scalars: ScalarBuffer,
         engine: StatisticsEngine,
-        notices: Notices,
         *,
         strict: bool,
-        trainer_steps: bool,
     ) -> None:
         self._classify = classify
         self._failures = failures
         self._audit = audit
-        self.answers = Answers(classify, failures, audit, scalars, notices, strict=strict, trainer_steps=trainer_steps)
+        self.answers = Answers(classify, failures, audit, scalars, strict=strict)
         self._watched = self.answers.watched
         self._regions = AutocastRegions()
         self._fused_observation = FusedObservation(engine, failures.report)
@@ -210,11 +207,6 @@ class ForwardHooks:
         if current.has_quantized_input and (0, "activation") in wanted:
             notes.report_quantized_input(module)
         return wanted
-
-    @property
-    def has_entered_regions(self) -> bool:
-        """Return whether the iteration has entered a ``te.autocast`` region."""
-        return self._regions.has_entered
 
     @property
     def has_enabled_regions(self) -> bool:

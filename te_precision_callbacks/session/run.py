@@ -110,9 +110,7 @@ class Run:
             results.audit,
             scalars,
             engine,
-            notices,
             strict=options.strict,
-            trainer_steps=loop.trainer_steps,
         )
         self.model = model = ObservedModel(context, self.hooks, engine)
         self._loop_checks = LoopChecks(context, model)
@@ -240,7 +238,7 @@ class Run:
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
         self._profiling.end(iteration)
-        self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
+        self._loop_checks.end_step()
         self.context.inspector.report_events()
         self.model.end_step()
         self.hooks.padding.end_step()

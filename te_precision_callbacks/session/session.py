@@ -247,8 +247,6 @@ class InspectSession:
         stop_at_sigterm: bool = True,
         counts_from: int = 0,
         front_door: str = "session",
-        trainer_steps: bool = False,
-        counts_batches: bool = False,
         eval_mode_counts: bool = True,
         gives_way: bool = False,
     ) -> InspectSession:
@@ -260,9 +258,6 @@ class InspectSession:
             stop_at_sigterm: stop before SIGTERM ends the process, if the script has set no handler for SIGTERM.
             counts_from: the logging step of iteration 0 if :meth:`step` gets no other step.
             front_door: the integration that starts the session, for the records.
-            trainer_steps: whether a trainer calls :meth:`step`. If a loop does, there is a warning after 100 training
-                forwards of one module without a step.
-            counts_batches: whether :meth:`step` is called after each micro-batch on purpose.
             eval_mode_counts: whether modules in eval mode count as evaluation.
             gives_way: whether another session that starts stops this one, instead of raising an error.
 
@@ -288,7 +283,7 @@ class InspectSession:
         self._results = self._no_findings(log_dir)
         self._results.started_at = _place_in_script()
         self._notices = Notices()
-        self._loop = LoopFacts(trainer_steps, counts_from, front_door, counts_batches, gives_way)
+        self._loop = LoopFacts(counts_from, front_door, gives_way)
         self._classify.eval_mode_counts = eval_mode_counts
         self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop, self._notices)
         self._resume_audit = run.resume_audit
@@ -513,11 +508,6 @@ class InspectSession:
                 " differ from an evaluation during training. Evaluate before the session ends to have them act.",
                 what,
             )
-
-    def in_accumulation(self) -> None:
-        """Note the end of a batch that is not a step, in a loop that calls :meth:`step` later."""
-        if self._run is not None:
-            self._run.hooks.answers.forget_forwards()
 
     def __enter__(self) -> InspectSession:
         return self.start()

@@ -141,7 +141,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             sinks=self._reporting.sinks if self._reporting else (),
             counts_from=1,
             front_door="transformers",
-            trainer_steps=True,
         )
         _TRAININGS[session] = state, self._reporting
         try:
