@@ -1,12 +1,9 @@
 """One pass over a tensor: a Triton kernel on a GPU, C++ or plain torch on a CPU.
 
     add([Pending(tensor, codes, scale_inv, False, places)], sums, maxima)           # merged into these vectors
-    sums, maxima = measure(tensor)                                                  # MOMENT_SUMS, MAXIMA
-    sums, maxima = measure(tensor, codes, scale_inv, e5m2=False)                    # also of codes and scale
-    sums, maxima = measure(tensor, histogram=True)                                  # and EXPONENT_BINS counts
 
-All give the columns of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, without waiting
-for it.
+The columns are those of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, without
+waiting for it.
 """
 
 from __future__ import annotations
@@ -20,37 +17,7 @@ import torch
 
 from te_precision_callbacks.base.devices import is_lost
 from te_precision_callbacks.engine.kernels import eager, eager_blocks, native
-from te_precision_callbacks.engine.kernels.columns import (
-    COMPARISON_SUMS,
-    EXPONENT_BINS,
-    MAXIMA,
-    MOMENT_SUMS,
-    NOTHING,
-    SCALE_MAXIMA,
-    SCALE_SUMS,
-    ColumnPlaces,
-    Layout,
-    Pending,
-    layout,
-    measured_by,
-)
-
-__all__ = [
-    "COMPARISON_SUMS",
-    "EXPONENT_BINS",
-    "MAXIMA",
-    "MOMENT_SUMS",
-    "NOTHING",
-    "SCALE_MAXIMA",
-    "SCALE_SUMS",
-    "ColumnPlaces",
-    "Layout",
-    "Pending",
-    "add",
-    "layout",
-    "measure",
-    "measured_by",
-]
+from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending
 
 logger = logging.getLogger(__name__)
 
@@ -73,23 +40,6 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
         return
     for taken, together in itertools.groupby(pending, _pass_of):
         taken(list(together), sums, maxima)
-
-
-def measure(
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Measure one tensor; returns the sums and maxima of :func:`layout`.
-
-    Args:
-        values, codes, scale_inv, e5m2: as :class:`Pending` has them.
-        histogram: whether the exponents are counted.
-    """
-    return measured_by(add, values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
 
 
 def _pass_of(one: Pending) -> Pass:
