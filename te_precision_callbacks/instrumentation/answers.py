@@ -13,9 +13,18 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.coverage.precision_audit import (
+    LayerGemm,
+    PrecisionAudit,
+    backward_override,
+    formats_of_fused_path,
+    gemms_left_out,
+    of_fprop,
+)
+from te_precision_callbacks.engine.quantization import QuantizationError
+from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
-from te_precision_callbacks.instrumentation.forward_notes import ForwardNotes
 from te_precision_callbacks.instrumentation.refusals import (
     CUDA_GRAPH,
     DebugForward,
@@ -55,9 +64,10 @@ class Answers:
     ) -> None:
         self.watched = WatchedModules(self.is_debug_iter, classify, audit, failures)
         self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self.notes = ForwardNotes(self.watched, audit, failures)
+        self.delayed_scaling = DelayedScalingLayers()
         self.current = CurrentForward()
         self.refused = RefusedLayers(strict=strict)
+        self._audit = audit
         self._classify = classify
         self._scalars = scalars
         self._own_is_debug_iter: Callable[[Any], bool] = bool
@@ -141,17 +151,11 @@ class Answers:
             if kind is not ForwardKind.EVALUATION:
                 idle = self._is_left_alone(forward, idle=bool(upstream(module, quantizers)))
                 if kind is not ForwardKind.UNTOUCHED:
-                    self.notes.note_plan(
-                        module,
-                        quantizers,
-                        idle,
-                        fprop_only=kind is ForwardKind.SILENT,
-                        input_needs_gradient=self.current.input_needs_gradient,
-                    )
+                    self.note_plan(module, quantizers, kind, idle=idle)
                     if not idle:
-                        self.notes.check_scales(module, TEDebugState.get_iteration())
+                        self.check_scales(module, TEDebugState.get_iteration())
                     if not idle and forward.has_quantized_input and _acts_on_activation(quantizers):
-                        self.notes.report_quantized_input(module)
+                        self.report_quantized_input(module)
                 return idle
             # Evaluation must not change training's schedule.
             idle = not any_feature_enabled(quantizers)
@@ -160,6 +164,56 @@ class Answers:
             return self._is_left_alone(forward, idle=idle)
 
         return no_debug_features_active
+
+    def note_plan(self, module: Any, quantizers: Iterable[Any], kind: ForwardKind, *, idle: bool) -> None:
+        """Record the GEMMs that a forward and its backward will run, with their precision if no feature acts."""
+        fprop_only = kind is ForwardKind.SILENT
+        try:
+            self.watched.resting.note_training(module, idle=idle)
+            layers, left_out = self.watched.layers[id(module)], dict[LayerGemm, str]()
+            if not fprop_only:
+                left_out = gemms_left_out(module, layers, input_needs_gradient=self.current.input_needs_gradient)
+                self._audit.leave_out(left_out)
+            gemms = [LayerGemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
+            self._audit.expect(gemm for gemm in gemms if gemm not in left_out)
+            if idle:
+                formats = formats_of_fused_path(module, layers, fp8=module.fp8)
+                formats = of_fprop(formats) if fprop_only else formats
+                self._audit.expect_unseen(
+                    {
+                        operand: made
+                        for operand, made in formats.items()
+                        if LayerGemm(operand.layer, operand.gemm) not in left_out
+                    }
+                )
+                return
+        except Exception as error:
+            self._failures.report("reading the precision of", str(module.name), error)
+        without_effect = dict.fromkeys(quantizer.tensor_name for quantizer in quantizers if quantizer.is_left_out())
+        if without_effect:
+            self._report_unreached(
+                module,
+                ", ".join(without_effect),
+                f"the recipe has backward_override={backward_override(module)!r}, with which Transformer Engine runs"
+                " the backward in high precision and outside its debug path, where no feature is called",
+            )
+
+    def check_scales(self, module: Any, iteration: int) -> None:
+        try:
+            self.delayed_scaling.look(module, iteration)
+        except Exception as error:
+            self._failures.report("reading the scales of", str(module.name), error)
+
+    def report_quantized_input(self, module: Any) -> None:
+        self._report_unreached(
+            module,
+            "activation",
+            "its input is already quantized, by a layer with fp8_output or by FP8 attention, so Transformer Engine does"
+            " not quantize it, and calls no feature for it",
+        )
+
+    def _report_unreached(self, module: Any, tensors: str, why: str) -> None:
+        self._failures.report(f"What features do with {tensors}", f"of {module.name}", QuantizationError(why))
 
     def _is_left_alone(self, forward: DebugForward, *, idle: bool) -> bool:
         module, refusal = forward.module, refusal_of(forward)

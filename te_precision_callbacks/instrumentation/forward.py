@@ -184,14 +184,7 @@ class ForwardHooks:
         if not self._watched.is_on_fused_path(module, iteration):
             self._fused_observation.leave(layers)
             return ()
-        notes, current = self.answers.notes, self.answers.current
-        notes.note_plan(
-            module,
-            (),
-            idle=True,
-            fprop_only=kind is ForwardKind.SILENT,
-            input_needs_gradient=current.input_needs_gradient,
-        )
+        self.answers.note_plan(module, (), kind, idle=True)
         if kind is ForwardKind.SILENT:
             return ()
         upcoming = self._fused_observation.query(layers, iteration), self._watched.next_change(module, iteration)
@@ -200,9 +193,9 @@ class ForwardHooks:
         wanted = self._fused_observation.wanted(layers)
         if not wanted:
             return ()
-        notes.check_scales(module, iteration)
-        if current.has_quantized_input and (0, "activation") in wanted:
-            notes.report_quantized_input(module)
+        self.answers.check_scales(module, iteration)
+        if self.answers.current.has_quantized_input and (0, "activation") in wanted:
+            self.answers.report_quantized_input(module)
         return wanted
 
     @property

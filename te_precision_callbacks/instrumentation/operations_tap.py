@@ -73,7 +73,7 @@ class OperationsTap:
             for context in contexts:
                 context.te_precision_forward = forward
             before = forward.events
-            result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
+            result = self._running.call(forward, False, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
                 self._report_silent(forward, type(operation).__name__, False)
             return result
@@ -89,7 +89,7 @@ class OperationsTap:
                 named = tuple(name for layer in layers for name in layer)
                 forward = Forward(named, forward.kind, forward.recipe, halves=False, has_events=False)
             before = forward.events
-            result = self._running.call_backward(forward, upstream, operation, contexts, *arguments, **keywords)
+            result = self._running.call(forward, True, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
                 self._report_silent(forward, type(operation).__name__, True)
             return result

@@ -141,23 +141,12 @@ class Running:
         """Return whether this thread runs a layer's GEMMs: all products inside have events."""
         return self.here.inside or self.here.running is not None
 
-    def call(self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a function as part of a forward. Its products have events, so dispatch modes skip it."""
-        return self._call(forward, False, function, arguments, keywords)
-
-    def call_backward(
-        self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any
+    def call(
+        self, forward: Forward | None, backward: bool, function: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> Any:
-        return self._call(forward, True, function, arguments, keywords)
-
-    def _call(
-        self,
-        forward: Forward | None,
-        backward: bool,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
+        """Call a function as part of a forward, or of its backward. Its products have events, so dispatch modes skip
+        it.
+        """
         here = self.here
         before, here.running = here.running, forward
         try:

@@ -284,7 +284,7 @@ class GemmTap:
             elif entered.high is not None:
                 entered.high = self._sources(entered, lambda: sources.find(named((ctx, *arguments))))
             try:
-                result = self._running.call(entered, upstream, ctx, *arguments)
+                result = self._running.call(entered, False, upstream, ctx, *arguments)
             finally:
                 entered.high = None if entered.high is None else {}
             if entered.events == before:
@@ -299,10 +299,10 @@ class GemmTap:
             entered = getattr(ctx, "te_precision_forward", None) or unobserved()
             entered.half = 2
             if entered.high is None:
-                return self._running.call_backward(entered, upstream, ctx, *arguments)
+                return self._running.call(entered, True, upstream, ctx, *arguments)
             entered.high = self._sources(entered, lambda: gradients(ctx, arguments[0], len(entered.layers)))
             try:
-                return self._running.call_backward(entered, upstream, ctx, *arguments)
+                return self._running.call(entered, True, upstream, ctx, *arguments)
             finally:
                 entered.high = {}
 
@@ -336,7 +336,7 @@ class GemmTap:
                 running.half = half
                 running.high, before = high, running.high
                 try:
-                    return self._running.call_backward(running, function, *arguments)
+                    return self._running.call(running, True, function, *arguments)
                 finally:
                     running.high = before
 

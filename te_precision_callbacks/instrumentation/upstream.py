@@ -29,8 +29,6 @@ from te_precision_callbacks.base.errors import (
     TransformerEngineUnavailableError,
 )
 from te_precision_callbacks.base.replaced import Replaced
-from te_precision_callbacks.config.checking import ReadOptions
-from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.instrumentation.event_log import FORMAT, EventLog
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
@@ -331,18 +329,15 @@ class Inspector:
         own = isinstance(feature, ScheduledFeature)
         return own and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
 
-    def that_change_precision(self, features: NamespacedFeatures) -> tuple[str, ...]:
-        """Return a layer's features that can change a GEMM's operands, with their steps if restricted."""
+    def changes_precision(self, features: NamespacedFeatures) -> bool:
+        """Return whether a feature of a layer can change a GEMM's operands."""
         from nvdlfw_inspect.registry import Registry
 
-        return tuple(
-            f"{name}{_steps_of(options)}"
+        return any(
+            hasattr(Registry.data[namespace].features[name], method)
             for namespace, named in features.items()
-            for name, options in named.items()
-            if any(
-                hasattr(Registry.data[namespace].features[name], method)
-                for method in ("fp8_gemm_enabled", "modify_tensor_enabled")
-            )
+            for name in named
+            for method in ("fp8_gemm_enabled", "modify_tensor_enabled")
         )
 
     def configure(self, config: Mapping[str, Any], source: str, sections: Sequence[NamespacedFeatures]) -> None:
@@ -429,12 +424,6 @@ class Inspector:
             self._snapshot = None
             with contextlib.suppress(ObservationError):  # with strict=True; the session has ended
                 self.report_events()
-
-
-def _steps_of(options: Mapping[str, Any]) -> str:
-    """Return the steps of a precision feature in parentheses; empty for all steps."""
-    effect = options.schema.effect() if isinstance(options, ReadOptions) else Effect()
-    return f" ({effect.steps_in_words()})" if effect.schedules else ""
 
 
 def reset_schedule(module: torch.nn.Module) -> None:

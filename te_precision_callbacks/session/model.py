@@ -272,8 +272,7 @@ class ObservedModel:
             for layer in self.layers.own
         )
         inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
-        changes = [entry for entry in plan.layers if inspector.that_change_precision(entry.features)]
-        self._results.changes_precision |= bool(changes)
+        self._results.changes_precision |= any(inspector.changes_precision(entry.features) for entry in plan.layers)
         self._engine.placements = placements(modules, self._options.process_group)
         for module in modules:
             inspector.name_module(module.module, module.name)

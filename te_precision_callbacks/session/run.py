@@ -118,7 +118,7 @@ class Run:
         self._updates = UpdateWatch(model, scalars, failures)
         self._scaled = ScaledOptimizers()
         self._collector = StepCollector(
-            context, self.observation, scalars, model.layers, self.hooks.answers.notes.delayed_scaling
+            context, self.observation, scalars, model.layers, self.hooks.answers.delayed_scaling
         )
         self._trainer_scalars = TrainerScalars(context)
         self._rules = RuleChecks(context)
