@@ -10,9 +10,7 @@ are they if counts of optimizer steps that were equal begin to differ: a rank ha
 from the start, as with different optimizers, are only reported. If they were equal once, as after the first step of two
 optimizers with different intervals, the next steps decide; until then values are not merged.
 
-A rank that cannot pack its message, for example without free GPU memory, sends marked neutral values of the agreed
-length: only its values are missing from this step. After any other failure the rank leaves the others
-(:mod:`te_precision_callbacks.base.ranks`), and each rank reports local values.
+After a failure a rank leaves the others (:mod:`te_precision_callbacks.base.ranks`), and each rank reports local values.
 
 Parts of a tensor on different ranks are added. Replicas (weights of a data-parallel group) are merged by maximum, which
 is any replica's value, even if some did not run the layer; tensor-parallel shards stay separate in the message and are
@@ -44,10 +42,6 @@ logger = logging.getLogger(__name__)
 
 class ReductionError(PrecisionDebugError, RuntimeError):
     """Statistics could not be reduced."""
-
-
-class NumbersMissingError(ReductionError):
-    """A rank's values are missing from a step."""
 
 
 class RanksDifferError(ReductionError):
@@ -132,7 +126,6 @@ class Reduction:
         self._meeting = 0
         self._agreements = self._last_agreement = 0
         self._is_undecided = False
-        self._failure: Exception | None = None
 
     def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
         """Return the measurements since the last call; with ``reduce`` all ranks of the group must call this.
@@ -154,7 +147,7 @@ class Reduction:
         except BaseException as error:
             messages.leave(error)
             raise
-        self._tell(messages, layout, stamp)
+        self._note_optimizers(messages, layout, stamp)
         if self._is_undecided:
             return self._collect_own(slots)
         self.local = False
@@ -179,7 +172,7 @@ class Reduction:
                 if self._layout_version != slots.version and not news:
                     self._lay_out(slots)  # new here, but known from other ranks
                 layout = self._layout
-                self._pack(messages, layout, slots, stamp, changed=bool(news))
+                layout.pack(slots, stamp, changed=bool(news), requests=messages.requests)
                 messages.merge("statistics", why, layout.merged, layout.split)
                 if not layout.has_one_stamp() or self._has_missed_a_step(layout, stamp):
                     self._part(messages, stamp)
@@ -203,17 +196,7 @@ class Reduction:
         self._is_undecided = self._agreements == 1 and since < _DECISIVE
         return not self._is_undecided and (self._agreements > 1 or 2 * apart < since)
 
-    def _pack(self, messages: Messages, layout: _Layout, slots: Segments, stamp: Stamp, *, changed: bool) -> None:
-        """Pack the message; a neutral one after a failure."""
-        try:
-            layout.pack(slots, stamp, changed=changed, requests=messages.requests)
-        except Exception as error:
-            layout.pack_nothing(stamp, changed=changed, requests=messages.requests, rank=messages.rank)
-            self._failure = error
-
-    def _tell(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
-        of, own = f"iteration {stamp.iteration}", self._failure
-        self._failure = None
+    def _note_optimizers(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
         if layout.optimizer_steps_apart() and not self.optimizers_differ and not self._is_undecided:
             self.optimizers_differ = True
             if messages.leads:
@@ -223,11 +206,6 @@ class Reduction:
                     " all ranks.",
                     stamp.iteration,
                 )
-        if own is not None:
-            self._on_failure("packing the statistics of", of, own)
-        elif (failed := layout.failed()) is not None and messages.leads:
-            text = f"{messages.name(failed)} could not send its values (see its log); they are missing from this step"
-            self._on_failure("reducing the statistics of", of, NumbersMissingError(text))
 
     def _news(self, slots: Segments) -> list[Described]:
         """Return segments and outputs that are not agreed yet."""
@@ -293,11 +271,9 @@ def _home(slots: Segments) -> torch.device:
 
 _PARTS = len(Stamp._fields)
 _REQUESTS = len(Requests._fields)
-_TRAILER = 2 * _PARTS + 2 + _REQUESTS
-"""Elements after the maxima: a stamp, its negative, a flag for segments outside the layout, the requests, and the
-number of a rank that could not pack its values.
-"""
-_CHANGED, _FAILED = -2 - _REQUESTS, -1
+_TRAILER = 2 * _PARTS + 1 + _REQUESTS
+"""Elements after the maxima: a stamp, its negative, a flag for segments outside the layout, and the requests."""
+_CHANGED = -1 - _REQUESTS
 _DECISIVE = 3
 """Iterations after which a missed step() is distinguishable from an optimizer that steps less often."""
 _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
@@ -364,11 +340,7 @@ class _Layout:
 
     def requested(self) -> Requests:
         """Return what any rank asks of all."""
-        return Requests(*(self.merged[_CHANGED + 1 : _FAILED] > 0).tolist())
-
-    def failed(self) -> int | None:
-        """Return the last rank that could not pack its values."""
-        return int(self.merged[_FAILED]) if self.merged[_FAILED] >= 0 else None
+        return Requests(*(self.merged[_CHANGED + 1 :] > 0).tolist())
 
     def has_one_stamp(self) -> bool:
         largest, smallest = self._stamps()[:, :_PARTS_COMPARED]
@@ -408,21 +380,11 @@ class _Layout:
             message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
         self._host[:-_TRAILER].copy_(message)
         self.merged[: self._due] = due
-        self._end(stamp, changed=changed, requests=requests, rank=None)
-
-    def pack_nothing(self, stamp: Stamp, *, changed: bool, requests: Requests, rank: int) -> None:
-        """Pack a message without values, in existing memory."""
-        self.merged[: self.split] = 0.0
-        self.merged[self.split :] = NOTHING
-        self._end(stamp, changed=changed, requests=requests, rank=rank)
-
-    def _end(self, stamp: Stamp, *, changed: bool, requests: Requests, rank: int | None) -> None:
         trailer = self.merged[-_TRAILER:]
         for place, part in enumerate(stamp):
             trailer[place] = part if part >= 0 else NOTHING
             trailer[_PARTS + place] = -part if part >= 0 else NOTHING
-        trailer[_CHANGED], trailer[_CHANGED + 1 : _FAILED] = changed, requests
-        trailer[_FAILED] = -1 if rank is None else rank
+        trailer[_CHANGED], trailer[_CHANGED + 1 :] = changed, requests
 
     def unpack(self, values: Values) -> list[Table]:
         """Return segments with an output due on any rank, with replicas' shards added up."""

@@ -71,7 +71,6 @@ INSIDE = {
     "FeatureError": "a feature of a user; in a call that changes precision it ends the forward",
     "RanksLostError": "the ranks are apart",
     "ReductionError": "statistics could not be reduced",
-    "NumbersMissingError": "statistics of a rank are missing",
     "RanksDifferError": "ranks are in different steps",
     "ProcessEnded": "the process ends before the session was stopped",
     "QuantizationError": "a statistic that a layer cannot have",
