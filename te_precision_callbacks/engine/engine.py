@@ -32,7 +32,6 @@ from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSetti
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.blockwise import largest_range
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.engine.kernels import eager_blocks
 from te_precision_callbacks.engine.kernels.columns import (
@@ -52,7 +51,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     Pending,
 )
 from te_precision_callbacks.engine.kernels.eager import scale_columns
-from te_precision_callbacks.engine.kernels.eager_blocks import SumsAndMaxima
+from te_precision_callbacks.engine.kernels.eager_blocks import SumsAndMaxima, largest_range
 from te_precision_callbacks.engine.quantization import (
     PerTensor,
     QuantizationError,
@@ -564,7 +563,7 @@ class _Measuring:
             return None
         if not rest and len(self._wanted) == len(plan.wanted):
             plan.ready[key] = ready
-        return ready, self._all_pending(ready.passes, held)
+        return ready, [self._pending(one, None if one.form is None else held[one.form]) for one in ready.passes]
 
     def end(self, ready: _Ready) -> None:
         for segment, requests in ready.asked:
@@ -593,11 +592,6 @@ class _Measuring:
             return isinstance(held, PerTensor)
         return isinstance(held, InBlocks) and held.fits(self._values)
 
-    def _all_pending(
-        self, passes: Iterable[_Pass], held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
-    ) -> Sequence[Pending]:
-        return [self._pending(single, None if single.form is None else held[single.form]) for single in passes]
-
     def _pending(self, one: _Pass, held: PerTensor | InBlocks | None) -> Pending:
         if isinstance(held, PerTensor):
             return Pending(self._values, held.codes, held.scale_inv, held.e5m2, one.places)
@@ -617,28 +611,16 @@ class _Measuring:
         at = {kind.form: {} for kind in fused if kind.form is not None} or {None: {}}
         first = next(iter(at))  # its pass also covers kinds without a form
         slots, device = self._engine._slots, self._values.device
-        is_elsewhere = self._is_elsewhere(fused)
-        here = Segments() if is_elsewhere else slots
         for kind in fused:
             segment = self._segment(kind)
-            if is_elsewhere:
-                segment = here.segment(segment.key, segment.sums, segment.maxima, device, contributes=True)
+            if segment.device != device:
+                raise QuantizationError("the layer has moved to another device within a step")
             at[first if kind.form is None else kind.form][kind.of] = segment
         passes = [
             _pass(form, of, in_blocks=form is not None and isinstance(held[form], InBlocks)) for form, of in at.items()
         ]
         ready = _Ready(slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused])
-        if not is_elsewhere:
-            return ready, rest
-        # Earlier micro-batches of the step were measured on another device.
-        kernels.add(self._all_pending(passes, held), *here.on(device))
-        for segment, _ in ready.asked:
-            slots.merge(segment, *here.parts(here.segments[segment.key]))
-        self.end(ready)
-        return None, rest
-
-    def _is_elsewhere(self, kinds: Iterable[_SegmentKind]) -> bool:
-        return any(self._segment(kind).device != self._values.device for kind in kinds)
+        return ready, rest
 
     def _is_fusable(self, kind: _SegmentKind, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> bool:
         if kind.form is None:

@@ -265,10 +265,6 @@ def _order(described: Described) -> tuple[str, str, str, int]:
     return layer, tensor, kind, -1 if shard is None else shard
 
 
-def _home(slots: Segments) -> torch.device:
-    return next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
-
-
 _PARTS = len(Stamp._fields)
 _REQUESTS = len(Requests._fields)
 _TRAILER = 2 * _PARTS + 1 + _REQUESTS
@@ -296,7 +292,7 @@ class _Layout:
     """
 
     def __init__(self, described: Iterable[Described], slots: Segments, *, all_of_them: bool) -> None:
-        self._device = _home(slots)
+        self._device = next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
         entries = list(described)
         self._due = sum(len(entry.outputs) for entry in entries)
         self.split = self._due + sum(len(entry.sums) for entry in entries if entry.key.shard is None)

@@ -8,7 +8,6 @@ waiting for it.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -22,8 +21,6 @@ from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending
 logger = logging.getLogger(__name__)
 
 Pass = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]
-
-_on_gpu: Pass | None = None
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -57,23 +54,14 @@ def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: tor
 
 def _pass_for(values: torch.Tensor) -> Pass:
     if values.device.type == "cuda" and values.element_size() <= 4:
-        return _gpu_pass()
+        return _on_gpu
     if native.takes(values):
         return native.add
     return eager.add
 
 
-def _gpu_pass() -> Pass:
-    global _on_gpu
-    if _on_gpu is None:
-        _on_gpu = eager.add if importlib.util.find_spec("triton") is None else _with_triton
-        if _on_gpu is eager.add:
-            _say("Triton is not installed. Install it with: pip install triton")
-    return _on_gpu
-
-
 def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure with Triton, or in plain torch once the kernel has failed to compile."""
+    """Measure with Triton, or in plain torch once Triton is missing or the kernel has failed to compile."""
     global _on_gpu
     left = list(pending)
     try:
@@ -91,9 +79,13 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
         if is_lost(error):
             raise  # nor is this: nothing can run on the GPU any more
         _on_gpu = eager.add
-        _say(f"The Triton kernel cannot be used ({type(error).__name__}: {error}).")
+        logger.warning(
+            "Statistics on the GPU are computed by plain torch operations: slower, but equally exact. The Triton kernel"
+            " cannot be used (%s: %s).",
+            type(error).__name__,
+            error,
+        )
         add(left, sums, maxima)
 
 
-def _say(why: str) -> None:
-    logger.warning("Statistics on the GPU are computed by plain torch operations: slower, but equally exact. %s", why)
+_on_gpu: Pass = _with_triton

@@ -77,12 +77,7 @@ def _has_compiler() -> bool:
 def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Split a matrix into pieces of rows that suit :func:`run`."""
     size = _PIECE if takes(rows) else eager.piece_size(rows)
-    return _split(rows, max(1, size // rows.shape[1]))
-
-
-def _split(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    found: tuple[torch.Tensor, ...] = torch.split(tensor, size)
-    return found
+    return torch.split(rows, max(1, size // rows.shape[1]))  # type: ignore[no-any-return]
 
 
 def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import in_blocks
+from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks, padded
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING, BlockPlaces, InBlocks, Pending
+from te_precision_callbacks.statistics.names import Blocks
 from te_precision_callbacks.statistics.table import Of
 
 SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -223,21 +224,55 @@ def range_columns(blocks: torch.Tensor) -> SumsAndMaxima:
     Args:
         blocks: [blocks, elements], any float dtype; non-finite elements are ignored.
     """
-    pieces = [compiled.run(extremes, piece) for piece in compiled.pieces(blocks)]
+    pieces = [compiled.run(_extremes, piece) for piece in compiled.pieces(blocks)]
     largest, smallest = (torch.cat([piece[index] for piece in pieces]) for index in (0, 1))
     counted = largest > 0
-    ranges = torch.where(counted, log2_of_ratio(largest, smallest), 0.0)
+    ranges = torch.where(counted, _log2_of_ratio(largest, smallest), 0.0)
     maxima = torch.stack([torch.where(counted, ranges, NOTHING).amax(), torch.where(counted, -ranges, NOTHING).amax()])
     return torch.stack([counted.sum(dtype=torch.float64), ranges.sum()]), maxima
 
 
-def log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:
+def largest_range(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Largest log2(max(abs(x)) / min(abs(x))) over the non-zero finite elements of any of the user's own blocks.
+
+    As ``max_blockwise_dynamic_range`` of Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py``),
+    except that a block at the edge may be partial, and non-finite elements are ignored.
+
+    Args:
+        values: any shape, any float dtype; the last dimension is a row.
+
+    Returns:
+        float64, [1]; :data:`NOTHING` where no block has a non-zero finite element.
+    """
+    matrix = as_matrix(values)
+    if not matrix.numel():
+        return torch.full((1,), NOTHING, dtype=torch.float64, device=matrix.device)
+    largest = _largest_range(matrix, blocks)
+    if blocks.both and blocks.dims != 2:  # square tiles of the transposed tensor are the same tiles
+        largest = torch.maximum(largest, _largest_range(matrix.t(), blocks))
+    return largest.reshape(1)
+
+
+def _largest_range(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    height = min(blocks.size, matrix.shape[0]) if blocks.dims == 2 else 1
+    width = min(blocks.size, matrix.shape[1])
+    # Padding zeros are ignored, like the tensor's own zeros.
+    whole = padded(matrix, (height, width), 0.0)
+    pieces = [compiled.run(_extremes, piece) for piece in compiled.pieces(whole.reshape(-1, width))]
+    # Reduce rows first, without a transposed copy; then the rows of a tile.
+    tiles = (whole.shape[0] // height, height, whole.shape[1] // width)
+    largest = torch.cat([largest for largest, _ in pieces]).view(tiles).amax(1)
+    smallest = torch.cat([smallest for _, smallest in pieces]).view(tiles).amin(1)
+    return torch.where(largest > 0, _log2_of_ratio(largest, smallest), NOTHING).amax()
+
+
+def _log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:
     """log2(largest / smallest), float64: exact for powers of two, and never out of range."""
     (upper, upper_exponent), (lower, lower_exponent) = torch.frexp(largest), torch.frexp(smallest)
     return torch.log2(upper.to(torch.float64) / lower) + (upper_exponent - lower_exponent)
 
 
-def extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Largest magnitude of each row, or 0; and smallest above 0, or inf."""
     magnitude = eager.widened(pieces).abs()
     counted = (magnitude > 0) & (magnitude < math.inf)
