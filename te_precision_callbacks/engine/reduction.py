@@ -324,18 +324,16 @@ class _Layout:
         self.merged = np.empty(largest + _TRAILER)
         self._host = torch.from_numpy(self.merged)
         self._moves = [
-            (on, of, _places(sources, widths), _places(targets, widths))
+            (on, of, _places(sources, widths).to(on), _places(targets, widths).to(self._device))
             for (on, of), ranges in moves.items()
             for sources, targets, widths in [np.array(ranges).T]
             if widths.any()
         ]
-        self._are_there = False
 
     def has_changed(self) -> bool:
         return bool(self.merged[_CHANGED] > 0)
 
     def requested(self) -> Requests:
-        """Return what any rank asks of all."""
         return Requests(*(self.merged[_CHANGED + 1 :] > 0).tolist())
 
     def has_one_stamp(self) -> bool:
@@ -347,7 +345,6 @@ class _Layout:
         return 0 if largest == NOTHING else int(largest + smallest)
 
     def has_one_optimizer_count(self) -> bool:
-        """Return whether all ranks have the same positive number of optimizer steps."""
         return not self.optimizer_steps_apart() and bool(self._stamps()[0, -1] > 0)
 
     def _stamps(self) -> npt.NDArray[np.float64]:
@@ -355,11 +352,6 @@ class _Layout:
 
     def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, requests: Requests) -> None:
         """Pack this rank's message on its device and copy it to the host; neutral where it has no values."""
-        if not self._are_there:
-            self._moves = [
-                (on, of, sources.to(on), targets.to(self._device)) for on, of, sources, targets in self._moves
-            ]
-            self._are_there = True
         message = torch.full((len(self.merged) - _TRAILER,), NOTHING, dtype=torch.float64, device=self._device)
         message[: self.split] = 0.0
         due: list[float] = []

@@ -60,7 +60,6 @@ class EventLog(logging.Handler):
             self._thread.put((record.levelno, f"{line}\n"), 1)
 
     def hurry(self) -> Callable[[], bool]:
-        """Flush the queue at once; see :meth:`WriterThread.hurry`."""
         return self._thread.hurry()
 
     def take_failure(self) -> BaseException | None:

@@ -19,7 +19,7 @@ import torch
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe, class_names
 from te_precision_callbacks.config.checking import ReadOptions
-from te_precision_callbacks.config.effects import NAMESPACE, Effect
+from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import Dumped, LoggedTensor
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.planning import LayerPlan, Plan
@@ -31,7 +31,7 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.layers.watched import Watched
-from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
+from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 from te_precision_callbacks.statistics.table import OF_SCALES
 
@@ -108,7 +108,7 @@ def _why_not(name: str, options: Any, available: frozenset[str], module: Any, on
     if isinstance(schema, LogGemmError):
         return ""  # statistics of unavailable tensors are skipped
     if not isinstance(schema, ObservingFeatureSchema):
-        if _always_changes(schema.effect()):
+        if EVERY_STEP in (schema.effect().schedules.values() or (EVERY_STEP,)):
             return f"{name} changes precision, which Transformer Engine does on its debug path only"
         return ""
     for target in schema.targets:
@@ -120,14 +120,14 @@ def _why_not(name: str, options: Any, available: frozenset[str], module: Any, on
         if isinstance(item, Dumped) and item.high_precision_tensor:
             return f"{name}: {_never(tensor, module)}"
         if isinstance(item, LoggedTensor):
-            needing = [request.label for request in item.requests if _needs_high_precision(request)]
+            needing = [
+                request.label
+                for request in item.requests
+                if request.recipe != OWN_RECIPE or request.statistic.of not in OF_SCALES
+            ]
             if needing:
                 return f"{name}: {_never(tensor, module)}, which {needing[0]!r} needs"
     return ""
-
-
-def _always_changes(effect: Effect) -> bool:
-    return EVERY_STEP in (effect.schedules.values() or (EVERY_STEP,))
 
 
 def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tuple[Schedule, ...]:
@@ -139,10 +139,6 @@ def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tupl
 
 def _never(tensor: str, module: Any) -> str:
     return f"the fused path of {type(module).__name__} never has its {tensor} in high precision"
-
-
-def _needs_high_precision(request: Request) -> bool:
-    return request.recipe != OWN_RECIPE or request.statistic.of not in OF_SCALES
 
 
 def choose(

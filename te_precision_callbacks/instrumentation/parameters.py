@@ -403,7 +403,6 @@ class ParameterWatch:
         return is_due(self._ended - self._first)
 
     def _check_without_optimizer(self) -> None:
-        """For models without a known torch optimizer."""
         if not self._parameters:
             self._refresh()
         trained = [state for state in self._parameters.values() if state.weight.requires_grad]
@@ -490,7 +489,6 @@ class ParameterWatch:
                 yield Problem("still", each.name, each.still_since, each.still_until - each.still_since)
 
     def _not_held(self) -> Iterator[Problem]:
-        """In any optimizer of the process."""
         held = self._held_parameters()
         unheld = [
             each
@@ -507,7 +505,6 @@ class ParameterWatch:
 
     @torch.no_grad()
     def end(self, iteration: int) -> list[Problem]:
-        """Return the remaining problems, and weights with inf or nan."""
         self._read()
         self._reading = self._batches.copied()
         self._read()
@@ -536,7 +533,6 @@ def _note_forward(gap: _Gap) -> Callable[..., None]:
 
 
 def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
-    """Weights that do not change, or differ from their master weight."""
     shown = [what for what, _, _ in parameter.checks]
     # At first, a weight that is never copied is as far from its master as one copied late.
     is_late = set(shown) == {"late"}

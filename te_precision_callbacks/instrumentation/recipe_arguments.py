@@ -121,7 +121,6 @@ def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
 
 
 def computing(modules: Iterable[NamedModule], operations: Iterable[NamedOperation]) -> list[_Computing]:
-    """Return a model's modules and operations with their layers' names."""
     named = [(each.module, tuple(layer.name for layer in each.layers)) for each in modules]
     return [*named, *((each.module, each.layers) for each in operations)]
 
@@ -132,7 +131,6 @@ def recipes_of(modules: Iterable[_Computing]) -> list[Any]:
 
 
 def computes_in_float16(modules: Iterable[_Computing]) -> bool:
-    """In activations or parameters."""
     return any(
         getattr(module, "activation_dtype", None) is torch.float16
         or any(parameter.dtype is torch.float16 for parameter in module.parameters(recurse=False))

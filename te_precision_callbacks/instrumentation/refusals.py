@@ -330,7 +330,6 @@ def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
 
 
 def refusal_of(forward: DebugForward) -> DebugRefusal | None:
-    """Return why a forward must not take the debug path; None if it may."""
     return next((row for row in REFUSALS if row.of_forward is not None and row.of_forward(forward)), None)
 
 

@@ -141,7 +141,6 @@ class Replicas:
         return any(cls.__name__ in _WRAPPERS for each in gc.get_objects() for cls in type(each).__mro__[:-1])
 
     def _sums(self) -> Sums:
-        """Checksums of parameters not marked as sharded."""
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
         kept = [(name, each) for name, each, _ in self._model.named_parameters() if id(each) not in sharded]
         codes = [(name, raw(weight)) for name, weight in kept]

@@ -59,7 +59,6 @@ class RestingLayers:
             self._seen_in[id(module)] = state
 
     def add(self, module: torch.nn.Module) -> None:
-        """It rests from the next step on."""
         self._new.append(module)
 
     def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:

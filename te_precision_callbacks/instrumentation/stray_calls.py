@@ -34,8 +34,6 @@ _NAMING = "infer_and_assign_layer_names"
 
 
 class StrayCalls:
-    """Replaces the functions while a session runs."""
-
     def __init__(self, manager: Any) -> None:
         import nvdlfw_inspect.api as debug_api
 

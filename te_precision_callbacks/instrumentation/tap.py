@@ -42,11 +42,11 @@ from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, cla
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.instrumentation.attention_tap import AttentionTap
-from te_precision_callbacks.instrumentation.callers import Callers
 from te_precision_callbacks.instrumentation.handed import (
     GEMM,
     GROUPED_GEMM,
     GROUPED_TENSOR_GEMM,
+    Callers,
     Gemms,
     Named,
     Sources,

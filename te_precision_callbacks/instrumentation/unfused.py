@@ -19,8 +19,6 @@ _QUANTIZER_OF_NORM = 5
 
 
 class UnfusedTensors:
-    """Stores these tensors in the current forward or backward."""
-
     def __init__(self, running: Running, report: Callable[[str, str, Exception], None]) -> None:
         self._running = running
         self._report = report

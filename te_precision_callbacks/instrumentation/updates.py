@@ -114,7 +114,6 @@ class UpdateWatch:
 
 
 def _adds_eps(group: Mapping[str, Any]) -> bool:
-    """Return whether a group's optimizer adds ``eps`` as Adam does."""
     return "betas" in group and bool(group.get("eps"))
 
 

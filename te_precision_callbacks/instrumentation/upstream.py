@@ -16,7 +16,6 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +69,10 @@ def import_transformer_engine() -> None:
         raise TransformerEngineUnavailableError(error) from error
 
 
-@cache
-def _imported_version() -> str:
-    return importlib.metadata.version("transformer_engine")
-
-
 def warn_unless_supported() -> None:
     from packaging.version import Version
 
-    installed = _imported_version()
+    installed = importlib.metadata.version("transformer_engine")
     low, high = (Version(bound) for bound in SUPPORTED_TE)
     if not low <= Version(Version(installed).base_version) < high:
         logger.warning(
@@ -114,13 +108,10 @@ class Snapshot:
                 self._globals.replace(owner, name, copy.copy(getattr(owner, name)))
         loggers = map(logging.getLogger, _PYTHON_LOGGERS)
         self._loggers = [(each, list(each.handlers), each.level, each.propagate) for each in loggers]
+        for python_logger, *_ in self._loggers:  # handlers of an earlier upstream run write into its files
+            python_logger.handlers.clear()
         self._timestamp = os.environ.get(_TIMESTAMP_VARIABLE)
         self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
-
-    def detach_handlers(self) -> None:
-        """Detach log handlers of an earlier upstream run, which write into its files, until :meth:`restore`."""
-        for python_logger, *_ in self._loggers:
-            python_logger.handlers.clear()
 
     def remember_module(self, module: torch.nn.Module) -> None:
         """Only the first call for a module counts."""
@@ -218,7 +209,6 @@ class Inspector:
             )
         self._make_folder()
         self._snapshot = Snapshot()
-        self._snapshot.detach_handlers()
         SingleMessageLogger.logged_messages.clear()
         with warnings.catch_warnings():
             # Registering TE's deprecated aliases warns, used or not; a warning as an error would end the process.
@@ -267,7 +257,6 @@ class Inspector:
             self._failures.report("writing", _EVENTS, error)
 
     def report_events(self) -> None:
-        """Warns once."""
         failure = self.events.take_failure()
         if failure is not None:
             self._failures.report("writing", _EVENTS, failure)
@@ -330,7 +319,6 @@ class Inspector:
         return own and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
 
     def changes_precision(self, features: NamespacedFeatures) -> bool:
-        """Return whether a feature of a layer can change a GEMM's operands."""
         from nvdlfw_inspect.registry import Registry
 
         return any(
@@ -365,7 +353,6 @@ class Inspector:
         get_logger().log_message(message)
 
     def name_module(self, module: torch.nn.Module, name: str) -> None:
-        """Set a module's name, and reset its schedule."""
         if self._snapshot is None or self._stray_calls is None:
             raise SessionError("The session is not running.")
         self._stray_calls.keep_names()
@@ -374,7 +361,6 @@ class Inspector:
         reset_schedule(module)
 
     def forget_names(self) -> None:
-        """Restore the modules' own names, to inspect the model again."""
         if self._snapshot is not None:
             self._snapshot.restore_module_names()
 

@@ -85,7 +85,6 @@ class WatchedModules:
             self.query_again(module)
 
     def rest_all(self) -> None:
-        """Let all armed modules rest, until :meth:`arm_all`."""
         for module in list(self.armed.values()):
             self._rest(module)
 
@@ -134,7 +133,6 @@ class WatchedModules:
         self.query_again(module)
 
     def leave_alone(self, module: torch.nn.Module) -> None:
-        """Let a module run as in a process without debugging."""
         self._refused.add(id(module))
         self.fused.pop(id(module), None)
         self.armed.pop(id(module), None)

@@ -49,8 +49,6 @@ class EndingStep:
 
 
 class StepCollector:
-    """Collects the statistics and scalars of a step, and makes its records."""
-
     def __init__(
         self,
         context: RunContext,

@@ -194,7 +194,7 @@ class ObservedModel:
         self._context = context
         self._options = context.options
         self._inspector = context.inspector
-        self._hooks = hooks
+        self.hooks = hooks
         self._engine = engine
         self._results = context.results
         self._results.not_measured = hooks.gemm_errors.not_measured
@@ -204,7 +204,7 @@ class ObservedModel:
     @property
     def unmeasured(self) -> str:
         """The reason if LogGemmError has measured nothing, although a GEMM was due."""
-        return self._hooks.gemm_errors.why_nothing
+        return self.hooks.gemm_errors.why_nothing
 
     # ------------------------------------------------------------------ a model that is given
 
@@ -226,7 +226,7 @@ class ObservedModel:
             logger.warning("%s", without_layers(goes_on, self._context.loop.front_door))
         self.model = model
         self._observe(planned)
-        self._hooks.count_products(model, self.layers.paths(model))
+        self.hooks.count_products(model, self.layers.paths(model))
         self.attached = True
 
     def _plan(self, model: Model) -> _Planned:
@@ -266,8 +266,8 @@ class ObservedModel:
                 scope=layer.scope,
                 given=self.layers.given.get(layer.name, ""),
                 refused=self._refused.why(layer.name),
-                exec_fwd=self._hooks.order.forward.get(layer.name),
-                exec_bwd=self._hooks.order.backward.get(layer.name),
+                exec_fwd=self.hooks.order.forward.get(layer.name),
+                exec_bwd=self.hooks.order.backward.get(layer.name),
             )
             for layer in self.layers.own
         )
@@ -277,7 +277,7 @@ class ObservedModel:
         for module in modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused, self.roots)
+        self.hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused, self.roots)
         self.warn_of_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
             logger.info('observe="auto": %s', format_paths(len(planned.fused), planned.not_fused))
@@ -319,14 +319,14 @@ class ObservedModel:
         return any(id(parameter) in held for parameter in self.parameters())
 
     def end_step(self) -> None:
-        self._hooks.end_step()
+        self.hooks.end_step()
         self.warn_of_refused()
         self._warn_of_unwatched()
         self.note_order()
         self.note_products()
 
     def _warn_of_unwatched(self) -> None:
-        unwatched = self._hooks.answers.unwatched
+        unwatched = self.hooks.answers.unwatched
         if unwatched and self._notices.first("unwatched"):
             logger.warning(
                 "%s trains outside the model that the session was given, so it is not observed. If it was added to the"
@@ -336,7 +336,7 @@ class ObservedModel:
             )
 
     def note_order(self) -> None:
-        order = self._hooks.order
+        order = self.hooks.order
         if order.take_grown():
             self._results.layers = tuple(
                 replace(info, exec_fwd=order.forward.get(info.name), exec_bwd=order.backward.get(info.name))
@@ -347,13 +347,9 @@ class ObservedModel:
     def all_names(self) -> list[str]:
         return [*dict.fromkeys([*self.layers.paths(self.model).values(), *sorted(self.layers.names)])]
 
-    @property
-    def enters_autocast(self) -> bool:
-        return self._hooks.has_enabled_regions
-
     def note_products(self) -> None:
-        outside = self._hooks.products.recomputed_outside
-        step = self._hooks.products.take_step()
+        outside = self.hooks.products.recomputed_outside
+        step = self.hooks.products.take_step()
         if step is None:
             return
         self._warn_of_recomputed(outside)

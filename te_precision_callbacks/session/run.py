@@ -202,7 +202,6 @@ class Run:
             self.context.failures.iteration = self.context.iteration
 
     def _end_step(self, logging_step: int | None) -> StepRecords | None:
-        """End a step on all ranks together."""
         context = self.context
         self._check_overflow()
         if self.is_forked:
@@ -340,7 +339,6 @@ class Run:
         return records
 
     def _deliver_own(self, ending: EndingStep) -> None:
-        """Deliver this rank's statistics, without the other ranks."""
         try:
             self._collector.collect_local()
             self._deliver(ending)
