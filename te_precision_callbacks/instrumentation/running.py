@@ -30,7 +30,6 @@ class Forward:
         high: (layer number, tensor) -> tensor before quantization; None if ``wanted`` is empty.
         recomputed: keys of tensors recomputed because a fused kernel quantized them.
         kept: storage of listeners until the backward has run.
-        handled: id of the exception being handled when the forward began.
     """
 
     __slots__ = (
@@ -38,7 +37,6 @@ class Forward:
         "_read",
         "events",
         "half",
-        "handled",
         "has_events",
         "high",
         "kept",
@@ -61,7 +59,6 @@ class Forward:
         self.high: dict[tuple[int, str], Any] | None = None
         self.recomputed: set[tuple[int, str]] = set()
         self.kept: dict[Any, Any] = {}
-        self.handled = id(None)
         self._halves = halves
         self.half = 0
         self._read: set[tuple[int, str]] = set()

@@ -22,7 +22,6 @@ from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
 from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
-from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
 from te_precision_callbacks.layers.folding import in_sentence
@@ -56,8 +55,24 @@ _FOR_TRAINER = (
 """What makes a checkpoint of the Hugging Face Trainer compute again in low precision."""
 
 
+_BY_ACCELERATE = {
+    "accelerate": " To have its Linear layers made into Transformer Engine's, prepare the model with"
+    " Accelerator(mixed_precision='fp8', kwargs_handlers=[TERecipeKwargs()]).",
+    "transformers": " Accelerate makes Linear layers into Transformer Engine's: with mixed_precision: fp8 and"
+    " fp8_config: {backend: TE} in the file of accelerate launch --config_file, or with ACCELERATE_MIXED_PRECISION=fp8"
+    " and ACCELERATE_FP8_BACKEND=TE in the environment of a script that is started without it.",
+}
+
 _MLP_MODES = {"fc1": "column", "fc2": "row"}
 """The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
+
+
+def without_layers(goes_on: str, front_door: str = "") -> str:
+    """Return the warning that a model has no Transformer Engine layer, with a remedy for the integration."""
+    return (
+        "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear),"
+        f" so there are no statistics. Training goes on {goes_on}.{_BY_ACCELERATE.get(front_door, '')}"
+    )
 
 
 def placements(
@@ -248,9 +263,6 @@ class ObservedModel:
         refused = self._refused.modules
         left = {named.name for named in modules if id(named.module) in refused}
         not_fused = {name: why for name, why in not_fused.items() if name not in left}
-        alike = alike_in_words(self.layers.of_all)
-        if alike and own_rank() == 0 and self._notices.first("alike"):
-            logger.warning("%s", alike)
         fused = {key: changed for key, changed in fused.items() if key not in refused}
         return _Planned(own_plan, sections, fused, not_fused)
 
