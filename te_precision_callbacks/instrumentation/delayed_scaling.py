@@ -51,8 +51,8 @@ class DelayedScalingLayers:
         device = next(iter(new.values())).device
         empty = torch.stack([flag.to(device) for flag in new.values()]).tolist()
         without = {key for key, is_empty in zip(new, empty, strict=True) if is_empty}
-        found = frozenset(name for name, key in ours.items() if key in without)
-        return found.union(layer for layer in layers if layer not in ours) if found else found
+        unscaled = frozenset(name for name, key in ours.items() if key in without)
+        return unscaled.union(layer for layer in layers if layer not in ours) if unscaled else unscaled
 
 
 def _is_empty(state: Any) -> torch.Tensor:

@@ -132,8 +132,8 @@ def _why_not(name: str, options: Any, available: frozenset[str], module: Any, on
 
 def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tuple[Schedule, ...]:
     entries = (planned[layer.name] for layer in named.layers if layer.name in planned)
-    options = (each for entry in entries for each in entry.features.get(NAMESPACE, {}).values())
-    schemas = (each.schema for each in options if isinstance(each, ReadOptions))
+    options = (feature_options for entry in entries for feature_options in entry.features.get(NAMESPACE, {}).values())
+    schemas = (feature_options.schema for feature_options in options if isinstance(feature_options, ReadOptions))
     return tuple(dict.fromkeys(schedule for schema in schemas for schedule in schema.effect().schedules.values()))
 
 
@@ -247,7 +247,10 @@ class FusedObservation:
             except Exception as error:
                 self._report("finding what to observe of", layer, error)
                 return _Due({}, None)
-            key = tuple((tensor, *((each.name, id(each.options)) for each in found)) for tensor, found in of_tensors)
+            key = tuple(
+                (tensor, *((watcher.name, id(watcher.options)) for watcher in watchers))
+                for tensor, watchers in of_tensors
+            )
             watchers = self._watchers[layer] = self._shared.setdefault(key, of_tensors)
         answer = self._answers.get(id(watchers))
         if answer is None:

@@ -51,9 +51,13 @@ def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
         TypeError: a parameter is missing, as in another TE version.
     """
     parameters = list(inspect.signature(function).parameters.values())
-    fixed = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
-    missing = ", ".join(sorted(_READ.intersection(known) - {each.name for each in parameters}))
+    fixed = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    rest = next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL), None)
+    missing = ", ".join(sorted(_READ.intersection(known) - {parameter.name for parameter in parameters}))
     if missing and rest is not None:
         return lambda arguments: dict(zip(known, arguments, strict=False))
     if missing:
@@ -138,9 +142,9 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any
     return _plain({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
 
 
-def _plain(found: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+def _plain(tensors: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
     return {
-        key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
+        key: tensor for key, tensor in tensors.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
     }
 
 
@@ -150,7 +154,7 @@ def methods_of_operations(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
     from transformer_engine.pytorch.ops.op import FusedOperation
 
     def below(parent: Any) -> list[Any]:
-        return [found for child in parent.__subclasses__() for found in (child, *below(child))]
+        return [kind for child in parent.__subclasses__() for kind in (child, *below(child))]
 
     basic = [BasicLinear, GroupedLinear]
     derived = [kind for parent in (*basic, FusedOperation) for kind in below(parent)]

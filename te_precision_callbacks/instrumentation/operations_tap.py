@@ -51,7 +51,7 @@ class OperationsTap:
     def check_recipes(self, *, of_all: bool) -> None:
         """Check whether the next few (or all) operations ran in another recipe."""
         checked = self._operations.values() if of_all else self._turns.take()
-        self.has_new = any(_recipe_of(each) != self._recipes[id(each.module)] for each in checked)
+        self.has_new = any(_recipe_of(operation) != self._recipes[id(operation.module)] for operation in checked)
         if self.has_new:
             self._recipes = self._recipes_now()
 
@@ -98,7 +98,7 @@ class OperationsTap:
 
     def _layers_in(self, operation: Any) -> list[Sequence[str]]:
         basic = [operation, *getattr(operation, "basic_ops", ())]
-        return [self._operations[id(one)].layers for one in basic if id(one) in self._operations]
+        return [self._operations[id(part)].layers for part in basic if id(part) in self._operations]
 
     def _of_operation(self, operation: Any) -> Forward:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager

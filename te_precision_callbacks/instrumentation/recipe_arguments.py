@@ -121,8 +121,8 @@ def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
 
 
 def computing(modules: Iterable[NamedModule], operations: Iterable[NamedOperation]) -> list[_Computing]:
-    named = [(each.module, tuple(layer.name for layer in each.layers)) for each in modules]
-    return [*named, *((each.module, each.layers) for each in operations)]
+    named = [(named.module, tuple(layer.name for layer in named.layers)) for named in modules]
+    return [*named, *((operation.module, operation.layers) for operation in operations)]
 
 
 def recipes_of(modules: Iterable[_Computing]) -> list[Any]:

@@ -268,9 +268,9 @@ class RefusedLayers:
                 if layer.name in planned:
                     acting = [effect for section in planned[layer.name].sections for effect in effects[section]]
                     of_layer = (row for row in REFUSALS if row.of_effects and row.of_effects(module, acting))
-                    found = refusal or next(of_layer, None)
-                    if found is not None:
-                        before[layer.name] = found
+                    layer_refusal = refusal or next(of_layer, None)
+                    if layer_refusal is not None:
+                        before[layer.name] = layer_refusal
         if self.strict and before:
             raise _error(before)
         self.modules = of_modules
@@ -287,10 +287,10 @@ class RefusedLayers:
         return replace(plan, layers=tuple(entry for entry in plan.layers if entry.layer.name not in before))
 
     def note(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
-        found = dict.fromkeys(self._acting.get(id(module), ()), refusal)
-        if self.strict and found:
-            raise _error(found)
-        for layer in found:
+        refused = dict.fromkeys(self._acting.get(id(module), ()), refusal)
+        if self.strict and refused:
+            raise _error(refused)
+        for layer in refused:
             self._refused.setdefault(layer, {})[refusal] = None
 
     def why(self, layer: str) -> str:

@@ -151,9 +151,9 @@ class RestingLayers:
         for module in checked:
             now = _trainable(module)
             if self._trainable.setdefault(id(module), now) != now:
-                for each in self._modules.values():
-                    self._trainable[id(each)] = _trainable(each)
-                    self._query_again(each)
+                for other in self._modules.values():
+                    self._trainable[id(other)] = _trainable(other)
+                    self._query_again(other)
 
 
 class _State(NamedTuple):

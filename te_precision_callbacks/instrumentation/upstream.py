@@ -107,7 +107,10 @@ class Snapshot:
             for name in names:
                 self._globals.replace(owner, name, copy.copy(getattr(owner, name)))
         loggers = map(logging.getLogger, _PYTHON_LOGGERS)
-        self._loggers = [(each, list(each.handlers), each.level, each.propagate) for each in loggers]
+        self._loggers = [
+            (python_logger, list(python_logger.handlers), python_logger.level, python_logger.propagate)
+            for python_logger in loggers
+        ]
         for python_logger, *_ in self._loggers:  # handlers of an earlier upstream run write into its files
             python_logger.handlers.clear()
         self._timestamp = os.environ.get(_TIMESTAMP_VARIABLE)

@@ -39,9 +39,9 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
         taken(list(together), sums, maxima)
 
 
-def _pass_of(one: Pending) -> Pass:
-    taken = _pass_for(one.values)
-    return _blocks_in_torch if one.in_blocks is not None and taken in (eager.add, native.add) else taken
+def _pass_of(tensor: Pending) -> Pass:
+    taken = _pass_for(tensor.values)
+    return _blocks_in_torch if tensor.in_blocks is not None and taken in (eager.add, native.add) else taken
 
 
 def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:

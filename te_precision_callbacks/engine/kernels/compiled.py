@@ -77,7 +77,7 @@ def _has_compiler() -> bool:
 def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Split a matrix into pieces of rows that suit :func:`run`."""
     size = _PIECE if takes(rows) else eager.piece_size(rows)
-    return torch.split(rows, max(1, size // rows.shape[1]))  # type: ignore[no-any-return]
+    return torch.split(rows, max(1, size // rows.shape[1]))
 
 
 def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:

@@ -66,7 +66,7 @@ def places_of(at: Callable[[Of], tuple[int, int]]) -> BlockPlaces:
     return BlockPlaces(limits=limits, losses=losses[0], ranges=ranges[0], loss_maxima=losses[1], range_maxima=ranges[1])
 
 
-def columns(found: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
+def columns(tensor: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
     """Compute the columns of the wanted kinds.
 
     Args:
@@ -76,35 +76,35 @@ def columns(found: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]
     Raises:
         ValueError: the tensors differ in size.
     """
-    part, (down, along) = found.part, found.stored_again
-    matrix = None if values is None else found.matrix(values)
+    part, (down, along) = tensor.part, tensor.stored_again
+    matrix = None if values is None else tensor.matrix(values)
     factors, scales = part.factors()[::down, ::along], part.block_scales()[::down, ::along]
     merged: dict[Of, SumsAndMaxima] = {}
-    for of_rows, of_blocks in _bands(found):
-        band = matrix if matrix is None else in_blocks(matrix[of_rows], found.block)
+    for of_rows, of_blocks in _bands(tensor):
+        band = matrix if matrix is None else in_blocks(matrix[of_rows], tensor.block)
         its_factors = factors[of_blocks].reshape(-1, 1)
         compared = occupied = None
         if band is not None and _needs_comparison(wanted):
-            elements = in_blocks(part.elements(of_rows), found.block, 0.0)
+            elements = in_blocks(part.elements(of_rows), tensor.block, 0.0)
             compared = _compared(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
         elif needs_blocks(wanted):
-            occupied = _occupied(in_blocks(part.elements(of_rows), found.block, 0.0) if band is None else band)
-        its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *found.limits)
+            occupied = _occupied(in_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band)
+        its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *tensor.limits)
         merged = _merged(merged, columns_of(wanted, compared, its_scales, occupied, band))
     return merged
 
 
-def _bands(found: InBlocks) -> Iterator[tuple[slice, slice]]:
-    (rows, row), height = found.part.matrix_shape, found.block[0]
+def _bands(tensor: InBlocks) -> Iterator[tuple[slice, slice]]:
+    (rows, row), height = tensor.part.matrix_shape, tensor.block[0]
     step = max(1, _BAND // max(1, height * row))
     for first in range(0, -(-rows // height), step):
         yield slice(first * height, (first + step) * height), slice(first, first + step)
 
 
-def _merged(found: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> dict[Of, SumsAndMaxima]:
+def _merged(merged: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> dict[Of, SumsAndMaxima]:
     return {
-        of: (_both(torch.add, found[of][0], sums), _both(torch.maximum, found[of][1], maxima))
-        if of in found
+        of: (_both(torch.add, merged[of][0], sums), _both(torch.maximum, merged[of][1], maxima))
+        if of in merged
         else columns_of_kind
         for of, columns_of_kind in more.items()
         for sums, maxima in (columns_of_kind,)
@@ -112,9 +112,9 @@ def _merged(found: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> di
 
 
 def _both(
-    merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], one: torch.Tensor | None, other: torch.Tensor | None
+    merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], first: torch.Tensor | None, other: torch.Tensor | None
 ) -> torch.Tensor | None:
-    return other if one is None or other is None else merge(one, other)
+    return other if first is None or other is None else merge(first, other)
 
 
 def _occupied(blocks: torch.Tensor) -> torch.Tensor:
@@ -180,22 +180,22 @@ def columns_of(
         occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` shows it.
         blocks: [blocks, elements], before quantization; needed for the ranges.
     """
-    found: dict[Of, SumsAndMaxima] = {}
+    kinds: dict[Of, SumsAndMaxima] = {}
     if occupied is None and compared is not None and needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
     # The factor of a block of zeros depends on the recipe alone.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
     if Of.SCALES in wanted:
-        found[Of.SCALES] = eager.scale_columns(factors)
+        kinds[Of.SCALES] = eager.scale_columns(factors)
     if compared is not None and Of.QUANTIZED in wanted:
-        found[Of.QUANTIZED] = compared.sum(1), None
+        kinds[Of.QUANTIZED] = compared.sum(1), None
     if compared is not None and Of.LOSSES in wanted:
-        found[Of.LOSSES] = _loss_columns(compared)
+        kinds[Of.LOSSES] = _loss_columns(compared)
     if Of.SCALE_LIMITS in wanted and occupied is not None:
-        found[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
+        kinds[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
     if blocks is not None and Of.RANGES in wanted:
-        found[Of.RANGES] = range_columns(blocks)
-    return found
+        kinds[Of.RANGES] = range_columns(blocks)
+    return kinds
 
 
 def _loss_columns(compared: torch.Tensor) -> SumsAndMaxima:
