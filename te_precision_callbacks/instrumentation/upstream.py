@@ -321,16 +321,6 @@ class Inspector:
         own = isinstance(feature, ScheduledFeature)
         return own and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
 
-    def changes_precision(self, features: NamespacedFeatures) -> bool:
-        from nvdlfw_inspect.registry import Registry
-
-        return any(
-            hasattr(Registry.data[namespace].features[name], method)
-            for namespace, named in features.items()
-            for name in named
-            for method in ("fp8_gemm_enabled", "modify_tensor_enabled")
-        )
-
     def configure(self, config: Mapping[str, Any], source: str, sections: Sequence[NamespacedFeatures]) -> None:
         """Replace the config.
 

@@ -35,10 +35,10 @@ class RunContext:
     options: SessionOptions
     loop: LoopFacts
     results: RunResults
-    notices: Notices
     failures: ObservationFailures
     ranks: Ranks
     inspector: Inspector
+    notices: Notices = field(default_factory=Notices)
     events: list[Event] = field(default_factory=list)
 
     @property

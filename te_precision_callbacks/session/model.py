@@ -284,7 +284,6 @@ class ObservedModel:
             for layer in self.layers.own
         )
         inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
-        self._results.changes_precision |= any(inspector.changes_precision(entry.features) for entry in plan.layers)
         self._engine.placements = placements(modules, self._options.process_group)
         for module in modules:
             inspector.name_module(module.module, module.name)

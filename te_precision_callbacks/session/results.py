@@ -27,7 +27,6 @@ class RunResults:
         started_at: the place in the script that started the session; empty before the start.
         filters_loss: whether the trainer filters inf and nan from the loss that it logs.
         expects_low: the setting of the trainer that asks for low precision.
-        changes_precision: whether a feature in the config can change the precision of a GEMM.
         whole_run: the verdict on a resumed run with its earlier starts; None before its end, and for other runs.
         scales_loss: whether a GradScaler has stepped an optimizer of the model.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
@@ -42,7 +41,6 @@ class RunResults:
     expects_low: str = ""
     filters_loss: bool = False
     not_measured: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    changes_precision: bool = False
     audit: PrecisionAudit = field(init=False)
     coverage: CoverageHistory = field(default_factory=CoverageHistory)
     series: SeriesTable = field(default_factory=SeriesTable)

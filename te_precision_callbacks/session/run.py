@@ -18,7 +18,6 @@ from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks, leads
 from te_precision_callbacks.config.idle import never_due_in_words
@@ -78,7 +77,6 @@ class Run:
         results: RunResults,
         classify: ForwardClassifier,
         loop: LoopFacts,
-        notices: Notices,
     ) -> None:
         self.live = False
         self._process = os.getpid()
@@ -92,7 +90,6 @@ class Run:
             options,
             loop,
             results,
-            notices,
             failures,
             Ranks(options.process_group, reduce=options.reduce, report=failures.report),
             Inspector(results.log_dir, options, failures),

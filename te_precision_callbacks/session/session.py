@@ -14,8 +14,6 @@ from typing import Any
 from typing_extensions import Unpack
 
 from te_precision_callbacks.base.errors import OptionError, SessionError
-from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.gemm_precision import Precision
@@ -101,7 +99,6 @@ class InspectSession:
         self._run: Run | None = None
         self._resume_audit: ResumeAudit | None = None
         self._results = self._no_findings(None)
-        self._notices = Notices()
         self._loop = LoopFacts()
         self._resumed_loss = ResumedLoss()
         self._backward_loss: BackwardLoss | None = None
@@ -282,10 +279,9 @@ class InspectSession:
         warn_unless_supported()
         self._results = self._no_findings(log_dir)
         self._results.started_at = _place_in_script()
-        self._notices = Notices()
         self._loop = LoopFacts(counts_from, front_door, gives_way)
         self._classify.eval_mode_counts = eval_mode_counts
-        self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop, self._notices)
+        self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop)
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
@@ -492,22 +488,6 @@ class InspectSession:
     def _note_checkpoint(self, file: str) -> None:
         if self._run is not None and self._run.live:
             self._run.note_checkpoint(os.path.abspath(file) if file and "://" not in file else file)
-
-    # ------------------------------------------------------------------ calls of integrations
-
-    def warn_of_evaluation(self, what: str) -> None:
-        """Warn once, if the session has ended, that an evaluation runs without the features that changed precision."""
-        if (
-            not self.running
-            and self._results.changes_precision
-            and own_rank() == 0
-            and self._notices.first("evaluation")
-        ):
-            logger.warning(
-                "%s runs without the features that changed precision in training: they ended with its session. Results"
-                " differ from an evaluation during training. Evaluate before the session ends to have them act.",
-                what,
-            )
 
     def __enter__(self) -> InspectSession:
         return self.start()

@@ -210,13 +210,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             self.close(error)
             raise
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
-    ) -> None:
-        """Warn if the features that changed precision in training no longer act."""
-        if self._session is not None:
-            self._session.warn_of_evaluation("An evaluation after the training")
-
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
         if self._running is None:
             return
