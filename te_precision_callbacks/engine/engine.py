@@ -665,7 +665,6 @@ class _Measuring:
         return held
 
     def _compare(self, form: _QuantizedForm, held: PerTensor | InBlocks | None, wanted: Set[Of]) -> None:
-        """Merge the wanted kinds of a form, and report kinds that cannot be measured."""
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
         refused: dict[str, Set[Of]] = {}
         if self._watched.values is None:

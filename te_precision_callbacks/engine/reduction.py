@@ -4,18 +4,14 @@ Segments are matched by name, so ranks may hold different layers, and a layer ma
 are exchanged only when a rank has a segment outside the common layout, which a flag in the vector of maxima shows
 without a further message.
 
-The maxima also carry each rank's :class:`Stamp` and its negative, so all ranks see in the same message whether the
-largest stamp is also the smallest. If not, the ranks are in different iterations, and the merged values are dropped. So
-are they if counts of optimizer steps that were equal begin to differ: a rank has missed a step(). Counts that differ
-from the start, as with different optimizers, are only reported. If they were equal once, as after the first step of two
-optimizers with different intervals, the next steps decide; until then values are not merged.
+The maxima also carry each rank's :class:`Stamp` and its negative. If the largest stamp is not the smallest, the ranks
+are in different iterations, and the merged values are dropped; so are they if counts of optimizer steps that were equal
+begin to differ: a rank has missed a step(). Counts that differ from the start, as with different optimizers, are only
+reported. If they were equal once, the next steps decide; until then values are not merged.
 
-After a failure a rank leaves the others (:mod:`te_precision_callbacks.base.ranks`), and each rank reports local values.
-
-Parts of a tensor on different ranks are added. Replicas (weights of a data-parallel group) are merged by maximum, which
-is any replica's value, even if some did not run the layer; tensor-parallel shards stay separate in the message and are
-added on the host. Different tensors under one name, such as different experts, would be mixed: use separate process
-groups.
+Parts of a tensor on different ranks are added. Replicas (weights of a data-parallel group) are merged by maximum, even
+if some did not run the layer; tensor-parallel shards stay separate in the message and are added on the host. Different
+tensors under one name would be mixed: use separate process groups.
 """
 
 from __future__ import annotations
@@ -208,7 +204,6 @@ class Reduction:
                 )
 
     def _news(self, slots: Segments) -> list[Described]:
-        """Return segments and outputs that are not agreed yet."""
         news: list[Described] = []
         for described in map(_describe, slots.segments.values()):
             known = self._agreed.get(described.key)

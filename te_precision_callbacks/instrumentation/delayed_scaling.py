@@ -1,8 +1,7 @@
 """Finds layers that ran delayed scaling before they had a scale.
 
-Delayed scaling derives the scale from the amaxes of earlier steps. In a layer's first step the scale is 1, so most of a
-small gradient underflows. The layer's state before its first forward shows this: a resumed run may have the scales of
-its checkpoint.
+In a layer's first step the scale is 1, so most of a small gradient underflows. The layer's state before its first
+forward shows this: a resumed run may have the scales of its checkpoint.
 """
 
 from __future__ import annotations

@@ -63,7 +63,6 @@ class EventLog(logging.Handler):
         return self._thread.hurry()
 
     def take_failure(self) -> BaseException | None:
-        """Return, once, the error that ended the writing."""
         return self._thread.take_failure()
 
     def close(self) -> None:

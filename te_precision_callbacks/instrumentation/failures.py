@@ -54,7 +54,6 @@ class ObservationFailures:
         self._new: list[tuple[int, str]] = []
 
     def take(self) -> list[tuple[int, str]]:
-        """Return iterations and texts of failures since the last call."""
         new, self._new = self._new, []
         return new
 

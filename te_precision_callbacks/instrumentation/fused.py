@@ -1,8 +1,8 @@
 """Observes layers on Transformer Engine's fused path.
 
-Transformer Engine calls features only on its debug path, which is unfused and rounds some tensors differently. With
-``observe="fused"`` or ``"auto"`` a layer stays on its fused path, and observing features receive its GEMMs' operands
-from the tap (``tap.py``), quantized and unquantized. Training stays bit-identical.
+Transformer Engine calls features only on its debug path, which rounds some tensors differently. With
+``observe="fused"`` or ``"auto"`` features receive the GEMMs' operands from the tap (``tap.py``), quantized and
+unquantized, and training stays bit-identical.
 
 Values that a fused norm or activation function writes only in the GEMM's format are recomputed (``unfused.py``).
 :data:`HIGH_PRECISION_ON_FUSED_PATH` lists the available tensors. Read from Transformer Engine 2.20.2
@@ -258,7 +258,6 @@ class FusedObservation:
         return answer
 
     def wanted(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
-        """Return the tensors observed in the last queried iteration, as layer number and tensor name."""
         return frozenset(
             (number, tensor) for number, layer in enumerate(layers) for tensor in self._due[layer].watchers
         )

@@ -132,7 +132,6 @@ def _rows(splits: Any) -> list[int]:
 
 
 def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any]:
-    """Return the gradient of a module's output before quantization."""
     if not isinstance(gradient, torch.Tensor):
         return {}
     matrix = gradient.reshape(-1, gradient.shape[-1])

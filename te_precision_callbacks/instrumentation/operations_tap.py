@@ -49,7 +49,6 @@ class OperationsTap:
         self.has_new = bool(self._operations)
 
     def check_recipes(self, *, of_all: bool) -> None:
-        """Check whether the next few (or all) operations ran in another recipe."""
         checked = self._operations.values() if of_all else self._turns.take()
         self.has_new = any(_recipe_of(operation) != self._recipes[id(operation.module)] for operation in checked)
         if self.has_new:

@@ -86,8 +86,7 @@ class _Gap:
 
     Attributes:
         called: steps before which the module ran in training.
-        reached, ran: whether a backward reached the parameter, and its module ran, since the last step.
-        hooks: hooks that set both.
+        reached, ran: set by the hooks, since the last step.
     """
 
     since: int

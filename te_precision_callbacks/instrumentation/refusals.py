@@ -1,10 +1,7 @@
 """Options that Transformer Engine's debug path refuses, and the layers that use them.
 
-With these options, which the ordinary path supports, the debug path raises or silently skips features. A session keeps
-such a layer on the ordinary path, unobserved and without features.
-
-Some refusals are known before the first step, others only in the forward. Each row of :data:`REFUSALS` names its place
-in Transformer Engine 2.20.2.
+With these options the debug path raises or silently skips features. A session keeps such a layer on the ordinary path,
+unobserved and without features. Each row of :data:`REFUSALS` names its place in Transformer Engine 2.20.2.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ class RestingLayers:
         layers: Mapping[int, tuple[str, ...]],
         refused: Collection[int],
     ) -> None:
-        """Reset, and set the modules and their layers' names by id; ``refused`` may grow."""
         self._modules = modules
         self._layers = layers
         self._refused = refused

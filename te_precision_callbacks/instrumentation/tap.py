@@ -12,17 +12,13 @@ Read from Transformer Engine 2.20.2. While installed, the tap replaces:
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``unfused.py``).
 - The modules' ``materialize_weight_for_forward``, which gathers distributed weights.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
-- ``te.Linear.forward``, which ``torch.compile`` (torch 2.15) makes one operator of the graph, so that Python never
-  calls its GEMMs. It now runs outside the graph, as all other modules' forwards do.
+- ``te.Linear.forward``, which ``torch.compile`` (torch 2.15) makes one operator of the graph without Python's calls. It
+  now runs outside the graph, as all other modules' forwards do.
 - ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` with GEMMs.
-
-Nothing is installed without listeners or torch.profiler ranges.
 
 With ``fuse_wgrad_accumulation=True`` the wgrad GEMM adds to ``main_grad``, so a micro-batch's product never exists, and
 a difference of two sums is not exact. If a feature needs it, the same GEMM first runs into a separate tensor of
 ``main_grad``'s type, without effect on training.
-
-The experts' numbers of rows in grouped tensors are on the device; the host reads them only in steps with listeners.
 """
 
 from __future__ import annotations
@@ -269,7 +265,6 @@ class GemmTap:
             return None
 
     def _around_forward(self, upstream: Callable[..., Any], sources: Sources) -> Callable[..., Any]:
-        """Wrap an autograd Function's forward, which has tensors before quantization."""
         named = self._named(upstream, sources.parameters)
 
         @functools.wraps(upstream)

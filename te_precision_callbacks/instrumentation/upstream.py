@@ -227,7 +227,6 @@ class Inspector:
         TEDebugState.debug_enabled = True
 
     def _make_folder(self) -> None:
-        """Create the log folder. A strict run raises if that fails."""
         folder = self._log_dir / EVENTS_FOLDER if self._options.strict else self._log_dir
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -383,7 +382,6 @@ class Inspector:
         self._api.log_local_buffers()
 
     def stop(self) -> None:
-        """End upstream and restore its state; no-op if not started."""
         if self._snapshot is None:
             return
         import nvdlfw_inspect.api as debug_api

@@ -72,7 +72,6 @@ class WatchedModules:
         return min((step for step in upcoming if step is not None), default=None)
 
     def release(self) -> None:
-        """Let all modules run as without a session."""
         for module in self.modules.values():
             module.__dict__.pop("is_debug_iter", None)
         self.armed.clear()

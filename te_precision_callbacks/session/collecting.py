@@ -95,7 +95,6 @@ class StepCollector:
             self._is_local = self._context.ranks.several
 
     def read(self, ending: EndingStep) -> StepRecords | None:
-        """Make the records of a step from the collected statistics, once."""
         try:
             return self._records(ending)
         finally:

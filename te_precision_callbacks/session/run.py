@@ -317,7 +317,6 @@ class Run:
             self.context.failures.report("gathering the facts of", f"iteration {iteration}", error)
 
     def _deliver(self, ending: EndingStep) -> StepRecords | None:
-        """Check the statistics of a step, and send its records to the sinks."""
         if not self._sinks.have_started:
             self._sinks.start(self._describe())
         self.last_logging_step = ending.logging_step

@@ -1,9 +1,8 @@
 """Simulated recipes and block statistics on a CPU by ``torch.compile``: each input is read once.
 
 A kernel for each function and combination of dtypes is compiled for the first tensor of at least :data:`SMALLEST`
-elements (some seconds each, cached on disk by Inductor); smaller tensors are cheaper in plain torch. Compilation waits
-until plain torch has measured :data:`PAYS_FROM` elements: in a short run it would cost more than it saves. Without a
-C++ compiler, plain torch does everything, which is logged once.
+elements (some seconds each, cached on disk by Inductor), once plain torch has measured :data:`PAYS_FROM` elements.
+Without a C++ compiler, plain torch does everything, which is logged once.
 """
 
 from __future__ import annotations

@@ -118,7 +118,6 @@ def _both(
 
 
 def _occupied(blocks: torch.Tensor) -> torch.Tensor:
-    """Return which blocks have a finite element other than 0: bool, [blocks]."""
     return ((blocks != 0) & blocks.isfinite()).any(1)
 
 
