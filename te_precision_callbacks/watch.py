@@ -139,7 +139,7 @@ class ScriptWatch:
             session.stop()
 
     def _before_group_ends(self, group: Any = None, *_: Any) -> None:
-        """Stop while ranks are known: later, each would act as the first, and print and write the summary."""
+        """Stop while ranks are known: later, each would act as the first, and print the verdict."""
         if group is None or group is torch.distributed.group.WORLD:
             self._end_training()
 

@@ -24,7 +24,7 @@ from te_precision_callbacks.layers.naming import Model, NamedModule, named_roots
 logger = logging.getLogger(__name__)
 
 MOST_NAMED = 20
-"""Maximum number of layers in a warning per reason; ``session.layers`` and the summary list all."""
+"""Maximum number of layers in a warning per reason; ``session.layers`` lists all."""
 
 
 @dataclass(frozen=True)

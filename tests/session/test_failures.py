@@ -236,10 +236,8 @@ def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog:
     config["statistics"] = statistics()["stats"]
     with InspectSession(config, model=net, log_dir=tmp_path, **options) as session:
         train(session, net)
-    assert len(reports(caplog)) == 1
-    also = [record.message for record in caplog.records if "also failed on rank 0" in record.message]
-    assert len(also) == 1, "the same failure on another tensor is not told again"
-    assert "the disk is full" in also[0]
+    _, also = reports(caplog)  # the same failure on another tensor is not told again
+    assert "the disk is full" in also
 
 
 @pytest.mark.processes
