@@ -237,6 +237,7 @@ class Run:
         self._loop_checks.end_step()
         self.context.inspector.report_events()
         self.model.end_step()
+        self.hooks.padding.end_step()
         self._start_sinks()
         self._profiling.write()  # where the run is recorded, which is known now
         # Reduce the statistics over the ranks, and begin the next iteration.
