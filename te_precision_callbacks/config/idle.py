@@ -9,7 +9,6 @@ from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.levels import Level, Target
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import NamespacedFeatures, Section, resolve_features
-from te_precision_callbacks.config.problems import shown
 from te_precision_callbacks.config.schemas import LogGemmErrorItem, known_features
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
 
@@ -26,23 +25,7 @@ def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> lis
     if not sections:
         return [f"The config ({config.name}) has no enabled section, so nothing is done."]
     idle = (section for section, own in zip(sections, features, strict=True) if not any(own.values()))
-    texts = [f"{section.place()}: the section has no enabled feature, so it does nothing." for section in idle]
-    return texts + [text for section in sections for text in _ignored_steps(section)]
-
-
-def _ignored_steps(section: Section) -> Iterator[str]:
-    """Yield a warning per feature with keys that upstream ignores next to ``start_end_list``."""
-    for feature, options in section.features.get(NAMESPACE, {}).items():
-        for nested in (target.nested for target in _targets(options)):
-            given = {key: value for key, value in nested.merged().items() if value is not None}
-            ignored = [key for key in ("start_step", "end_step") if key in given]
-            if "start_end_list" in given and ignored:
-                yield (
-                    f"{section.place(NAMESPACE, feature, *nested.path(ignored[0]))}: {feature!r} has"
-                    f" 'start_end_list' {shown(given['start_end_list'])}, which alone says when it acts."
-                    f" {' and '.join(f'{key!r} {shown(given[key])}' for key in ignored)} has no effect: leave it out."
-                )
-                break
+    return [f"{section.place()}: the section has no enabled feature, so it does nothing." for section in idle]
 
 
 def never_due_in_words(config: Config, last: int) -> str:

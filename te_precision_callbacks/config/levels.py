@@ -7,7 +7,7 @@ which features receive with each call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -201,17 +201,6 @@ class FeatureSchema(Level):
         return {} if all(schedule == EVERY_STEP for schedule in by_target.values()) else by_target
 
 
-def _refuse_twice(choices: Sequence[tuple[str, Nested]], what: str) -> None:
-    seen: set[str] = set()
-    for name, nested in choices:
-        if what in nested.levels[-1][1]:
-            if name in seen:
-                raise Misfit(
-                    (*nested.here, what), f"is {name!r} a second time; put all keys for {name!r} into one item."
-                )
-            seen.add(name)
-
-
 def _chosen(nested: Nested, what: Literal["tensor", "gemm"]) -> list[tuple[str, Nested]]:
     choices = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
     if not choices:
@@ -245,16 +234,13 @@ class GemmChoice(Level, Generic[GemmItemT]):
     )
 
     @cached_property
-    def chosen_gemms(self) -> Mapping[str, Nested]:
-        """Each chosen GEMM with its keys; raises Misfit without any, or for a GEMM with two items."""
-        choices = _chosen(self.nested, "gemm")
-        _refuse_twice(choices, "gemm")
-        return dict(choices)
+    def chosen_gemms(self) -> list[tuple[str, Nested]]:
+        """Each chosen GEMM with its keys; raises Misfit without any."""
+        return _chosen(self.nested, "gemm")
 
     def gemm_targets(self) -> tuple[Target[GemmItemT], ...]:
         item: Any = item_of(type(self).model_fields["gemms_struct"])
-        chosen = self.chosen_gemms.items()
-        return tuple(Target(None, gemm, item.of(nested, self, gemm=gemm), nested) for gemm, nested in chosen)
+        return tuple(Target(None, gemm, item.of(nested, self, gemm=gemm), nested) for gemm, nested in self.chosen_gemms)
 
 
 class OneTensor(Level, Generic[NameT]):
@@ -278,7 +264,7 @@ class ModifyingFeatureSchema(
     def targets(self) -> tuple[Target[TensorItemT], ...]:
         return tuple(
             self.target(gemm, tensor, nested)
-            for gemm, outer in self.chosen_gemms.items()
+            for gemm, outer in self.chosen_gemms
             for tensor, nested in _chosen(outer, "tensor")
         )
 
@@ -287,8 +273,6 @@ class ModifyingFeatureSchema(
         return tuple((gemm, tensor) for gemm, tensor in listed if tensor in TAKES_PART[gemm])
 
     def check(self) -> None:
-        for outer in self.chosen_gemms.values():
-            _refuse_twice(_chosen(outer, "tensor"), "tensor")
         super().check()
         if not self.modifies():
             raise Misfit((), f"can never act: {self._idle()}.")
@@ -298,7 +282,7 @@ class ModifyingFeatureSchema(
         possible = names(type(self).model_fields["tensors"])
         has = {
             gemm: ", ".join(repr(tensor) for tensor in TAKES_PART[gemm] if tensor in possible)
-            for gemm in self.chosen_gemms
+            for gemm, _ in self.chosen_gemms
         }
         gemms = "; ".join(f"{gemm!r} has {tensors}" for gemm, tensors in has.items())
         return f"none of its tensors ({', '.join(listed)}) takes part in its GEMMs. {gemms}"

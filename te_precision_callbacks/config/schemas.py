@@ -154,7 +154,7 @@ backward_in_high_precision:
         return self.gemm_targets()
 
     def effect(self) -> Effect:
-        return Effect(high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
+        return Effect(high_precision=tuple(gemm for gemm, _ in self.chosen_gemms), schedules=self.schedules())
 
 
 class DisableFP8GEMM(DisableQuantizationGEMM):
@@ -282,7 +282,9 @@ what_if_gradients_were_e5m2:
 """
 
     def effect(self) -> Effect:
-        return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
+        return Effect(
+            self.modifies(), high_precision=tuple(gemm for gemm, _ in self.chosen_gemms), schedules=self.schedules()
+        )
 
 
 class LogGemmErrorItem(GemmSampling, OneGemm):
