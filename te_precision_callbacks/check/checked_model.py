@@ -219,7 +219,7 @@ class _Check:
             ran = dry_run(self._model, self._modules, self._batch, self._recipe)
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
         products, *of_spans = (self._products(acting, first, ran) for first in spans.values())
-        self._findings += of_recipe(self._recipe, self._modules, acting, None if ran is None else ran.recipes)
+        self._findings += of_recipe(self._recipe, acting)
         self._findings += of_shapes(
             self._recipe,
             self._modules,

@@ -11,7 +11,6 @@ import torch
 
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
-from te_precision_callbacks.check.module_refusals import refusals_of
 from te_precision_callbacks.config import Section
 from te_precision_callbacks.config.conditions import Share
 from te_precision_callbacks.config.contract import Contract
@@ -53,13 +52,8 @@ class PlanFinding:
     layers: tuple[str, ...] = ()
 
 
-def of_recipe(
-    recipe: Any,
-    modules: Sequence[NamedModule],
-    acting: Mapping[str, Sequence[Section]],
-    recipes: Mapping[str, Any] | None = None,
-) -> Iterator[PlanFinding]:
-    """Features that need another recipe, and modules that refuse theirs: ``recipes`` has those seen in a forward."""
+def of_recipe(recipe: Any, acting: Mapping[str, Sequence[Section]]) -> Iterator[PlanFinding]:
+    """Features that need another recipe."""
     own = recipe_text(recipe)
     needing = (
         ((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer)
@@ -70,14 +64,6 @@ def of_recipe(
     )
     for (place, feature, needed), names in by_key(needing).items():
         text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
-        yield PlanFinding("recipe", text, tuple(names))
-    refused = (
-        (refusal, named.name)
-        for named in modules
-        for refusal in refusals_of(named.module, (recipes or {}).get(named.layers[0].name, recipe))
-    )
-    for refusal, names in by_key(refused).items():
-        text = f"Transformer Engine refuses {listed(names)}: {refusal.text}. {refusal.remedy}"
         yield PlanFinding("recipe", text, tuple(names))
 
 
