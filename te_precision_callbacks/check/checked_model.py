@@ -111,7 +111,6 @@ def check_model(
     unconverted: Mapping[str, str] | None = None,
     allow_unmatched: bool = False,
     memory: bool = False,
-    cached_weights: bool = False,
 ) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
 
@@ -131,7 +130,6 @@ def check_model(
             ``te_precision_callbacks.accelerate.unconverted_layers(model)``.
         allow_unmatched: a section that matches no layer is a note and not a finding.
         memory: whether to plan memory too; ``tokens`` then refers to one forward.
-        cached_weights: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
 
     Raises:
         ConfigError: ``require`` is not a contract, or has a pattern that matches no layer.
@@ -157,7 +155,6 @@ def check_model(
         is_wanted=recipe != NONE,
         allow_unmatched=allow_unmatched,
         memory=memory,
-        cached_weights=cached_weights,
     ).checked()
     if contract is None:
         return checked
@@ -189,13 +186,12 @@ class _Check:
         is_wanted: bool,
         allow_unmatched: bool,
         memory: bool,
-        cached_weights: bool,
     ) -> None:
         self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
         self._observe = observe
         self._unconverted = unconverted
         self._allow_unmatched = allow_unmatched
-        self._memory, self._cached_weights = memory, cached_weights
+        self._memory = memory
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._operations = named_operations(model)
@@ -295,7 +291,6 @@ class _Check:
             self._modules,
             self._recipe,
             tokens=self._tokens,
-            cached=self._cached_weights,
             recipes=recipes,
             calls=calls,
         )
