@@ -55,29 +55,6 @@ LAYER_NAMES = "layer_names"
 
 _SECTION_KEYS = ("enabled", "layers")
 
-_FORMATS_OF_OTHER_TOOLS = (
-    (
-        {"configs", "matchers"},
-        "Megatron-Core for --te-precision-config-file, which chooses the recipe of each module",
-        "Keep that file for Megatron, and write a config with sections of features for te-precision.",
-    ),
-    (
-        {"tensor_inspect"},
-        "Megatron-Bridge",
-        "Use the mapping, or the file, that its key 'tensor_inspect.features' has.",
-    ),
-    (
-        {"model_name_or_path", "stage"},
-        "LLaMA-Factory",
-        "Write the sections of features into a file of their own.",
-    ),
-    (
-        {"compute_environment", "mixed_precision"},
-        "Accelerate",
-        "Keep that file for Accelerate, and write the sections of features into a file of their own.",
-    ),
-)
-
 
 @dataclass(frozen=True)
 class Config:
@@ -162,7 +139,12 @@ def load_config(
     else:
         path = Path(source).expanduser()
         data, places = read_yaml(path, problems)
-    _check_format(data, places)
+    if not isinstance(data, Mapping):
+        what = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise ConfigError(
+            f"{places.name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers'"
+            " and features."
+        )
     known = known_features(feature.__name__ for feature in features)
     sections: list[Section] = []
     layer_names: LayerNames | None = None
@@ -174,19 +156,6 @@ def load_config(
                 sections.append(_section(str(key), body, places, known, others=bool(feature_dirs)))
     problems.raise_any()
     return Config(tuple(sections), path, layer_names, data)
-
-
-def _check_format(data: Any, places: Places) -> None:
-    if not isinstance(data, Mapping):
-        what = "is empty" if data is None else f"holds a {type(data).__name__}"
-        raise ConfigError(
-            f"{places.name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers'"
-            " and features."
-        )
-    for keys, tool, remedy in _FORMATS_OF_OTHER_TOOLS:
-        if keys <= data.keys():
-            named = " and ".join(map(repr, sorted(keys)))
-            raise ConfigError(f"{places.name} is a config of {tool} (it has {named}), not of te-precision. {remedy}")
 
 
 def _layer_names(value: Any, places: Places) -> LayerNames:
