@@ -24,13 +24,13 @@ from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.contract import ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
-from te_precision_callbacks.config.early_steps import read_early_steps, with_early_steps
 from te_precision_callbacks.config.effects import NAMESPACE, Effect, spans_of
-from te_precision_callbacks.config.idle import notes_of
 from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
+from te_precision_callbacks.config.loading import notes_of
 from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.config.schemas import LogGemmError, known_features
+from te_precision_callbacks.config.steps import read_early_steps, with_early_steps
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ran, plan_products

@@ -158,7 +158,7 @@ def check_command(
         raise typer.BadParameter("a batch has the tokens of each layer; give one of the two", param_hint="--tokens")
     loaded, warnings = _loaded(config, as_json=as_json)
     if model is None:
-        from te_precision_callbacks.config.idle import notes_of
+        from te_precision_callbacks.config.loading import notes_of
 
         notes = (*warnings, *notes_of(loaded))
         if as_json:

@@ -13,6 +13,7 @@ from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.checking import read_features
 from te_precision_callbacks.config.effects import NAMESPACE, conflicts
 from te_precision_callbacks.config.planning import (
+    NamespacedFeatures,
     Plan,
     RegisteredFeatures,
     Section,
@@ -49,7 +50,7 @@ DEFAULT_CONFIG: dict[str, Any] = {
     }
 }
 """The default config: statistics of the GEMM operands of every TE layer, and of quantization losses. A session adds
-early steps (``early_steps.py``)."""
+early steps (``steps.py``)."""
 
 LAYER_NAMES = "layer_names"
 
@@ -215,3 +216,16 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
             raise_problems(conflicts([section], f"the layers of {shown(name)}"))
     problems.raise_any()
     return section
+
+
+def notes_of(config: Config) -> list[str]:
+    known = known_features()
+    return idle_in_words(config, [resolve_features(section, known) for section in config.enabled_sections])
+
+
+def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> list[str]:
+    sections = config.enabled_sections
+    if not sections:
+        return [f"The config ({config.name}) has no enabled section, so nothing is done."]
+    idle = (section for section, own in zip(sections, features, strict=True) if not any(own.values()))
+    return [f"{section.place()}: the section has no enabled feature, so it does nothing." for section in idle]

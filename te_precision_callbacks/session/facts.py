@@ -23,8 +23,8 @@ from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.torch_facts import torch_facts
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
-from te_precision_callbacks.config.idle import why_gemm_error_not_due
 from te_precision_callbacks.config.planning import Section
+from te_precision_callbacks.config.steps import why_gemm_error_not_due
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
