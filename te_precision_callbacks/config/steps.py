@@ -94,21 +94,18 @@ def never_due_in_words(config: Config, last: int) -> str:
     )
 
 
-def why_gemm_error_not_due(config: Config, begin: int, last: int, *, ended: bool) -> str:
+def why_gemm_error_not_due(config: Config, begin: int, last: int) -> str:
     """Return why LogGemmError was not due from the first to the last step so far; empty if it was, or is not
     configured.
     """
     items = [target.options for *_, target in _all_targets(config)]
     schedules = [item.schedule for item in items if isinstance(item, LogGemmErrorItem)]
-    if not schedules:
-        return ""
     due = [first for schedule in schedules if (first := schedule.at(begin - 1)[1]) is not None]
-    if not due:
-        return f"the run began at iteration {begin}, after the last one in which it is due"
-    if min(due) <= last:
+    if not schedules or min(due, default=last + 1) <= last:
         return ""
-    first_due = f"it is first due at iteration {min(due)}"
-    return f"the run ended at iteration {last}, and {first_due}" if ended else first_due
+    return f"the run began at iteration {begin}, and it is " + (
+        f"first due at iteration {min(due)}" if due else "not due from there on"
+    )
 
 
 def _all_targets(config: Config) -> Iterator[tuple[Section, str, Target[Level]]]:

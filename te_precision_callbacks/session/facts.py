@@ -65,11 +65,9 @@ class RunFacts:
         self._taken: object = None
         self._rests_until = 0.0
         self._machine: Row | None = None
-        self._has_ended = False
 
     def changed(self, *, at_last: bool = False) -> bool:
         """Return whether there are new facts; False shortly after a slow collection, unless ``at_last``."""
-        self._has_ended |= at_last
         return self._state != self._taken and (at_last or time.perf_counter() >= self._rests_until)
 
     @property
@@ -148,7 +146,7 @@ class RunFacts:
         begin, last = self._results.iterations.first, self._results.iterations.last
         if self._model.unmeasured or begin is None or last is None:
             return self._model.unmeasured
-        return why_gemm_error_not_due(self._options.config, begin, last, ended=self._has_ended)
+        return why_gemm_error_not_due(self._options.config, begin, last)
 
     def _machine_facts(self) -> Row:
         facts = torch_facts()
