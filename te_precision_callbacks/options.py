@@ -60,24 +60,19 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
     Raises:
         OptionError: invalid value.
     """
-    ranks: list[StatisticsLogRanks] = []
-    limits: list[int] = []
     text = "off" if statistics_log is False else statistics_log
-    for word in map(str.strip, text.split(",")) if isinstance(text, str) else [text]:
-        if word in get_args(StatisticsLogRanks):
-            ranks.append(cast(StatisticsLogRanks, word))
-        elif word == "unlimited":
-            limits.append(0)
-        else:
-            try:
-                limits.append(size_in_bytes(word))
-            except ValueError:
-                limits += [0, 0]  # two are refused
-    if not ranks + limits or len(ranks) > 1 or len(limits) > 1 or (ranks == ["off"] and limits):
+    words = [word.strip() for word in text.split(",")] if isinstance(text, str) else [text]
+    ranks = [cast(StatisticsLogRanks, word) for word in words if word in get_args(StatisticsLogRanks)]
+    sizes = [word for word in words if word not in ranks]
+    try:
+        if len(ranks) > 1 or len(sizes) > 1 or (ranks == ["off"] and sizes):
+            raise ValueError
+        limits = [0 if size == "unlimited" else size_in_bytes(size) for size in sizes]
+    except ValueError:
         raise OptionError(
             f"statistics_log= must be one of {', '.join(map(repr, get_args(StatisticsLogRanks)))}, or the most bytes of"
             f" a rank's log, such as '4GiB' or 'unlimited', or both, such as 'rank0, 4GiB', not {statistics_log!r}."
-        )
+        ) from None
     return LogChoice(ranks[0] if ranks else "rank0", limits[0] if limits else LOG_LIMIT)
 
 

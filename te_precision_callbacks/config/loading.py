@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from te_precision_callbacks.config.planning import (
     Plan,
     RegisteredFeatures,
     Section,
-    plan,
+    draft,
     resolve_features,
 )
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, raise_problems, shown
@@ -27,6 +28,8 @@ from te_precision_callbacks.config.yaml_text import Places, read_yaml
 
 if TYPE_CHECKING:
     from te_precision_callbacks.layers.naming import Layer
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG: dict[str, Any] = {
     "default_statistics": {
@@ -94,15 +97,28 @@ class Config:
         allow_unmatched: bool = False,
         layer_names: LayerNames | None = None,
     ) -> Plan:
-        """Plan which features act on each layer; see :func:`te_precision_callbacks.config.planning.plan`."""
-        sections, layer_names = self.enabled_sections, layer_names or self.layer_names
-        return plan(
-            sections,
-            layers,
-            registered,
-            allow_unmatched=allow_unmatched,
-            layer_names=layer_names,
-        )
+        """Plan which features act on each layer.
+
+        List entries of types or numbers that match no layer only cause a warning: a config may serve several models.
+
+        Args:
+            registered: the existing features.
+            allow_unmatched: warn about sections and names that match no layer, instead of raising.
+            layer_names: the names that selectors use; by default their paths.
+
+        Raises:
+            ConfigError: all problems: unknown features, selectors without a match, conflicts between sections or
+                features.
+        """
+        drafted = draft(self.enabled_sections, layers, registered, layer_names=layer_names or self.layer_names)
+        drafted.idle.warn(logger)
+        if allow_unmatched:
+            drafted.missing.warn(logger)
+        else:
+            with drafted.wrong.noted():
+                drafted.missing.raise_any()
+        drafted.wrong.raise_any()
+        return drafted.plan
 
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
