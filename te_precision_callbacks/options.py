@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 import torch.distributed
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict, get_type_hints
 
 from te_precision_callbacks.base.debug_values import DebugValue, parse_debug
@@ -152,26 +153,30 @@ def _hints() -> Mapping[str, Any]:
     return get_type_hints(SessionKeywords)
 
 
+_PLAIN = frozenset(
+    {
+        *("process_group", "reduce", "report", "layer_names", "prefix", "observe", "precision_features_in_eval"),
+        *("allow_unmatched", "strict", "on_broken", "quiet"),
+    }
+)
+"""Keywords without a parser of their own."""
+
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
 def check_value(key: str, value: object) -> None:
-    """Check a keyword's value against its type.
+    """Check the value of a keyword against its type, if it has no parser of its own.
 
     Raises:
         OptionError: invalid value.
     """
-    hint = _hints()[key]
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if type(None) in kinds and value is None:
+    if key not in _PLAIN:
         return
-    texts = [text for kind in kinds if get_origin(kind) is Literal for text in get_args(kind)]
-    if set(kinds) - {type(None)} == {bool} and not isinstance(value, bool):
-        raise OptionError(f"{key}= must be True or False, not {value!r}.")
-    if texts and str not in kinds and value not in texts:
-        or_none = ", or None" if type(None) in kinds else ""
-        raise OptionError(f"{key}= must be one of {', '.join(map(repr, texts))}{or_none}, not {value!r}.")
-    if hint is str and not isinstance(value, str):
-        raise OptionError(f"{key}= must be a text, not {value!r}.")
-    if torch.distributed.ProcessGroup in kinds and not isinstance(value, torch.distributed.ProcessGroup):
-        raise OptionError(f"{key}= must be a torch.distributed.ProcessGroup, not {value!r}.")
+    try:
+        TypeAdapter(_hints()[key], config=_STRICT).validate_python(value)
+    except ValidationError as error:
+        expected = " or ".join(problem["msg"].removeprefix("Input should be ") for problem in error.errors())
+        raise OptionError(f"{key}= must be {expected}, not {value!r}.") from None
 
 
 @dataclass(frozen=True)
