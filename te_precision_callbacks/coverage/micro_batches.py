@@ -1,7 +1,7 @@
 """The calls of a model, and their kinds: calls with equal evidence run equal products, so one of each kind is counted.
 
-The evidence is cheap, so every call leaves it: the shapes, dtypes and flags of the input, and the modules that the call
-reaches with the shapes of their inputs.
+The evidence is cheap, so every call leaves it: the shapes, dtypes and flags of the input, the modules that the call
+reaches with the shapes of their inputs, and the number of nodes that it adds to the autograd graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD
-from te_precision_callbacks.coverage.marks import mark_call, marks_in_graph
+from te_precision_callbacks.coverage.marks import made_in_thread, mark_call, marks_in_graph
 
 _DEEPEST = 8
 
@@ -42,10 +42,12 @@ class Kind(NamedTuple):
     Attributes:
         form: a hash of the model, its mode, its frozen parameters, and everything in the input that decides sizes.
         path: a hash of the modules that the call reaches, with the shapes of their inputs.
+        nodes: the number of autograd nodes, without those of Transformer Engine, which depend on the precision.
     """
 
     form: int | str
     path: int = 0
+    nodes: int = 0
 
 
 class _Mark:
@@ -69,6 +71,7 @@ class ModelCall:
     form: int | str
     is_counted: bool
     path: int = 0
+    nodes: int = 0
     forwards: int = 1
     has_backward: bool = False
     has_ended: bool = False
@@ -79,7 +82,7 @@ class ModelCall:
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.form, self.path)
+        return Kind(self.form, self.path, self.nodes)
 
     @property
     def may_have_backward(self) -> bool:
@@ -194,6 +197,7 @@ class ModelCalls:
         if call.is_counted:
             self._left -= not self.is_first
             search.is_new, search.last = False, call
+        call.nodes = -made_in_thread()
         self.here_in_thread.call = call
         return call
 
@@ -204,8 +208,9 @@ class ModelCalls:
             self._forms[call.form].is_new = True
 
     def end(self, call: ModelCall, results: Any) -> None:
+        call.nodes += made_in_thread()
         if self.has_graphs:
-            call.path = 0
+            call.path = call.nodes = 0
         call.has_ended = True
         mark = _Mark(call)
         call.is_known = mark_call(leaves(results), mark)
@@ -278,7 +283,7 @@ class ModelCalls:
         if not has_products and not self.outside.path:
             return None
         if self.has_graphs:
-            self.outside.path = 0
+            self.outside.path = self.outside.nodes = 0
         self._left -= self._look_up(self.outside)
         return self.outside.kind
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
+from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.layers.forwards import in_backward, in_evaluation, outside_of_dynamo
@@ -141,9 +142,12 @@ class ModelWatch:
                     call.reach(number, (attends(),))
             except Exception as error:
                 self.fail(error)
+            if not is_te:
+                return upstream(*arguments, **keywords)
+            call.nodes += made_in_thread()
             result = upstream(*arguments, **keywords)
-            if is_te:  # the model's call has begun, so it is watched
-                self._note_forward(module)
+            call.nodes -= made_in_thread()
+            self._note_forward(module)  # the model's call has begun, so it is watched
             return result
 
         setattr(part, SURROUNDS, own)
