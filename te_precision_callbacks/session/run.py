@@ -234,7 +234,7 @@ class Run:
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
         self._profiling.end(iteration)
-        self._loop_checks.end_step()
+        self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
         self.model.end_step()
         self.hooks.padding.end_step()
