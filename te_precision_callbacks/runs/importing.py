@@ -17,7 +17,6 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.runs.errors import NotARunError
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
-from te_precision_callbacks.runs.input_files import pieces_of
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.statistics.names import logged_request
@@ -42,6 +40,7 @@ STATISTICS_FOLDER, EVENTS_FOLDER = "nvdlfw_inspect_statistics_logs", "nvdlfw_ins
 
 _NAME = re.compile(r"nvdlfw_inspect_globalrank-(\d{1,9})\.log")
 
+_PIECE = 1 << 23  # bytes read at once
 _PROGRESS_BYTES = 1 << 26  # smaller logs show no progress bar
 
 # A value, or the line with which a session marks the start of another run.
@@ -82,13 +81,19 @@ def find_logs(path: Path) -> Logs | None:
 
 def import_logs(path: Path, logs: Logs) -> RecordedRun:
     """Read logs; raises NotARunError if they hold no statistic."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
+
     unread: list[str] = []
     names: dict[bytes, int] = {}
     times: dict[int, bytes] = {}
     rows: dict[int, list[_Rows]] = {}
     layers, events = _read_events(logs)
     size = sum(file.stat().st_size for file in logs.statistics.values())
-    with _progress(f"Reading {path}", size) as advance:
+    is_hidden = size < _PROGRESS_BYTES or not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=is_hidden) as bar:
+        advance = functools.partial(bar.advance, bar.add_task(escape(f"Reading {path}"), total=size))
         for rank, file in logs.statistics.items():
             rows[rank] = list(_read_statistics(file, names, times, unread, advance))
     if not names:
@@ -134,9 +139,11 @@ def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
 def _lines_of(file: Path, advance: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
     """Yield whole lines, many at once, without an incomplete line at the end."""
     with file.open("rb") as log:
-        for lines, nbytes in pieces_of(log):
-            advance(nbytes)
-            yield lines
+        while lines := log.readlines(_PIECE):
+            advance(sum(map(len, lines)))
+            if not lines[-1].endswith(b"\n"):
+                lines.pop()
+            yield b"".join(lines)
 
 
 def _read_events(logs: Logs) -> tuple[list[str], pa.Table]:
@@ -186,20 +193,6 @@ def _time(text: str) -> datetime | None:
         return datetime.strptime(text, _TIME).astimezone(timezone.utc)
     except ValueError:
         return None
-
-
-@contextmanager
-def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    if total < _PROGRESS_BYTES or not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(escape(text), total=total)
-        yield lambda done: bar.advance(task, done)
 
 
 # ---------------------------------------------------------------------- series

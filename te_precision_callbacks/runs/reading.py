@@ -34,11 +34,11 @@ from te_precision_callbacks.runs.index import (
     Subject,
     in_order,
 )
-from te_precision_callbacks.runs.input_files import MOST_ITERATION, read_json
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment, Status, Thinned, thinning_notes
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
     FOLDER,
+    MOST_ITERATION,
     RUN_FILE,
     DataFile,
     data_files,
@@ -46,6 +46,7 @@ from te_precision_callbacks.runs.run_files import (
     is_silent,
     rank_name,
     ranks_of,
+    read_json,
     segments_of,
 )
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 import secrets
@@ -26,9 +27,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from te_precision_callbacks.runs.input_files import read_json
-
 FOLDER = "precision_records"
+
+MOST_ITERATION = 1 << 53
+"""Upper bound of iterations: JavaScript's integers are exact up to here."""
 
 RUN_FILE = "run.json"
 OPEN, CLOSED = ".arrow", ".parquet"
@@ -120,6 +122,14 @@ def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
         before = files[-1] if files and files[-1].table == file.table else None
         (files if before is None or file.last > before.last else replaced).append(file)
     return files, replaced
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises OSError or ValueError."""
+    facts = json.loads(path.read_bytes())
+    if not isinstance(facts, dict):
+        raise ValueError("no JSON object")
+    return facts
 
 
 # ---------------------------------------------------------------------- writing

@@ -24,9 +24,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table, write_table
-from te_precision_callbacks.runs.input_files import MOST_ITERATION
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
+    MOST_ITERATION,
     RUN_FILE,
     DataFile,
     data_files,

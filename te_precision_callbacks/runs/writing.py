@@ -21,7 +21,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.runs.data_tables import write_table
-from te_precision_callbacks.runs.input_files import writable
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
@@ -71,7 +70,7 @@ class _SeriesNames:
 def _encoded(texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], pa.Array]:
     """Encode texts in order of first appearance, so that the dictionaries of a stream only grow."""
     codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
-    return np.array([codes[text] for text in texts], np.int32), pa.array([*map(writable, codes)], pa.string())
+    return np.array([codes[text] for text in texts], np.int32), pa.array([*codes], pa.string())
 
 
 class _Table:
@@ -225,7 +224,7 @@ class RunWriter:
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
         folder = self.own if self.rank else self.folder
-        table = pa.Table.from_pylist([writable(dict(row)) for row in rows], schema=FACTS[name])
+        table = pa.Table.from_pylist([dict(row) for row in rows], schema=FACTS[name])
         write_table(table, folder / f"{name}{CLOSED}")
 
     def put_lost(self, error: BaseException) -> None:
@@ -322,7 +321,7 @@ class RunWriter:
         step = iteration if logging_step is None else logging_step
         row = {"segment": self.segment, "iteration": iteration, "logging_step": step}
         for name, value in scalars.items():
-            self._tables["scalars"].add({**row, "name": writable(name), "value": value})
+            self._tables["scalars"].add({**row, "name": name, "value": value})
 
     def add_event(
         self,
@@ -354,10 +353,10 @@ class RunWriter:
             "kind": kind,
             "severity": severity,
             "wall_time": round(seconds * 1e6),
-            "text": text,
+            "text": text.encode(errors="backslashreplace").decode(),  # the name of a file may have bytes of no UTF-8
             "data": None if data is None else json.dumps(data, default=str),
         }
-        self._tables["events"].add(writable(row))
+        self._tables["events"].add(row)
 
     # ------------------------------------------------------------------ to the disk
 
