@@ -30,6 +30,7 @@ from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.runs.errors import NotARunError
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
+from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of, parsed_log_name
@@ -98,10 +99,13 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
             rows[rank] = list(_read_statistics(file, names, times, unread, advance))
     if not names:
         raise NotARunError(f"{path}: the statistics logs of nvidia-dlfw-inspect in it hold no statistic.")
+    ranks = sorted(logs.statistics)
+    missing = gaps(((rank, rank) for rank in ranks), 0) if len(ranks) > 1 else ""
+    if missing:
+        unread.append(f"The logs of {ranks[-1] + 1 - len(ranks)} ranks are missing: {missing}.")
     index, table = _assemble(rows, [name.decode(errors="replace") for name in names], layers)
     iterations = np.unique(table["iteration"].to_numpy()).tolist()
     segments = np.unique(np.concatenate([part["segment"] for parts in rows.values() for part in parts])).tolist()
-    ranks = max(logs.statistics) + 1
     layer_rows = [{"scope": "", "layer": name, "since": 0} for name in layers]
     steps = [
         {
@@ -116,7 +120,7 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
         path=path,
         source="nvidia-dlfw-inspect",
         run_id=path.resolve().name,
-        segments=tuple(Segment(number, "unknown", "", "", iterations[0], ranks, {}) for number in segments),
+        segments=tuple(Segment(number, "unknown", "", "", iterations[0], ranks[-1] + 1, {}) for number in segments),
         **{name: schema.empty_table() for name, schema in FACTS.items() if name != "layers"},
         layers=pa.Table.from_pylist(layer_rows, LAYERS),
         series=index.table(),

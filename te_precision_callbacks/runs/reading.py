@@ -42,6 +42,7 @@ from te_precision_callbacks.runs.run_files import (
     RUN_FILE,
     DataFile,
     data_files,
+    gaps,
     has_ended,
     is_silent,
     rank_name,
@@ -273,6 +274,9 @@ class _Reader:
         )
 
     def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
+        missing = gaps(((number, number) for number in sorted(self.folders)), 0) if len(self.folders) > 1 else ""
+        if missing:
+            self._note(f"Segments are missing: {missing}.", unread=True)
         for segment in segments:
             present = ranks[segment.number]
             expected = segment.facts.get("writing_ranks")
@@ -288,8 +292,15 @@ class _Reader:
     # ------------------------------------------------------------------ tables
 
     def _tables(self, folder: Path, name: str, schema: pa.Schema) -> list[pa.Table]:
-        tables = (self._load(file.path, schema.names, schema) for file in _files_of(folder, name))
+        tables = (self._load(file.path, schema.names, schema) for file in self._files(folder, name))
         return [table for table in tables if table is not None]
+
+    def _files(self, folder: Path, name: str) -> list[DataFile]:
+        files = [file for file in data_files(folder)[0] if file.table == name]
+        missing = gaps(((file.first, file.last) for file in files), 1)
+        if missing:
+            self._note(f"{folder}: files of {name} are missing: {missing}.", unread=True)
+        return files
 
     def _load(self, path: Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table | None:
         try:
@@ -318,7 +329,7 @@ class _Reader:
         for segment, folder in folders:
             numbers: dict[int, int] = {}
             firsts: list[tuple[int, int]] = []  # of each file, with its interval
-            for file in _files_of(folder, name):
+            for file in self._files(folder, name):
                 table = self._load(file.path, columns, schema)
                 if table is None:
                     continue
@@ -414,10 +425,6 @@ class _Reader:
         until = pc.min_element_wise(table["until"], pa.scalar(following - 1, pa.int64()), skip_nulls=True)
         table = table.set_column(schema.get_field_index("until"), schema.field("until"), until)
         return table.filter(pc.less_equal(pc.fill_null(table["since"], 0), table["until"]))
-
-
-def _files_of(folder: Path, table: str) -> list[DataFile]:
-    return [file for file in data_files(folder)[0] if file.table == table]
 
 
 def _sorted(schema: pa.Schema, tables: list[pa.Table], *columns: str) -> pa.Table:

@@ -22,7 +22,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -47,6 +47,8 @@ _INCOMPLETE = ".incomplete"
 _TRACES = "traces"
 _WITHOUT_RECORDS = "precision_traces"
 _TRACE_SUFFIX = ".json.gz"
+
+_MOST_GAPS = 8
 
 
 def new_run_id() -> str:
@@ -132,6 +134,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return facts
 
 
+def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:
+    """Format the numbers missing from ascending spans, which should begin at ``first``."""
+    missing, expected = [], first
+    for begin, end in spans:
+        if begin > expected:
+            missing.append(str(expected) if begin == expected + 1 else f"{expected} to {begin - 1}")
+        expected = max(expected, end + 1)
+    return ", ".join(missing[:_MOST_GAPS]) + (" ..." if len(missing) > _MOST_GAPS else "")
+
+
 # ---------------------------------------------------------------------- writing
 
 
@@ -153,6 +165,17 @@ def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Overwrite a file in place within its size, for a full disk; raises OSError."""
+    with open(path, "r+b") as file:
+        room = os.fstat(file.fileno()).st_size
+        if len(data) > room:
+            raise OSError(errno.ENOSPC, "it has no room", str(path))
+        file.write(data.ljust(room))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def is_incomplete(path: Path) -> bool:

@@ -27,6 +27,7 @@ from te_precision_callbacks.runs.run_files import (
     OPEN,
     RUN_FILE,
     AppendedFile,
+    overwrite,
     process_now,
     rank_name,
     replace_whole,
@@ -41,6 +42,9 @@ CLOSE_SECONDS = 900.0
 
 _ROW, _BIN = 64, 8
 """Upper bounds of the bytes per value, or per histogram without bins, in an open file, and per bin."""
+
+_ROOM = 1024
+"""Padding in run.json, so that the end of the run can be recorded on a full disk."""
 
 _LONGEST_REASON = 200
 
@@ -218,8 +222,11 @@ class RunWriter:
                 **process_now(),
             }
         self._facts |= {**facts, "status": self.status}
-        text = json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
-        replace_whole(self.folder / RUN_FILE, lambda file: file.write(text))
+        text = self._run_text()
+        replace_whole(self.folder / RUN_FILE, lambda file: file.write(text.ljust(len(text) + _ROOM)))
+
+    def _run_text(self) -> bytes:
+        return json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
 
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
@@ -228,11 +235,12 @@ class RunWriter:
         write_table(table, folder / f"{name}{CLOSED}")
 
     def put_lost(self, error: BaseException) -> None:
-        """Record in run.json that recording has failed, if there is room."""
+        """Record in run.json that recording has failed, in place; errors are ignored."""
         if self._facts:
-            ended_at = None if self.status == "running" else time_text()
+            self._facts |= {"not_written": str(error)[:_LONGEST_REASON], "status": self.status}
+            self._facts |= {} if self.status == "running" else {"ended_at": time_text()}
             with contextlib.suppress(OSError):
-                self.put_run(not_written=str(error)[:_LONGEST_REASON], ended_at=ended_at)
+                overwrite(self.folder / RUN_FILE, self._run_text())
 
     def show_life(self) -> None:
         os.utime(self.folder / RUN_FILE)
@@ -369,7 +377,7 @@ class RunWriter:
             table.flush()
 
     def close(self, status: Status = "ended", **facts: Any) -> None:
-        """Write and close all files; rank 0 records the end in run.json."""
+        """Write and close all files; rank 0 records the end in run.json, even after a failure."""
         self.status = status
         try:
             self.flush()

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,14 +201,16 @@ def test_a_part_that_cannot_be_read_is_noted_and_the_others_are_read(tmp_path: P
     assert "values-0001.parquet cannot be read, and its rows are missing" in note
 
 
-def test_missing_ranks_and_run_files_are_noted(tmp_path: Path) -> None:
+def test_missing_ranks_segments_and_run_files_are_noted(tmp_path: Path) -> None:
     run_id = write_run(tmp_path, range(2), world=3, writing_ranks=[0, 1, 2])
     write_run(tmp_path, range(2, 3), run_id=run_id)
     write_run(tmp_path, range(3, 4), run_id=run_id)
     folder = tmp_path / "precision_records" / run_id
+    shutil.rmtree(folder / "seg-001")
     (folder / "seg-002" / "run.json").write_text('{"schema"')
     notes = open_run(tmp_path).notes
     assert any("run.json is damaged" in note for note in notes)
+    assert "Segments are missing: 1." in notes
     assert "Segment 0 lacks the files of 2 of 3 ranks: 1, 2." in notes
     (folder / "seg-002" / "run.json").unlink()
     assert any("run.json is missing" in note for note in open_run(tmp_path).notes)
@@ -401,11 +404,25 @@ def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
     assert "what was recorded remains readable" in str(failed)
     run = open_run(tmp_path)
     (note,) = run.notes
-    assert "Segment 0 is not recorded to its end: [Errno 27] File too large" in note, "run.json had room"
+    assert "Segment 0 is not recorded to its end: [Errno 27] File too large" in note
     assert len(run.values()) >= 100
     (segment,) = run.segments
     facts = json.loads((run.path / "precision_records" / run.run_id / "seg-000" / "run.json").read_text())
     assert segment.status == facts["status"] == "running", "training goes on"
+
+
+def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
+    """A folder where a new file would be: no room for one."""
+    writer = RunWriter.begin(tmp_path)
+    writer.add_step(0)
+    (writer.folder / f".run.json.{os.getpid()}.incomplete").mkdir()
+    with pytest.raises(IsADirectoryError):
+        writer.close("ended")
+    run = open_run(tmp_path)
+    (segment,) = run.segments
+    assert (segment.status, bool(segment.ended_at), len(run.steps)) == ("ended", True, 1)
+    assert len(run.notes) == 1
+    assert "Segment 0 is not recorded to its end: [Errno 21] Is a directory" in run.notes[0]
 
 
 def test_a_loop_that_goes_back_begins_a_segment(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_numbers_on_which_ranks_agree_are_there_once(tmp_path: Path) -> None:
         }
     )
     run = open_run(tmp_path)
-    assert run.notes == ()
+    assert run.notes == ("The logs of 1 ranks are missing: 1.",)
     assert run.segments[0].world == 3
 
 
