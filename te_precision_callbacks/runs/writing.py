@@ -54,27 +54,19 @@ class _SeriesNames:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str | int | None, ...], int] = {}
-        self._columns: list[tuple[npt.NDArray[np.int32], pa.Array]] = []  # for each series, and the different texts
-        self._ranks = pa.array([], pa.int32())
+        self._columns: list[pa.Array] = []  # of each series
 
     def number(self, subject: tuple[str, ...], rank: int | None) -> int:
         return self._numbers.setdefault((*subject, rank), len(self._numbers))
 
     def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
-        if len(self._ranks) < len(self._numbers):
+        if not self._columns or len(self._columns[0]) < len(self._numbers):
             *subjects, ranks = zip(*self._numbers, strict=True)
-            self._columns = [_encoded(texts) for texts in subjects]
-            self._ranks = pa.array(ranks, pa.int32())
-        names = [
-            pa.DictionaryArray.from_arrays(pa.array(codes[series], pa.int32()), texts) for codes, texts in self._columns
-        ]
-        return [*names, self._ranks.take(pa.array(series, pa.int32()))]
-
-
-def _encoded(texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], pa.Array]:
-    """Encode texts in order of first appearance, so that the dictionaries of a stream only grow."""
-    codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
-    return np.array([codes[text] for text in texts], np.int32), pa.array([*codes], pa.string())
+            # In the order of their first appearance, so that the dictionaries of a stream only grow.
+            self._columns = [pa.array(texts, pa.string()).dictionary_encode() for texts in subjects]
+            self._columns.append(pa.array(ranks, pa.int32()))
+        rows = pa.array(series, pa.int32())
+        return [column.take(rows) for column in self._columns]
 
 
 class _Table:
@@ -231,7 +223,7 @@ class RunWriter:
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
         folder = self.own if self.rank else self.folder
-        table = pa.Table.from_pylist([dict(row) for row in rows], schema=FACTS[name])
+        table = pa.Table.from_pylist([*rows], schema=FACTS[name])
         write_table(table, folder / f"{name}{CLOSED}")
 
     def put_lost(self, error: BaseException) -> None:
