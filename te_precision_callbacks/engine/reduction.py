@@ -216,7 +216,7 @@ class Reduction:
         self._failure = None
         if layout.optimizer_steps_apart() and not self.optimizers_differ and not self._is_undecided:
             self.optimizers_differ = True
-            if messages.leads:
+            if messages.rank == 0:
                 logger.warning(
                     "The ranks have done different numbers of optimizer steps up to iteration %d. That is correct with"
                     " different optimizers. Otherwise a rank has missed a step(): call it for each optimizer step on"
@@ -225,7 +225,7 @@ class Reduction:
                 )
         if own is not None:
             self._on_failure("packing the statistics of", of, own)
-        elif (failed := layout.failed()) is not None and messages.leads:
+        elif (failed := layout.failed()) is not None and messages.rank == 0:
             text = f"{messages.name(failed)} could not send its values (see its log); they are missing from this step"
             self._on_failure("reducing the statistics of", of, NumbersMissingError(text))
 

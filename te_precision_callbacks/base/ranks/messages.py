@@ -139,16 +139,9 @@ class Messages:
     def name(self, rank: int) -> str:
         return f"rank {self._ranks[rank]}"
 
-    def number(self, rank: int) -> int:
-        return self._ranks[rank]
-
     @property
     def is_open(self) -> bool:
         return self._group is not None
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
 
     # ------------------------------------------------------------------ the beginning and the end
 
@@ -232,38 +225,19 @@ class Messages:
 
     # ------------------------------------------------------------------ messages
 
-    def merge(self, kind: str, why: str, numbers: Numbers, sums: int) -> None:
-        """Reduce values over the ranks, in place.
+    def merge(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
+        """Reduce values over the ranks, in place, and return the union of their texts.
 
         Args:
             kind: the kind of message, equal on all ranks.
             why: the purpose, for a warning: "to reduce statistics".
             numbers: a contiguous array.
             sums: the number of leading values that are summed; others are reduced by the maximum.
+            text: a JSON list of entries of the type ``of``.
 
         Raises:
             RanksLostError: the ranks are separated.
         """
-        self._exchange(kind, why, numbers, sums)
-
-    def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
-        """Return the maximum of each number over the ranks; integers up to 2**53 are exact."""
-        own = np.array(numbers, np.float64)
-        self.merge(kind, why, own, 0)
-        return tuple(own.tolist())
-
-    def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
-        """Return the union of entries of a type that pydantic parses, on all ranks, lower ranks first."""
-        text = _written(own, of)
-        entries: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
-        return entries
-
-    def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
-        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks."""
-        own = self._ranks[self.rank], tuple(numbers)
-        return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
-
-    def _exchange(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
         group = self._group
         if group is None:
             raise RanksLostError(self.departure, self._in_words(self.departure))
@@ -285,6 +259,23 @@ class Messages:
         except BaseException as error:
             self.leave(error)
             raise
+
+    def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
+        """Return the maximum of each number over the ranks; integers up to 2**53 are exact."""
+        own = np.array(numbers, np.float64)
+        self.merge(kind, why, own, 0)
+        return tuple(own.tolist())
+
+    def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
+        """Return the union of entries of a type that pydantic parses, on all ranks, lower ranks first."""
+        text = _written(own, of)
+        entries: list[Entry] = _read(self.merge(kind, why, np.empty(0), 0, text, of), of)
+        return entries
+
+    def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
+        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks."""
+        own = self._ranks[self.rank], tuple(numbers)
+        return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
 
     def _exchanged(
         self, group: Group, finish: Callable[[], None], kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
@@ -404,7 +395,7 @@ class _Wait:
         messages, keys = self._messages, self._keys
         places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
         late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]
-        return ranks_in_words(sorted(map(messages.number, late))) if late else "other ranks"
+        return ranks_in_words(sorted(messages._ranks[rank] for rank in late)) if late else "other ranks"
 
 
 def _patience(group: dist.ProcessGroup | None) -> float:
