@@ -24,7 +24,7 @@ import torch.distributed as dist
 from te_precision_callbacks.base.ranks import group, meeting, messages
 from te_precision_callbacks.base.ranks.group import devices
 from te_precision_callbacks.base.ranks.meeting import MeetingFailed, Place, next_keys, refuse
-from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _read
+from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _read, _Return
 
 
 def name(rank: int) -> str:
@@ -337,6 +337,32 @@ def test_a_rank_with_another_version_does_not_connect(monkeypatch: pytest.Monkey
     for error in on_all(2, run):
         assert isinstance(error, MeetingFailed)
         assert "different versions of te-precision-callbacks (rank " in str(error)
+
+
+@pytest.mark.parametrize("parted_at", range(9))
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_ranks_come_together_in_the_same_step_without_waiting(parted_at: int, order: tuple[int, ...]) -> None:
+    """By optimizer steps, which are alike, though iterations are not; each looks at the store in some steps only."""
+    store = dist.HashStore()
+    ranks = [(Place(rank, 3, name), _Return(store)) for rank in order]
+    for _, found in ranks:
+        found.put_off()
+    met: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for step in range(parted_at, parted_at + 100):
+        for at, found in ranks:
+            if found.is_time(at, step - 5 * at.rank, step) and not met[at.rank]:
+                met[at.rank].append(step)
+    assert met[0]
+    assert met[0] == met[1] == met[2]
+    assert 26 <= met[0][0] - parted_at <= 34, "as docs/session.md says"
+
+
+def test_ranks_without_a_rank_that_has_ended_never_come_together() -> None:
+    store = dist.HashStore()
+    ranks = [(Place(rank, 3, name), _Return(store)) for rank in range(2)]
+    for _, found in ranks:
+        found.put_off()
+    assert not any(found.is_time(at, step, step) for step in range(500) for at, found in ranks)
 
 
 def listening() -> list[str]:

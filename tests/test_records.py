@@ -22,7 +22,7 @@ from te_precision_callbacks.sinks import (
     statistics_log,
     writer_thread,
 )
-from te_precision_callbacks.sinks.log_file import LogFile, LogFileError, claim
+from te_precision_callbacks.sinks.log_file import LogFile, claim
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 from tests.step_records import records_from_rows
 
@@ -80,14 +80,16 @@ def test_a_log_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
     assert log_once(tmp_path, 3.0) == ["1.0", begins, "", begins, "3.0"]
 
 
-def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path) -> None:
-    file = LogFile(tmp_path / "rank-0.log", 0, "")
-    with claim(tmp_path / "rank-0.log") as first:
+def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rank-0.log"
+    with claim(path) as first, claim(path) as second:
         first.write(b"first")
-        file.append("second")
-        with pytest.raises(LogFileError, match=r"another process is writing it\. Give each run its own log_dir="):
-            file.flush()
-    assert {kept.name: kept.read_text() for kept in tmp_path.iterdir()} == {"rank-0.log": "first"}
+        second.write(b"second")
+    assert {kept.name: kept.read_text() for kept in tmp_path.iterdir()} == {
+        "rank-0.log": "first",
+        "rank-0.log.1": "second",
+    }
+    assert caplog.messages == [f"Another process is writing {path}; this process writes rank-0.log.1 instead."]
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

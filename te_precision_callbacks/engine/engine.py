@@ -166,6 +166,10 @@ class StatisticsEngine:
             self._reduction = Reduction(messages, self._report)
 
     @property
+    def optimizers_differ(self) -> bool:
+        return self._reduction.optimizers_differ
+
+    @property
     def placements(self) -> Mapping[str, Placement]:
         return self._placements
 

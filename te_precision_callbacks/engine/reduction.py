@@ -250,7 +250,7 @@ class Reduction:
         """
         stamps = messages.by_rank(stamp, "stamps", "to find out who is out of step")
         error = _out_of_step({rank: Stamp(*row) for rank, row in stamps.items()})
-        messages.part("they are out of step")
+        messages.part("they are out of step", for_good=len({row[1] for row in stamps.values()}) > 1)
         raise error
 
 
@@ -274,7 +274,7 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
         parts.append(f"done since the start: {in_words(done)}")
     return RanksDifferError(
         f"The ranks are out of step: {'; '.join(parts)}. Every rank must call step() for the same optimizer steps, and"
-        f" begin at the same start_step. {local}: from now on rank 0 reports local values."
+        f" begin at the same start_step. {local}, until the ranks have met again."
     )
 
 

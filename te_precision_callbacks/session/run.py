@@ -225,6 +225,7 @@ class Run:
                 on_all=(PrecisionContractError, PrecisionFindingError),
             ):
                 records = self._run_step(ending)
+            self._rejoin_ranks()
             self._profiling.begin(context.iteration)
             return records
         except BaseException:  # the step counts
@@ -350,6 +351,13 @@ class Run:
             logger.error(
                 "The statistics gathered since the last step could not be written, and are lost.", exc_info=failure
             )
+
+    def _rejoin_ranks(self) -> None:
+        """Meet the ranks again after a separation; all continue at the largest iteration."""
+        steps = -1 if self.observation.engine.optimizers_differ else self._loop_checks.optimizer_steps
+        iteration = self.context.ranks.look(self.context.iteration, steps)
+        if iteration is not None and iteration != self.context.iteration:
+            self.count_from(iteration)
 
     # ------------------------------------------------------------------ events
 

@@ -1,6 +1,6 @@
 """A log as a text file that one process appends to, within a limit; for the thread that writes it.
 
-At the limit the log ends.
+If another process is writing the file, ``<name>.1`` is written. At the limit the log ends.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -26,16 +27,27 @@ class LogFileError(PrecisionDebugError, OSError): ...
 
 
 def claim(path: Path) -> io.FileIO:
-    """Open a file for appending that no other process writes, without a buffer; raises OSError.
+    """Open a file for appending that no other process writes, without a buffer.
 
-    On a file system without locks, every file counts as free.
+    If another running process has claimed the file, the first free one of ``<name>.1``, ``<name>.2`` and so on is
+    opened. On a file system without locks, every file counts as free.
     """
+    for name in itertools.chain([path.name], (f"{path.name}.{count}" for count in itertools.count(1))):
+        file = _claimed(path.with_name(name))
+        if file is not None:
+            if name != path.name:
+                logger.warning("Another process is writing %s; this process writes %s instead.", path, name)
+            return file
+    raise AssertionError  # not reached: the names do not end
+
+
+def _claimed(path: Path) -> io.FileIO | None:
     file = io.FileIO(path, "ab+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except BlockingIOError:
         file.close()
-        raise OSError("another process is writing it. Give each run its own log_dir=") from error
+        return None
     except OSError as error:
         logger.info("%s: %s. Two runs that write into the folder at once would mix their lines.", path, error)
     return file

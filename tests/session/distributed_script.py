@@ -211,7 +211,7 @@ def missed(rank: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     config = statistics(stats=["min", "max"])
     with InspectSession(config, model=net, log_dir=folder, statistics_log="all") as session:
-        for step in range(8):
+        for step in range(45):
             net(torch.full((16, 32), float(step))).sum().backward()
             optimizer.step()
             if (rank, step) != (1, 2):

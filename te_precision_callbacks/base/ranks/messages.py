@@ -35,6 +35,7 @@ from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
     MeetingFailed,
     Place,
+    below,
     meet,
     next_keys,
     refuse,
@@ -52,6 +53,13 @@ EXCHANGING = 60.0
 FIRST_STEP = 300.0
 """The longest timeout of messages in the first step, in which some ranks compile. A rank that skips its first
 ``step()`` blocks the others for this time, once."""
+
+RECONNECTING = 10.0
+"""Timeout for connecting during training."""
+
+POLLING, MOST_RETURNS = 8, 5
+"""Interval in steps at which separated ranks look for each other, and how often they reconnect at most. They are
+together again 26 to 34 steps after the separation."""
 
 _HEADER = 9
 """Numbers in the header: kind, number of sums and of maxima, hash of the text; their negatives; the text's length."""
@@ -105,7 +113,7 @@ class RanksLostError(PrecisionDebugError, RuntimeError):
 class Messages:
     """This rank's messages to the others of a group. All ranks must make the same calls in the same order.
 
-    Before :meth:`open`, and after any rank has left, nothing is sent until all ranks call :meth:`open` again.
+    Before :meth:`open`, and after any rank has left, nothing is sent.
 
     Args:
         group: the training's process group with these ranks; None for all. It carries no messages.
@@ -134,7 +142,7 @@ class Messages:
         self._keys: Any = None
         self._count = 0
         self.timeout = EXCHANGING
-        self._is_settled = False
+        self._return: _Return | None = None
 
     def name(self, rank: int) -> str:
         return f"rank {self._ranks[rank]}"
@@ -157,14 +165,12 @@ class Messages:
         keys: Any = None
         try:
             self.close()
-            self._is_settled = False
+            self._return = None
             if not has_other_ranks(self.group):
                 raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
             wait = _patience(self.group)
             keys = self._new_meeting()
-            self._group = meet(keys, self._at, wait, 2 * FIRST_STEP, why)
-            self._keys, self._count = keys, 0
-            self.meetings += 1
+            self._connect(keys, wait, why)
             self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
         except RanksLostError as error:
             raise self._apart(error.departure.text) from error
@@ -187,8 +193,14 @@ class Messages:
         return next_keys(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self.rank)
 
     def settle(self) -> None:
-        """Use short timeouts after the next message, which may still wait for compilation."""
-        self._is_settled = True
+        """Allow reconnecting, and use short timeouts after the next message, which may still wait for compilation."""
+        if self._group is not None:
+            self._return = _Return(self._keys)
+
+    def _connect(self, keys: Any, wait: float, why: str) -> None:
+        self._group = meet(keys, self._at, wait, 2 * FIRST_STEP, why)
+        self._keys, self._count = keys, 0
+        self.meetings += 1
 
     def _apart(self, why: str) -> RanksLostError:
         self._leave(Departure(self.rank, why))
@@ -200,13 +212,17 @@ class Messages:
             own = str(error) if isinstance(error, PrecisionDebugError) else _reason(error)
             self._leave(Departure(self.rank, own, type(error).__name__, raises))
 
-    def part(self, why: str) -> None:
-        """Leave the group on all ranks, at the same time for the same reason."""
+    def part(self, why: str, *, for_good: bool) -> None:
+        """Leave the group on all ranks, at the same time for the same reason; ``for_good``: without reconnecting."""
         self._leave(Departure(self.rank, why))
+        if for_good:
+            self._return = None
 
     def _leave(self, departure: Departure) -> None:
         self.departure = departure
         self._close(departure)
+        if self._return is not None:
+            self._return.put_off()
 
     def close(self) -> None:
         self._close(Departure(self.rank, f"{self.name(self.rank).capitalize()} has ended its session"))
@@ -245,7 +261,7 @@ class Messages:
         try:
             finish = functools.partial(group.finish, _Wait(self, self._keys, self._count, why).check)
             union = self._exchanged(group, finish, kind, numbers, sums, text, of)
-            if self._is_settled:
+            if self._return is not None:
                 self.timeout = EXCHANGING
             return union
         except Exception as error:
@@ -314,6 +330,88 @@ class Messages:
     def _in_words(self, departure: Departure) -> str:
         who = self.name(departure.rank).capitalize()
         return f"{who} has failed: {departure.text}" if departure.kind else departure.text
+
+    # ------------------------------------------------------------------ together again
+
+    def tick(self, iteration: int, optimizer_steps: int) -> int | None:
+        """Look for the other ranks, at the end of a step while this rank is separated; costs almost nothing.
+
+        Ranks that are ready announce it in the store. The last one sets the step in which they connect: an optimizer
+        step, which all ranks count equally, or else an iteration.
+
+        Args:
+            iteration: the next iteration.
+            optimizer_steps: the number of optimizer steps on this rank; negative if ranks do not count them equally.
+
+        Returns:
+            The largest iteration of all ranks, if they have reconnected; else None.
+        """
+        attempts = self._return
+        if self._group is not None or attempts is None:
+            return None
+        try:
+            if not attempts.is_time(self._at, iteration, optimizer_steps):
+                return None
+            self._connect(attempts.keys_of_attempt(), RECONNECTING, "to reconnect")
+        except Exception as error:  # the store may be gone, or a rank
+            self.decline(error, attempts.keys_of_attempt())
+            logger.info("%s has not met the other ranks again: %s.", self.name(self.rank).capitalize(), _reason(error))
+            self._leave(Departure(self.rank, _reason(error)))
+            return None
+        try:
+            wait, self.timeout = self.timeout, RECONNECTING
+            (largest,) = self.largest("again", "to go on together", float(iteration))
+        except Exception:
+            return None
+        finally:
+            self.timeout = wait
+        return int(largest)
+
+
+class _Return:
+    def __init__(self, keys: Any) -> None:
+        self._keys = keys  # of the last meeting
+        self._attempt = 0
+        self._ready_at: int | None = None
+        self._is_ready = False
+        self._polled = -1
+        self._meets: tuple[bool, int] | None = None
+
+    def keys_of_attempt(self) -> Any:
+        return below(f"again/{self._attempt}", self._keys)
+
+    def put_off(self) -> None:
+        self._attempt += 1  # the interval doubles
+        self._ready_at = self._meets = None
+        self._is_ready = False
+
+    def is_time(self, at: Place, iteration: int, optimizer_steps: int) -> bool:
+        clock = iteration if optimizer_steps < 0 else optimizer_steps
+        if self._attempt > MOST_RETURNS:
+            return False
+        if self._ready_at is None:
+            self._ready_at = clock + POLLING * 2**self._attempt
+        if self._meets is not None:
+            by_iteration, when = self._meets
+            return (iteration if by_iteration else optimizer_steps) >= when
+        if clock // POLLING == self._polled or clock < self._ready_at:
+            return False
+        self._polled = clock // POLLING
+        keys = self.keys_of_attempt()
+        if not self._is_ready:
+            if optimizer_steps < 0:
+                keys.set("by_iteration", "")
+            self._is_ready = True
+            if keys.add("ready", 1) == at.size:
+                by_iteration = keys.check(["by_iteration"])
+                when = (iteration if by_iteration else optimizer_steps) + POLLING + 2  # all have looked until then
+                keys.set("when", f"{int(by_iteration)} {when}")
+        if keys.check(["when"]):
+            which, when = map(int, keys.get("when").split())
+            self._meets = bool(which), when
+            if (iteration if which else optimizer_steps) > when:
+                raise MeetingFailed("this rank is ahead of the others")
+        return False
 
 
 def _reason(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 
+logger = logging.getLogger(__name__)
+
 Entry = TypeVar("Entry", bound=Hashable)
 ResultT = TypeVar("ResultT")
 
@@ -25,8 +28,7 @@ def leads(group: torch.distributed.ProcessGroup | None, *, reduce: bool) -> bool
 class Ranks:
     """The ranks that reduce their statistics together, or only this one.
 
-    From :meth:`meet` on they exchange :attr:`messages`. After a failure, each rank continues with local values, until
-    all ranks meet in another :meth:`meet`.
+    From :meth:`meet` on they exchange :attr:`messages`. After a failure, each rank continues with local values.
 
     Args:
         report: receives failures; in a strict session it raises.
@@ -128,6 +130,14 @@ class Ranks:
         except Exception as error:
             self.leave(error)
             self._report("settling", "together with the other ranks", error)
+
+    def look(self, iteration: int, optimizer_steps: int) -> int | None:
+        if self.messages is None or self.messages.is_open:
+            return None
+        rejoined = self.messages.tick(iteration, optimizer_steps)
+        if rejoined is not None and self.leads:
+            logger.warning("The ranks have met again: statistics are reduced from iteration %d on.", rejoined)
+        return rejoined
 
     def end(self) -> None:
         if self.messages is not None:
