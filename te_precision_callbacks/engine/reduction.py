@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.ranks import in_words
+from te_precision_callbacks.base.ranks import format_by_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
@@ -266,12 +266,13 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
         names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in of("schedule").items()}
         return RanksDifferError(
             "The ranks have different configs, whose statistics are due in different iterations:"
-            f" {in_words(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local values."
+            f" {format_by_rank(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local"
+            " values."
         )
-    parts = [in_words({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
+    parts = [format_by_rank({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
     if len(set(of("optimizer_steps").values())) > 1:
         done = {rank: f"{number} optimizer steps" for rank, number in of("optimizer_steps").items()}
-        parts.append(f"done since the start: {in_words(done)}")
+        parts.append(f"done since the start: {format_by_rank(done)}")
     return RanksDifferError(
         f"The ranks are out of step: {'; '.join(parts)}. Every rank must call step() for the same optimizer steps, and"
         f" begin at the same start_step. {local}, until the ranks have met again."

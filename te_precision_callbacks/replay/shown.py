@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.base.installed import installed_version
+from te_precision_callbacks.base.environment import installed_version
 from te_precision_callbacks.dumps import Dump, load
 from te_precision_callbacks.dumps.header import Direction, DumpedGemm
 from te_precision_callbacks.replay import replay

@@ -430,12 +430,12 @@ def _differences(
     if new is None or not _FIELDS_WITH_STATE.isdisjoint(new.fields):
         # Contents are compared on the rank that saved them, or where ranks share them by a reduction of amax.
         same_scales = same_rank or all(recipe is not None and recipe.fields.get("reduce_amax") for recipe in recipes)
-        of_direction: dict[str, list[str]] = {}
+        directions_with: dict[str, list[str]] = {}
         for direction in ("forward", "backward"):
             states = getattr(before, direction), getattr(layer, direction)
-            for what in _of_direction(*states, before.unsaved, same_scales, "amax_history_len" in changed):
-                of_direction.setdefault(what, []).append(direction)
-        for what, directions in of_direction.items():
+            for what in _scaling_differences(*states, before.unsaved, same_scales, "amax_history_len" in changed):
+                directions_with.setdefault(what, []).append(direction)
+        for what, directions in directions_with.items():
             yield (what if what in (_MISSING, _UNSAVED) else f"{what} ({' and '.join(directions)})"), True
     weights, restored = before.weights, layer.weights
     if (weights.kind, weights.name) != (restored.kind, restored.name):
@@ -448,7 +448,7 @@ def _differences(
         yield "Quantized primary weights came back with other data: they were rounded anew", True
 
 
-def _of_direction(
+def _scaling_differences(
     old: ScalingState | None, new: ScalingState | None, unsaved: bool, same_scales: bool, length_may_differ: bool
 ) -> Iterator[str]:
     if old is None or old.is_new:

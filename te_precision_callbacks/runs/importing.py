@@ -225,23 +225,25 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
     """Number the series, and return all values, sorted by series and iteration."""
     by_name: dict[int, list[tuple[int, _Rows]]] = {}  # name -> rank and rows
     for rank, parts in rows.items():
-        of_rank = np.concatenate(parts) if parts else np.empty(0, _ROW)
-        of_rank = of_rank[np.lexsort((of_rank["iteration"], of_rank["name"]))]
-        same = (of_rank["name"][1:] == of_rank["name"][:-1]) & (of_rank["iteration"][1:] == of_rank["iteration"][:-1])
-        of_rank = of_rank[np.r_[~same, True][: len(of_rank)]]  # an iteration that ran again: its last value
-        starts = np.flatnonzero(np.r_[True, of_rank["name"][1:] != of_rank["name"][:-1]][: len(of_rank)])
-        for part in np.split(of_rank, starts[1:]) if len(starts) else ():
+        rank_rows = np.concatenate(parts) if parts else np.empty(0, _ROW)
+        rank_rows = rank_rows[np.lexsort((rank_rows["iteration"], rank_rows["name"]))]
+        same = (rank_rows["name"][1:] == rank_rows["name"][:-1]) & (
+            rank_rows["iteration"][1:] == rank_rows["iteration"][:-1]
+        )
+        rank_rows = rank_rows[np.r_[~same, True][: len(rank_rows)]]  # an iteration that ran again: its last value
+        starts = np.flatnonzero(np.r_[True, rank_rows["name"][1:] != rank_rows["name"][:-1]][: len(rank_rows)])
+        for part in np.split(rank_rows, starts[1:]) if len(starts) else ():
             by_name.setdefault(int(part["name"][0]), []).append((rank, part))
     index, kept, series = SeriesIndex(), list[_Rows](), list[npt.NDArray[np.int32]]()
     for number, subject in enumerate(parse_names(names, layers).values()):
-        of_ranks = by_name[number]
-        first = of_ranks[0][1]
+        rank_parts = by_name[number]
+        first = rank_parts[0][1]
         agree = all(
             np.array_equal(first[column], part[column], equal_nan=True)
-            for _, part in of_ranks[1:]
+            for _, part in rank_parts[1:]
             for column in ("iteration", "value")
         )
-        for rank, part in of_ranks[:1] if agree else of_ranks:
+        for rank, part in rank_parts[:1] if agree else rank_parts:
             kept.append(part)
             layer, tensor, statistic = subject
             own = index.number(Subject("", layer, tensor, "", statistic, None if agree else rank))

@@ -75,7 +75,7 @@ class RecordSink(EventSink):
         self._recording: Recording | None = None
         self._before: list[Event | Scalars | Facts] = []
         self.has_content = False
-        self._said = Notices()
+        self._notices = Notices()
         self._last_records: StepRecords | None = None
         self._last_step: float | None = None
         self._made_at = time.time()
@@ -118,7 +118,7 @@ class RecordSink(EventSink):
         seconds = None if self._last_step is None else now - self._last_step
         self._last_records, self._last_step = records, now
         job = Step(records, time.time(), seconds)
-        if self._run is not None and not self._thread.put(job, len(records)) and self._said.first("slow"):
+        if self._run is not None and not self._thread.put(job, len(records)) and self._notices.first("slow"):
             text = "The disk is slower than the training, so numbers of some steps are not recorded."
             self._put(Event("observation_failed", text, records.iteration, "warning"))
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.ranks import has_other_ranks, meeting, ranks_in_words
+from te_precision_callbacks.base.ranks import format_ranks, has_other_ranks, meeting
 from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
     MeetingFailed,
@@ -256,7 +256,7 @@ class Messages:
         """
         group = self._group
         if group is None:
-            raise RanksLostError(self.departure, self._in_words(self.departure))
+            raise RanksLostError(self.departure, self._describe(self.departure))
         self._count += 1
         try:
             finish = functools.partial(group.finish, _Wait(self, self._keys, self._count, why).check)
@@ -271,7 +271,7 @@ class Messages:
                 self._leave(self._departure_of_another(error))
             else:  # the others cannot know how far this rank has come: they go on, and it does too
                 self.leave(error)
-            raise RanksLostError(self.departure, self._in_words(self.departure)) from error
+            raise RanksLostError(self.departure, self._describe(self.departure)) from error
         except BaseException as error:
             self.leave(error)
             raise
@@ -327,7 +327,7 @@ class Messages:
         why = line.partition("]")[2].partition(". This is")[0].strip() or line
         return Departure(self.rank, f"A rank cannot be reached any more: {why}")
 
-    def _in_words(self, departure: Departure) -> str:
+    def _describe(self, departure: Departure) -> str:
         who = self.name(departure.rank).capitalize()
         return f"{who} has failed: {departure.text}" if departure.kind else departure.text
 
@@ -493,7 +493,7 @@ class _Wait:
         messages, keys = self._messages, self._keys
         places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
         late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]
-        return ranks_in_words(sorted(messages._ranks[rank] for rank in late)) if late else "other ranks"
+        return format_ranks(sorted(messages._ranks[rank] for rank in late)) if late else "other ranks"
 
 
 def _patience(group: dist.ProcessGroup | None) -> float:
