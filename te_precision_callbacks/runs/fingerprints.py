@@ -1,7 +1,7 @@
 """Fingerprints: the FP8 state in a checkpoint, and the audit that a resume has restored it.
 
-A fingerprint holds hashes instead of tensors, so it fits into every checkpoint. Each rank has one, as text in a
-checkpoint's state, or as a file in its folder.
+A fingerprint holds hashes instead of tensors. Each rank has one, as text in a checkpoint's state, or as a file in its
+folder.
 
 Read from Transformer Engine 2.20.2: ``pytorch/module/base.py`` (``fp8_meta``; the first forward replaces a restored
 recipe, and makes or adapts the state), ``pytorch/quantization.py`` (recipe states), ``common/recipe``.
@@ -301,8 +301,7 @@ def content_hash(*tensors: torch.Tensor) -> str:
     """Hash the bytes of tensors on their device: 16 hexadecimal digits.
 
     It is the sum of the 64-bit words w, each as ``w ^ (w >> 32)`` times an odd number that follows from its position,
-    modulo 2^64: a change of one word always changes the sum. (Without the shift, two words that change their highest
-    bits, the signs of two numbers, would cancel.) A cryptographic hash would need all weights on the host.
+    modulo 2^64: a change of one word always changes the sum, and without the shift two changed signs would cancel.
     """
     total = 0
     for tensor in tensors:

@@ -5,8 +5,8 @@
     <log_dir>/nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-0.log
         2026-11-22 13:01:40,102 - INFO - Assigned layer name: fc1
 
-The log joins layer, tensor and statistic without a separator. Layers are recognized by the names in the event logs,
-by the names of tensors, and by known statistics; other names stay whole.
+The log joins layer, tensor and statistic without a separator. They are told apart by the layers in the event logs, by
+tensors and known statistics; other names stay whole.
 
 Values on which all ranks agree become one series, other values one series per rank.
 """

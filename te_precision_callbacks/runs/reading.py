@@ -4,7 +4,7 @@
     run = open_run("logs", run="20261122-130144-507-9f3c21")
     list_runs("logs")                                   # ("20261122-130144-507-9f3c21", ...)
 
-A run can be read while it is written, and after its process was killed: open files count up to their last whole batch.
+Open files count up to their last whole batch, also while they are written.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ class Thinned(NamedTuple):
         rank: the rank; the files of rank 0 also have the reduced values.
         table: ``values``, or ``vectors`` for histograms.
         first, last: the first and the last iteration.
-        every: the remaining share: one in this many steps. Extremes of each series remain too, flagged
-            :data:`~te_precision_callbacks.runs.tables.EXTREME`.
+        every: one in this many steps remains, with the extremes of each series.
     """
 
     rank: int

@@ -6,9 +6,9 @@
                                          seg-000/rank-00000/steps-0001.parquet, events-0001.parquet, ...
                                          traces/seg-000.rank-00000.iterations-000010-000012.json.gz
 
-A rank appends record batches to the Arrow stream ``<table>-<number>.arrow``, and closes it as
-``<table>-<number>.parquet``. A thinned file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files
-as soon as it exists, even if they were not deleted yet (``runs/size_limit.py``).
+A rank appends to the Arrow stream ``<table>-<number>.arrow``, and closes it as ``<table>-<number>.parquet``. A thinned
+file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files as soon as it exists
+(``runs/size_limit.py``).
 """
 
 from __future__ import annotations

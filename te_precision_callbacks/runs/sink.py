@@ -2,8 +2,7 @@
 
 <log_dir>/precision_records/<run_id>/seg-000/...
 
-Records are on disk ``FLUSH_SECONDS`` (``sinks/writer_thread.py``) later at the latest, unless the disk is slower than
-the training. A killed process loses later records; see docs/records.md.
+Records are on disk ``FLUSH_SECONDS`` (``sinks/writer_thread.py``) later at the latest, unless the disk is slow.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class RecordSink(EventSink):
     """Records a run. The training thread queues jobs, and another thread writes them.
 
     Attributes:
-        writes_reduced: whether this rank writes reduced values, steps, scalars and facts. Others write only local
-            values, failures and dumps, and create no file before that.
+        writes_reduced: whether this rank writes reduced values, steps, scalars and facts; others write only local
+            values, failures and dumps.
         is_alone: whether this rank checks the contract alone.
         keys: keys for this run in the store of the process group; None without other ranks.
         place: the segment, which rank 0 begins with the first content, and puts into the store for ranks that do not

@@ -1,6 +1,6 @@
 """Writing of runs.
 
-Rows are collected until :meth:`RunWriter.flush` appends them to the open files. The writer is not thread-safe.
+Rows are collected until :meth:`RunWriter.flush` appends them to the open files. Not thread-safe.
 """
 
 from __future__ import annotations

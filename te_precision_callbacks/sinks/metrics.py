@@ -12,9 +12,9 @@
                                        and ``median``
 =====================================  ================================================================================
 
-TensorBoard and W&B group metrics by the part of the name before the first slash. Each layer is therefore a group, and
-the prefix alone is the group of the whole model; with a slash instead of the dot, the 7,500 charts of 500 layers would
-be one group. If statistics are reduced over ranks, values of one rank alone are ``te.local.<layer>/...``.
+TensorBoard and W&B group metrics by the part of the name before the first slash: each layer is a group, and the prefix
+alone is the group of the whole model. If statistics are reduced over ranks, values of one rank alone are
+``te.local.<layer>/...``.
 """
 
 from __future__ import annotations

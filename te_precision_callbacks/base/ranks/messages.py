@@ -1,13 +1,11 @@
 """Messages among the ranks of a run.
 
-A message begins with a header of fixed size, reduced by the maximum of its values and of their negatives. It shows
-all ranks whether they send the same kind of message, with payloads of equal size and equal texts. Otherwise nobody
-sends a payload. Values are then summed, or reduced by the maximum. Texts that differ are gathered on rank 0, which
-broadcasts their union. They are JSON: nothing from the network is unpickled.
+A message begins with a header of fixed size, reduced by the maximum of its values and of their negatives. Unless it
+shows equal kinds and sizes on all ranks, nobody sends a payload. Values are then summed, or reduced by the maximum.
+Texts that differ are gathered on rank 0, which broadcasts their union. They are JSON: nothing is unpickled.
 
 A rank that fails writes the reason into the store and closes its group. The others detect that in their current or
-next message, read the reason, and leave too, so nobody waits for a rank that has failed. A rank that hangs costs the
-others a timeout.
+next message, and leave too. A rank that hangs costs the others a timeout.
 """
 
 from __future__ import annotations
