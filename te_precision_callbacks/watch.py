@@ -139,7 +139,7 @@ class ScriptWatch:
             session.stop()
 
     def _before_group_ends(self, group: Any = None, *_: Any) -> None:
-        """Stop while ranks are known: later, each would act as the first, and print and write the summary."""
+        """Stop while ranks are known: later, each would act as the first, and print the verdict."""
         if group is None or group is torch.distributed.group.WORLD:
             self._end_training()
 
@@ -237,7 +237,7 @@ class ScriptWatch:
             self._waiting.setdefault(optimizer, True)
         if self.session is None:
             self.session = InspectSession.from_options(_checked(self._options))
-            self.session.start(front_door="watch", trainer_steps=True, gives_way=True)
+            self.session.start(front_door="watch", gives_way=True)
             self.session.follow(self)
         # The first model's layers keep their names when another one is found.
         self.session.attach({f"model{number}" if number else "": root for number, root in enumerate(self._models)})
