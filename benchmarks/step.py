@@ -60,8 +60,8 @@ from measuring import (
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.vocabulary import Observe
-from te_precision_callbacks.config.early_steps import EARLY_STEPS
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG
+from te_precision_callbacks.config.steps import EARLY_STEPS
 from te_precision_callbacks.statistics.schedule import Schedule
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]

@@ -42,9 +42,7 @@ from te_precision_callbacks.config.keys import GemmSampling, LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.features.base import (
     Feature,
-    GemmFeature,
     ScheduledFeature,
-    StatisticsFeature,
     Watcher,
     matching_options,
 )
@@ -391,9 +389,8 @@ class TransformerEngineAPI(UpstreamAPI):
         return collected(list(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {}))), tensor)
 
     def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
-        measuring = (StatisticsFeature, GemmFeature)
         for name, options in features.items():
-            if isinstance(self.namespace_features.get(name), measuring) and options.get("enabled", False):
+            if isinstance(self.namespace_features.get(name), ScheduledFeature) and options.get("enabled", False):
                 schema = self._typed(name, options)
                 if schema is not None:
                     yield schema

@@ -151,10 +151,6 @@ def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> No
         engine.gemm_operands.keep(watched.layer, watched.tensor, watched.values)
 
 
-class GemmFeature(ScheduledFeature):
-    """Base class of the features that log statistics of whole GEMMs."""
-
-
 class Watcher(NamedTuple):
     """A feature that looks at a tensor of a layer, with its options for that tensor."""
 

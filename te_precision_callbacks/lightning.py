@@ -27,6 +27,7 @@ from te_precision_callbacks.sinks.metrics import overall_name
 try:
     from lightning.fabric.loggers.logger import Logger
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
+    from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeed
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
@@ -147,7 +148,7 @@ class PrecisionDebugCallback(Callback):
             session.iteration = self._restored_iteration
         session.attach(pl_module)
         if session.overflow is not None:
-            session.overflow.loss_scaled = _scales_loss(trainer)
+            session.overflow.loss_scaled = scales_loss(trainer.precision_plugin)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the step of a resumed fit: the trainer restores its counts only at the first batch."""
@@ -351,10 +352,9 @@ def _step_settings(trainer: Trainer) -> dict[str, Any]:
     return settings
 
 
-def _scales_loss(trainer: Trainer) -> bool:
+def scales_loss(plugin: Any) -> bool:
     """Return whether DeepSpeed scales the loss for float16. torch's GradScaler is recognized in use."""
-    plugin = trainer.precision_plugin
-    return isinstance(plugin, DeepSpeedPrecision) and plugin.precision.startswith("16")
+    return isinstance(plugin, (DeepSpeedPrecision, FabricDeepSpeed)) and plugin.precision.startswith("16")
 
 
 class LightningLoggerSink(LoggerSink):

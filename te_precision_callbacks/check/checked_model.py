@@ -24,13 +24,13 @@ from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.contract import ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
-from te_precision_callbacks.config.early_steps import read_early_steps, with_early_steps
 from te_precision_callbacks.config.effects import NAMESPACE, Effect, spans_of
-from te_precision_callbacks.config.idle import notes_of
 from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
+from te_precision_callbacks.config.loading import notes_of
 from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.config.schemas import LogGemmError, known_features
+from te_precision_callbacks.config.steps import read_early_steps, with_early_steps
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ran, plan_products
@@ -111,7 +111,6 @@ def check_model(
     unconverted: Mapping[str, str] | None = None,
     allow_unmatched: bool = False,
     memory: bool = False,
-    cached_weights: bool = False,
 ) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
 
@@ -131,7 +130,6 @@ def check_model(
             ``te_precision_callbacks.accelerate.unconverted_layers(model)``.
         allow_unmatched: a section that matches no layer is a note and not a finding.
         memory: whether to plan memory too; ``tokens`` then refers to one forward.
-        cached_weights: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
 
     Raises:
         ConfigError: ``require`` is not a contract, or has a pattern that matches no layer.
@@ -157,7 +155,6 @@ def check_model(
         is_wanted=recipe != NONE,
         allow_unmatched=allow_unmatched,
         memory=memory,
-        cached_weights=cached_weights,
     ).checked()
     if contract is None:
         return checked
@@ -189,13 +186,12 @@ class _Check:
         is_wanted: bool,
         allow_unmatched: bool,
         memory: bool,
-        cached_weights: bool,
     ) -> None:
         self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
         self._observe = observe
         self._unconverted = unconverted
         self._allow_unmatched = allow_unmatched
-        self._memory, self._cached_weights = memory, cached_weights
+        self._memory = memory
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._operations = named_operations(model)
@@ -219,7 +215,7 @@ class _Check:
             ran = dry_run(self._model, self._modules, self._batch, self._recipe)
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
         products, *of_spans = (self._products(acting, first, ran) for first in spans.values())
-        self._findings += of_recipe(self._recipe, self._modules, acting, None if ran is None else ran.recipes)
+        self._findings += of_recipe(self._recipe, acting)
         self._findings += of_shapes(
             self._recipe,
             self._modules,
@@ -295,7 +291,6 @@ class _Check:
             self._modules,
             self._recipe,
             tokens=self._tokens,
-            cached=self._cached_weights,
             recipes=recipes,
             calls=calls,
         )

@@ -129,15 +129,6 @@ def _in_words(layers: Sequence[str]) -> str:
     return f"the layers {', '.join(map(repr, layers[:_MOST_NAMED]))}{more}"
 
 
-def is_of_the_layers_recipe(condition: Threshold, asked: str, recipe: str | None) -> str:
-    """Return the message for a condition on a recipe's statistic that was requested without a recipe."""
-    wanted = condition.statistic
-    return (
-        f"{asked!r} in 'stats' is computed for the recipe that the layer runs, which is {recipe or 'none'}, so"
-        f" {wanted.spelled_out!r} is not among its statistics; add {wanted.spelled_out!r} to 'stats'"
-    )
-
-
 @dataclass(frozen=True)
 class Collected:
     """A collected statistic of a tensor.
@@ -145,13 +136,11 @@ class Collected:
     Attributes:
         labels: its names in the log. In a layer without a recipe, a statistic of the layer's own recipe gets a recipe's
             name as a prefix.
-        of_own_recipe: whether it was requested for the layer's own recipe, and the condition names a recipe.
     """
 
     request: Request
     labels: tuple[str, ...]
     schedules: tuple[Schedule, ...]
-    of_own_recipe: bool = False
 
 
 def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Collected]:
@@ -178,23 +167,7 @@ def _under_recipes(request: Request, asked: Iterable[str]) -> Iterable[str]:
     return [label for label in labels if label not in asked]
 
 
-def read_by(condition: Threshold, known: Mapping[str, Collected], recipe: str | None = None) -> Collected | None:
-    """Return the collected statistic that a condition reads; None if it is not collected.
-
-    A statistic requested without a recipe also matches a condition on the recipe that the layer runs, where both are
-    the same number.
-
-    Args:
-        recipe: the recipe of the quantized tensor; None for other tensors, and before the run.
-    """
-    wanted = condition.statistic
-    if wanted.label in known:
-        return known[wanted.label]
-    for statistic in known.values():
-        if condition.reads(statistic.request):
-            return statistic
-    for label, statistic in known.items():
-        if wanted.spelled_out in statistic.labels:
-            own = (label,) if recipe == wanted.recipe else ()
-            return Collected(statistic.request, (wanted.spelled_out, *own), statistic.schedules, of_own_recipe=not own)
-    return None
+def read_by(condition: Threshold, known: Mapping[str, Collected]) -> Collected | None:
+    """Return the collected statistic that a condition reads; None if it is not collected."""
+    matching = (statistic for statistic in known.values() if condition.reads(statistic.request))
+    return known.get(condition.statistic.label) or next(matching, None)

@@ -251,12 +251,10 @@ def _as_type(word: str, key: str, index: LayerIndex) -> str:
 def _no_number(first: int, last: int, index: LayerIndex) -> str:
     if not index.numbers:
         return "no layer has a number in its name."
-    there = f"The numbers go from {index.numbers[0]} to {index.numbers[-1]}."
-    if first == last:
-        return f"no layer has the number {first}. {there}"
-    if not index.numbered(first, last):
-        return f"no layer has a number from {first} to {last}. {there}"
-    return f"'{first}-{last}' goes beyond the layers. {there}"
+    what = f"no layer has a number from {first} to {last}"
+    if index.numbered(first, last):
+        what = f"'{first}-{last}' goes beyond the layers"
+    return f"{what}. The numbers go from {index.numbers[0]} to {index.numbers[-1]}."
 
 
 def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:

@@ -37,6 +37,7 @@ from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors
 from te_precision_callbacks.instrumentation.gemm_records import GemmRecords
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
+from te_precision_callbacks.instrumentation.padding import PaddedRows
 from te_precision_callbacks.instrumentation.parameters import is_due as weights_are_sampled
 from te_precision_callbacks.instrumentation.refusals import is_captured
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
@@ -83,6 +84,7 @@ class ForwardHooks:
             silent=self.products.note_silent,
             attention=self.products,
         )
+        self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.armed))
         self._graphs = CudaGraphs()
         self._seams = Replaced()
         self._has_ranges = self._is_capturing = self._paused_before = False
@@ -120,6 +122,8 @@ class ForwardHooks:
         self.arm()
 
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
+        """See :meth:`ModelProducts.watch_model`."""
+        self.padding.names = names
         self.products.watch_model(model, names, self._tap.operations.layers)
         self._listen()
 
@@ -216,6 +220,7 @@ class ForwardHooks:
         from transformer_engine.debug.pytorch import debug_quantization
         from transformer_engine.pytorch import quantization
         from transformer_engine.pytorch.module import base
+        from transformer_engine.pytorch.module.fp8_padding import Fp8Padding
 
         module_class = base.TransformerEngineBaseModule
         require(module_class, "is_debug_iter", "no_debug_features_active")
@@ -240,6 +245,7 @@ class ForwardHooks:
         )
         manager = quantization.FP8GlobalStateManager
         self._seams.replace(manager, "autocast_enter", staticmethod(self.regions.around(manager.autocast_enter)))
+        self._seams.replace(Fp8Padding, "forward", self.padding.around(Fp8Padding.forward))
         # torch.distributed.pipelining (2.13) runs each stage once before its micro-batches, on uninitialized memory.
         pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if pipelining is not None and hasattr(pipelining.PipelineStage, _INFERENCE):

@@ -22,8 +22,8 @@ from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.torch_facts import torch_facts
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
-from te_precision_callbacks.config.idle import why_gemm_error_not_due
 from te_precision_callbacks.config.planning import Section
+from te_precision_callbacks.config.steps import why_gemm_error_not_due
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
@@ -67,11 +67,9 @@ class RunFacts:
         self._taken: object = None
         self._rests_until = 0.0
         self._machine: Row | None = None
-        self._has_ended = False
 
     def changed(self, *, at_last: bool = False) -> bool:
         """Return whether there are new facts; False shortly after a slow collection, unless ``at_last``."""
-        self._has_ended |= at_last
         return self._state != self._taken and (at_last or time.perf_counter() >= self._rests_until)
 
     @property
@@ -151,7 +149,7 @@ class RunFacts:
         begin, last = self._results.iterations.first, self._results.iterations.last
         if self._model.unmeasured or begin is None or last is None:
             return self._model.unmeasured
-        return why_gemm_error_not_due(self._options.config, begin, last, ended=self._has_ended)
+        return why_gemm_error_not_due(self._options.config, begin, last)
 
     def _machine_facts(self) -> Row:
         facts = torch_facts()

@@ -16,7 +16,7 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_alike
 from te_precision_callbacks.config.dumping import check_conditions
-from te_precision_callbacks.config.idle import idle_in_words
+from te_precision_callbacks.config.loading import idle_in_words
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections

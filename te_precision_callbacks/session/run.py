@@ -20,8 +20,8 @@ from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks, leads
-from te_precision_callbacks.config.idle import never_due_in_words
 from te_precision_callbacks.config.problems import ConfigError
+from te_precision_callbacks.config.steps import never_due_in_words
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_failure
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
@@ -237,6 +237,7 @@ class Run:
         self._loop_checks.end_step()
         self.context.inspector.report_events()
         self.model.end_step()
+        self.hooks.padding.end_step()
         self._start_sinks()
         self._profiling.write()  # where the run is recorded, which is known now
         # Reduce the statistics over the ranks, and begin the next iteration.

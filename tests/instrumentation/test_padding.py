@@ -1,9 +1,10 @@
-"""How many tokens each expert gets, with padding."""
+"""How many rows pad the tokens of experts, and how many tokens each expert gets."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import transformer_engine.pytorch as te
 
@@ -25,7 +26,7 @@ class Experts(torch.nn.Module):
         return result
 
 
-def test_tokens_of_padded_experts(tmp_path: Path) -> None:
+def test_padded_rows_and_tokens_of_experts(tmp_path: Path) -> None:
     model = Experts()
     config = statistics()
     config["stats"]["transformer_engine"]["LogTensorStats"]["stats"] = ["numel"]
@@ -41,4 +42,5 @@ def test_tokens_of_padded_experts(tmp_path: Path) -> None:
             if step % 2:
                 assert not values
             else:
+                assert values.pop(" padding_padded_rows%") == pytest.approx(100 * 6 / 96)
                 assert values == {"fc.gemm_0 numel": 48 * 64, "fc.gemm_1 numel": 0, "fc.gemm_2 numel": 48 * 64}

@@ -209,7 +209,7 @@ def test_a_failure_in_a_precision_call_ends_the_run(tmp_path: Path, method: str)
     ("keywords", "message"),
     [
         ({"log_dirs": "x"}, "Did you mean 'log_dir'"),
-        ({"strict": "yes"}, "strict= must be True or False"),
+        ({"strict": "yes"}, "strict= must be a valid boolean, not 'yes'"),
         ({"start_step": -1}, "start_step="),
         ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', or .*, not 'rank1'"),
         ({"statistics_log": "off, 4GiB"}, "statistics_log= must be one of .*, not 'off, 4GiB'"),
@@ -219,7 +219,7 @@ def test_a_failure_in_a_precision_call_ends_the_run(tmp_path: Path, method: str)
         ({"feature_dirs": 5}, "feature_dirs= must be a list"),
         ({"features": [5]}, "features= takes classes"),
         ({"log_dir": 5}, "log_dir= must be a path"),
-        ({"prefix": 7}, "prefix= must be a text"),
+        ({"prefix": 7}, "prefix= must be a valid string, not 7"),
         ({"process_group": "world"}, "process_group="),
         ({"log_filter": 5}, "log_filter= takes"),
     ],
