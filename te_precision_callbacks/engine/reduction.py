@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.ranks import in_words
+from te_precision_callbacks.base.ranks import format_by_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
@@ -195,7 +195,7 @@ class Reduction:
     def _note_optimizers(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
         if layout.optimizer_steps_apart() and not self.optimizers_differ and not self._is_undecided:
             self.optimizers_differ = True
-            if messages.leads:
+            if messages.rank == 0:
                 logger.warning(
                     "The ranks have done different numbers of optimizer steps up to iteration %d. That is correct with"
                     " different optimizers. Otherwise a rank has missed a step(): call it for each optimizer step on"
@@ -239,12 +239,13 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
         names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in of("schedule").items()}
         return RanksDifferError(
             "The ranks have different configs, whose statistics are due in different iterations:"
-            f" {in_words(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local values."
+            f" {format_by_rank(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local"
+            " values."
         )
-    parts = [in_words({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
+    parts = [format_by_rank({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
     if len(set(of("optimizer_steps").values())) > 1:
         done = {rank: f"{number} optimizer steps" for rank, number in of("optimizer_steps").items()}
-        parts.append(f"done since the start: {in_words(done)}")
+        parts.append(f"done since the start: {format_by_rank(done)}")
     return RanksDifferError(
         f"The ranks are out of step: {'; '.join(parts)}. Every rank must call step() for the same optimizer steps, and"
         f" begin at the same start_step. {local}, until the ranks have met again."

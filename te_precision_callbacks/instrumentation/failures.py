@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from te_precision_callbacks.base.devices import is_lost, lost_in_words
+from te_precision_callbacks.base.devices import is_lost, lost_message
 from te_precision_callbacks.base.errors import FeatureError, ObservationError, PrecisionDebugError, ResumeAuditError
 from te_precision_callbacks.base.ranks.group import INTERFACE
 from te_precision_callbacks.base.ranks.messages import RanksLostError
@@ -80,7 +80,7 @@ class ObservationFailures:
                 raise error
             if not self._lost:
                 self._lost = True
-                logger.warning("%s", lost_in_words(error, "Observation"))
+                logger.warning("%s", lost_message(error, "Observation"))
             return
         if self._strict:
             raise ObservationError(f"{where}: {_text(error)}") from error

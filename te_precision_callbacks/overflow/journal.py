@@ -16,7 +16,7 @@ import pydantic
 import torch
 import torch.distributed
 
-from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_in_words
+from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_message
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.overflow.errors import OverflowOptionError
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slots, Values
@@ -301,7 +301,7 @@ class Journal:
             return
         self.broken = True
         if is_lost(error):
-            logger.warning("%s", lost_in_words(error, "Activation overflow detection"))
+            logger.warning("%s", lost_message(error, "Activation overflow detection"))
         else:
             self.failure = error
 

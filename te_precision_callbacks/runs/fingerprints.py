@@ -1,7 +1,7 @@
 """Fingerprints: the FP8 state in a checkpoint, and the audit that a resume has restored it.
 
-A fingerprint holds hashes instead of tensors, so it fits into every checkpoint. Each rank has one, as text in a
-checkpoint's state, or as a file in its folder.
+A fingerprint holds hashes instead of tensors. Each rank has one, as text in a checkpoint's state, or as a file in its
+folder.
 
 Read from Transformer Engine 2.20.2: ``pytorch/module/base.py`` (``fp8_meta``; the first forward replaces a restored
 recipe, and makes or adapts the state), ``pytorch/quantization.py`` (recipe states), ``common/recipe``.
@@ -301,8 +301,7 @@ def content_hash(*tensors: torch.Tensor) -> str:
     """Hash the bytes of tensors on their device: 16 hexadecimal digits.
 
     It is the sum of the 64-bit words w, each as ``w ^ (w >> 32)`` times an odd number that follows from its position,
-    modulo 2^64: a change of one word always changes the sum. (Without the shift, two words that change their highest
-    bits, the signs of two numbers, would cancel.) A cryptographic hash would need all weights on the host.
+    modulo 2^64: a change of one word always changes the sum, and without the shift two changed signs would cancel.
     """
     total = 0
     for tensor in tensors:
@@ -430,12 +429,12 @@ def _differences(
     if new is None or not _FIELDS_WITH_STATE.isdisjoint(new.fields):
         # Contents are compared on the rank that saved them, or where ranks share them by a reduction of amax.
         same_scales = same_rank or all(recipe is not None and recipe.fields.get("reduce_amax") for recipe in recipes)
-        of_direction: dict[str, list[str]] = {}
+        directions_with: dict[str, list[str]] = {}
         for direction in ("forward", "backward"):
             states = getattr(before, direction), getattr(layer, direction)
-            for what in _of_direction(*states, before.unsaved, same_scales, "amax_history_len" in changed):
-                of_direction.setdefault(what, []).append(direction)
-        for what, directions in of_direction.items():
+            for what in _scaling_differences(*states, before.unsaved, same_scales, "amax_history_len" in changed):
+                directions_with.setdefault(what, []).append(direction)
+        for what, directions in directions_with.items():
             yield (what if what in (_MISSING, _UNSAVED) else f"{what} ({' and '.join(directions)})"), True
     weights, restored = before.weights, layer.weights
     if (weights.kind, weights.name) != (restored.kind, restored.name):
@@ -448,7 +447,7 @@ def _differences(
         yield "Quantized primary weights came back with other data: they were rounded anew", True
 
 
-def _of_direction(
+def _scaling_differences(
     old: ScalingState | None, new: ScalingState | None, unsaved: bool, same_scales: bool, length_may_differ: bool
 ) -> Iterator[str]:
     if old is None or old.is_new:

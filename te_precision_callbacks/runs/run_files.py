@@ -6,9 +6,9 @@
                                          seg-000/rank-00000/steps-0001.parquet, events-0001.parquet, ...
                                          traces/seg-000.rank-00000.iterations-000010-000012.json.gz
 
-A rank appends record batches to the Arrow stream ``<table>-<number>.arrow``, and closes it as
-``<table>-<number>.parquet``. A thinned file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files
-as soon as it exists, even if they were not deleted yet (``runs/size_limit.py``).
+A rank appends to the Arrow stream ``<table>-<number>.arrow``, and closes it as ``<table>-<number>.parquet``. A thinned
+file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files as soon as it exists
+(``runs/size_limit.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 import secrets
@@ -26,9 +27,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from te_precision_callbacks.runs.input_files import read_json
-
 FOLDER = "precision_records"
+
+MOST_ITERATION = 1 << 53
+"""Upper bound of iterations: JavaScript's integers are exact up to here."""
 
 RUN_FILE = "run.json"
 OPEN, CLOSED = ".arrow", ".parquet"
@@ -122,6 +124,14 @@ def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
         before = files[-1] if files and files[-1].table == file.table else None
         (files if before is None or file.last > before.last else replaced).append(file)
     return files, replaced
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises OSError or ValueError."""
+    facts = json.loads(path.read_bytes())
+    if not isinstance(facts, dict):
+        raise ValueError("no JSON object")
+    return facts
 
 
 def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:

@@ -2,8 +2,7 @@
 
 <log_dir>/precision_records/<run_id>/seg-000/...
 
-Records are on disk ``FLUSH_SECONDS`` (``sinks/writer_thread.py``) later at the latest, unless the disk is slower than
-the training. A killed process loses later records; see docs/records.md.
+Records are on disk ``FLUSH_SECONDS`` (``sinks/writer_thread.py``) later at the latest, unless the disk is slow.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class RecordSink(EventSink):
     """Records a run. The training thread queues jobs, and another thread writes them.
 
     Attributes:
-        writes_reduced: whether this rank writes reduced values, steps, scalars and facts. Others write only local
-            values, failures and dumps, and create no file before that.
+        writes_reduced: whether this rank writes reduced values, steps, scalars and facts; others write only local
+            values, failures and dumps.
         is_alone: whether this rank checks the contract alone.
         keys: keys for this run in the store of the process group; None without other ranks.
         place: the segment, which rank 0 begins with the first content, and puts into the store for ranks that do not
@@ -75,7 +74,7 @@ class RecordSink(EventSink):
         self._recording: Recording | None = None
         self._before: list[Event | Scalars | Facts] = []
         self.has_content = False
-        self._said = Notices()
+        self._notices = Notices()
         self._last_records: StepRecords | None = None
         self._last_step: float | None = None
         self._made_at = time.time()
@@ -118,7 +117,7 @@ class RecordSink(EventSink):
         seconds = None if self._last_step is None else now - self._last_step
         self._last_records, self._last_step = records, now
         job = Step(records, time.time(), seconds)
-        if self._run is not None and not self._thread.put(job, len(records)) and self._said.first("slow"):
+        if self._run is not None and not self._thread.put(job, len(records)) and self._notices.first("slow"):
             text = "The disk is slower than the training, so numbers of some steps are not recorded."
             self._put(Event("observation_failed", text, records.iteration, "warning"))
 

@@ -1,16 +1,15 @@
 """The size limit of a rank's statistics: old steps are thinned, recent ones kept.
 
-Where the limit is reached, an old file is rewritten with every second step of each series, together with its neighbor
-if that has the same interval. Files with the shortest interval go first, then the oldest, so the interval of old steps
-doubles each time. The latest statistics, half of the limit, are rewritten only when no older ones are left. A rewritten
-file also keeps the *extremes* of each series, flagged :data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum,
-its maximum, and its first non-finite value.
+At the limit, an old file is rewritten with every second step of each series, together with its neighbor if that has
+the same interval. Files with the shortest interval go first, then the oldest. The latest statistics, half of the limit,
+are rewritten only when no older ones are left. A rewritten file also keeps the *extremes* of each series, flagged
+:data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum, its maximum, and its first non-finite value.
 
-The kept steps depend on iterations only: for a series with a value every ``g`` iterations, ``iteration // g`` is even.
-So series with the same schedule, and runs with the same config, keep the same steps.
+For a series with a value every ``g`` iterations, steps with an even ``iteration // g`` are kept: the same ones in all
+series of a schedule, and in all runs of a config.
 
-The new file is written atomically, and its name contains the numbers of the files that it replaces
-(``runs/run_files.py``), so a killed process neither duplicates nor loses steps.
+The new file is written atomically, and its name has the numbers of the files that it replaces (``runs/run_files.py``),
+so a killed process neither duplicates nor loses steps.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table, write_table
-from te_precision_callbacks.runs.input_files import MOST_ITERATION
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
+    MOST_ITERATION,
     RUN_FILE,
     DataFile,
     data_files,

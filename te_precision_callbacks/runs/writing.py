@@ -1,6 +1,6 @@
 """Writing of runs.
 
-Rows are collected until :meth:`RunWriter.flush` appends them to the open files. The writer is not thread-safe.
+Rows are collected until :meth:`RunWriter.flush` appends them to the open files. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.runs.data_tables import write_table
-from te_precision_callbacks.runs.input_files import writable
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
@@ -55,27 +54,19 @@ class _SeriesNames:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str | int | None, ...], int] = {}
-        self._columns: list[tuple[npt.NDArray[np.int32], pa.Array]] = []  # for each series, and the different texts
-        self._ranks = pa.array([], pa.int32())
+        self._columns: list[pa.Array] = []  # of each series
 
     def number(self, subject: tuple[str, ...], rank: int | None) -> int:
         return self._numbers.setdefault((*subject, rank), len(self._numbers))
 
     def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
-        if len(self._ranks) < len(self._numbers):
+        if not self._columns or len(self._columns[0]) < len(self._numbers):
             *subjects, ranks = zip(*self._numbers, strict=True)
-            self._columns = [_encoded(texts) for texts in subjects]
-            self._ranks = pa.array(ranks, pa.int32())
-        names = [
-            pa.DictionaryArray.from_arrays(pa.array(codes[series], pa.int32()), texts) for codes, texts in self._columns
-        ]
-        return [*names, self._ranks.take(pa.array(series, pa.int32()))]
-
-
-def _encoded(texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], pa.Array]:
-    """Encode texts in order of first appearance, so that the dictionaries of a stream only grow."""
-    codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
-    return np.array([codes[text] for text in texts], np.int32), pa.array([*map(writable, codes)], pa.string())
+            # In the order of their first appearance, so that the dictionaries of a stream only grow.
+            self._columns = [pa.array(texts, pa.string()).dictionary_encode() for texts in subjects]
+            self._columns.append(pa.array(ranks, pa.int32()))
+        rows = pa.array(series, pa.int32())
+        return [column.take(rows) for column in self._columns]
 
 
 class _Table:
@@ -232,7 +223,7 @@ class RunWriter:
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
         folder = self.own if self.rank else self.folder
-        table = pa.Table.from_pylist([writable(dict(row)) for row in rows], schema=FACTS[name])
+        table = pa.Table.from_pylist([*rows], schema=FACTS[name])
         write_table(table, folder / f"{name}{CLOSED}")
 
     def put_lost(self, error: BaseException) -> None:
@@ -330,7 +321,7 @@ class RunWriter:
         step = iteration if logging_step is None else logging_step
         row = {"segment": self.segment, "iteration": iteration, "logging_step": step}
         for name, value in scalars.items():
-            self._tables["scalars"].add({**row, "name": writable(name), "value": value})
+            self._tables["scalars"].add({**row, "name": name, "value": value})
 
     def add_event(
         self,
@@ -362,10 +353,10 @@ class RunWriter:
             "kind": kind,
             "severity": severity,
             "wall_time": round(seconds * 1e6),
-            "text": text,
+            "text": text.encode(errors="backslashreplace").decode(),  # the name of a file may have bytes of no UTF-8
             "data": None if data is None else json.dumps(data, default=str),
         }
-        self._tables["events"].add(writable(row))
+        self._tables["events"].add(row)
 
     # ------------------------------------------------------------------ to the disk
 

@@ -83,9 +83,7 @@ class WriterThread(Generic[JobT]):
         """Hand over a job with ``count`` numbers; a job without numbers is never dropped.
 
         Returns:
-            False if the job is dropped because the disk is too slow. After a failure, and in a process that was forked
-                from
-            this one, nothing happens.
+            False if the job is dropped because the disk is too slow. No-op after a failure, and in a forked process.
         """
         if self.failure is not None or os.getpid() != self._process:
             return True
@@ -147,8 +145,8 @@ class WriterThread(Generic[JobT]):
         """Wait until everything is written, as long as there is progress within ``still`` or :data:`LONGEST_STILL`
         seconds.
 
-        Otherwise an error names the missing values, and the thread may still write while the process lives. After an
-        interruption, a second call continues to wait.
+        Otherwise an error is logged, and the thread may still write. After an interruption, a second call continues to
+        wait.
         """
         if os.getpid() != self._process:
             return

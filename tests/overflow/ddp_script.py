@@ -29,9 +29,9 @@ class Collectives:
 
     def __init__(self) -> None:
         self.count = 0
-        self._all_reduce, self._exchange = dist.all_reduce, Messages._exchange
+        self._all_reduce, self._merge = dist.all_reduce, Messages.merge
         dist.all_reduce = self._reduces  # type: ignore[assignment]
-        Messages._exchange = self._sends  # type: ignore[assignment, method-assign]
+        Messages.merge = self._sends  # type: ignore[assignment, method-assign]
 
     def _reduces(self, *arguments: Any, **keywords: Any) -> object:
         self.count += 1
@@ -41,7 +41,7 @@ class Collectives:
     def _sends(self) -> Any:
         def exchange(messages: Messages, *arguments: Any) -> bytes:
             self.count += 1
-            return self._exchange(messages, *arguments)
+            return self._merge(messages, *arguments)
 
         return exchange
 

@@ -1,16 +1,16 @@
 """The private gloo process group for messages among the ranks of a run.
 
-Our messages must not use the training's process groups: where ranks disagree, a message would pair with a gradient.
-So :class:`Group` constructs a ``ProcessGroupGloo`` over keys of the training's store, as TorchFT does, without
-``new_group``, which would change the training's group counters.
+In the training's process groups, a message could pair with a gradient where ranks disagree. :class:`Group` constructs
+a ``ProcessGroupGloo`` over keys of the training's store, as TorchFT does; ``new_group`` would change the training's
+group counters.
 
 Three properties of gloo need care (torch 2.13):
 
 - Ranks that send different sizes abort the process. Callers agree on sizes before they send a payload.
 - ``abort`` and ``shutdown`` close no connection, and the destructor waits for running operations. :meth:`Group.close`
   therefore shuts down the sockets, which ends the operations on all ranks.
-- A forked process, such as a DataLoader worker, inherits the sockets and would keep them open after the rank has
-  died. It closes its copies, and never runs the destructor, which would wait for threads that it does not have.
+- A forked process, such as a DataLoader worker, inherits the sockets. It closes its copies, and never runs the
+  destructor, which would wait for threads that it does not have.
 
 Operations are polled, since ``Work.wait`` blocks signal handlers of Python.
 """
@@ -58,15 +58,12 @@ def devices() -> list[Any]:
 
 
 class Group:
-    """The connections of a rank to all others. The constructor waits for them.
+    """The connections of a rank to all others; raises RuntimeError if a rank does not connect.
 
     Args:
         store: provides keys for this group only.
         timeout: seconds for all ranks to connect.
         longest: timeout of an operation in seconds; callers give up earlier.
-
-    Raises:
-        RuntimeError: not all ranks have connected.
     """
 
     def __init__(

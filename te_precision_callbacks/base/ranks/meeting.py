@@ -1,8 +1,8 @@
 """Rendezvous of the ranks, through the store of the training's process group.
 
 Ranks arrive, then connect. In both phases the last rank to come decides that all are there; a rank that waits too
-long, or fails, decides that they are not. The first decision of a phase holds for all ranks, also for late ones, so
-nobody waits for a rank that has given up. Each rank needs the same few keys, however many ranks there are.
+long, or fails, decides that they are not. The first decision holds for all ranks, also for late ones. The number of
+keys does not grow with the ranks.
 
 Read from torch 2.13: ``torch.distributed.distributed_c10d._get_default_store``, and ``Store.clone``, which allows
 separate timeouts. ``Store.wait`` is not used: it blocks Python's signal handlers, and warns after each timeout.

@@ -1,13 +1,11 @@
 """Messages among the ranks of a run.
 
-A message begins with a header of fixed size, reduced by the maximum of its values and of their negatives. It shows
-all ranks whether they send the same kind of message, with payloads of equal size and equal texts. Otherwise nobody
-sends a payload. Values are then summed, or reduced by the maximum. Texts that differ are gathered on rank 0, which
-broadcasts their union. They are JSON: nothing from the network is unpickled.
+A message begins with a header of fixed size, reduced by the maximum of its values and of their negatives. Unless it
+shows equal kinds and sizes on all ranks, nobody sends a payload. Values are then summed, or reduced by the maximum.
+Texts that differ are gathered on rank 0, which broadcasts their union. They are JSON: nothing is unpickled.
 
 A rank that fails writes the reason into the store and closes its group. The others detect that in their current or
-next message, read the reason, and leave too, so nobody waits for a rank that has failed. A rank that hangs costs the
-others a timeout.
+next message, and leave too. A rank that hangs costs the others a timeout.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.ranks import has_other_ranks, meeting, ranks_in_words
+from te_precision_callbacks.base.ranks import format_ranks, has_other_ranks, meeting
 from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
     MeetingFailed,
@@ -147,16 +145,9 @@ class Messages:
     def name(self, rank: int) -> str:
         return f"rank {self._ranks[rank]}"
 
-    def number(self, rank: int) -> int:
-        return self._ranks[rank]
-
     @property
     def is_open(self) -> bool:
         return self._group is not None
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
 
     # ------------------------------------------------------------------ the beginning and the end
 
@@ -248,41 +239,22 @@ class Messages:
 
     # ------------------------------------------------------------------ messages
 
-    def merge(self, kind: str, why: str, numbers: Numbers, sums: int) -> None:
-        """Reduce values over the ranks, in place.
+    def merge(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
+        """Reduce values over the ranks, in place, and return the union of their texts.
 
         Args:
             kind: the kind of message, equal on all ranks.
             why: the purpose, for a warning: "to reduce statistics".
             numbers: a contiguous array.
             sums: the number of leading values that are summed; others are reduced by the maximum.
+            text: a JSON list of entries of the type ``of``.
 
         Raises:
             RanksLostError: the ranks are separated.
         """
-        self._exchange(kind, why, numbers, sums)
-
-    def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
-        """Return the maximum of each number over the ranks; integers up to 2**53 are exact."""
-        own = np.array(numbers, np.float64)
-        self.merge(kind, why, own, 0)
-        return tuple(own.tolist())
-
-    def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
-        """Return the union of entries of a type that pydantic parses, on all ranks, lower ranks first."""
-        text = _written(own, of)
-        entries: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
-        return entries
-
-    def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
-        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks."""
-        own = self._ranks[self.rank], tuple(numbers)
-        return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
-
-    def _exchange(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
         group = self._group
         if group is None:
-            raise RanksLostError(self.departure, self._in_words(self.departure))
+            raise RanksLostError(self.departure, self._describe(self.departure))
         self._count += 1
         try:
             finish = functools.partial(group.finish, _Wait(self, self._keys, self._count, why).check)
@@ -297,10 +269,27 @@ class Messages:
                 self._leave(self._departure_of_another(error))
             else:  # the others cannot know how far this rank has come: they go on, and it does too
                 self.leave(error)
-            raise RanksLostError(self.departure, self._in_words(self.departure)) from error
+            raise RanksLostError(self.departure, self._describe(self.departure)) from error
         except BaseException as error:
             self.leave(error)
             raise
+
+    def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
+        """Return the maximum of each number over the ranks; integers up to 2**53 are exact."""
+        own = np.array(numbers, np.float64)
+        self.merge(kind, why, own, 0)
+        return tuple(own.tolist())
+
+    def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
+        """Return the union of entries of a type that pydantic parses, on all ranks, lower ranks first."""
+        text = _written(own, of)
+        entries: list[Entry] = _read(self.merge(kind, why, np.empty(0), 0, text, of), of)
+        return entries
+
+    def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
+        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks."""
+        own = self._ranks[self.rank], tuple(numbers)
+        return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
 
     def _exchanged(
         self, group: Group, finish: Callable[[], None], kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
@@ -336,7 +325,7 @@ class Messages:
         why = line.partition("]")[2].partition(". This is")[0].strip() or line
         return Departure(self.rank, f"A rank cannot be reached any more: {why}")
 
-    def _in_words(self, departure: Departure) -> str:
+    def _describe(self, departure: Departure) -> str:
         who = self.name(departure.rank).capitalize()
         return f"{who} has failed: {departure.text}" if departure.kind else departure.text
 
@@ -502,7 +491,7 @@ class _Wait:
         messages, keys = self._messages, self._keys
         places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
         late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]
-        return ranks_in_words(sorted(map(messages.number, late))) if late else "other ranks"
+        return format_ranks(sorted(messages._ranks[rank] for rank in late)) if late else "other ranks"
 
 
 def _patience(group: dist.ProcessGroup | None) -> float:
