@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.base.errors import MissingExtraError, OptionError
+from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.session import InspectSession, SessionError

@@ -13,6 +13,7 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,19 @@ def test_the_versions_of_driver_and_cudnn() -> None:
     for kind in ("x86_64 Kernel Module", "Open Kernel Module for x86_64"):
         assert torch_facts._driver(text.format(kind)) == "570.124.06"
     assert [torch_facts._cudnn(number) for number in (91002, 90100, 8902)] == ["9.10.2", "9.1.0", "8.9.2"]
+
+
+def test_another_cudnn_than_the_one_that_torch_was_built_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises where it is first asked, as after Transformer Engine has loaded the cuDNN of the system."""
+    said = "cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0) but found runtime version (9, 14, 0)"
+
+    def version() -> int:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getVersionInt=lambda: 91400), raising=False)
+    facts = torch_facts.torch_facts()
+    assert (facts.cudnn, facts.warnings) == ("9.14.0", (said,))
 
 
 # ---------------------------------------------------------------------- findings

@@ -320,6 +320,43 @@ def check_blocks(settings: Settings, rows: Rows) -> None:
         _check_blocks(settings, rows, name, recipe(), caches=caches)
 
 
+def check_scales(settings: Settings, rows: Rows) -> None:
+    """Check the scales of a step that is captured by hand: a replay updates them, and they are recorded."""
+    te = settings.transformer_engine()
+    from transformer_engine.common.recipe import DelayedScaling
+
+    name = "delayed scaling, captured by hand"
+    with rows.of(name), tempfile.TemporaryDirectory() as folder:
+        linear = te.Linear(WIDTH, WIDTH, device=settings.device, params_dtype=torch.bfloat16)
+        inputs = torch.randn(TOKENS, WIDTH, device=settings.device, dtype=torch.bfloat16)
+
+        def step() -> None:
+            with te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=4)):
+                linear(inputs).float().square().mean().backward()
+
+        graph = torch.cuda.CUDAGraph()
+        with InspectSession(None, model=linear, log_dir=folder) as session:
+            try:
+                side = torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
+                with torch.cuda.stream(side):
+                    step()
+                torch.cuda.current_stream().wait_stream(side)
+                session.step()
+                with torch.cuda.graph(graph):
+                    step()
+            except Exception as error:
+                raise CannotRunHereError(f"it cannot be captured: {in_one_line(error)}") from error
+            session.step()
+            inputs.mul_(8)
+            graph.replay()
+            session.step()
+            read = {(row.tensor, row.statistic): row.value for row in session.last_statistics}
+        forward = linear.fp8_meta["scaling_fwd"]
+        rows.equal(f"{name}: scale_inv_max", read.get(("activation", "scale_inv_max")), float(1 / forward.scale[0]))
+        amax = float(inputs.abs().max())
+        rows.equal(f"{name}: cur_amax", read.get(("activation", "cur_amax")), amax, note=session.findings.summary)
+
+
 def check(settings: Settings, rows: Rows) -> None:
     if not settings.on_gpu:
         raise CannotRunHereError("needs a GPU")
@@ -327,6 +364,7 @@ def check(settings: Settings, rows: Rows) -> None:
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     logging.getLogger("te_precision_callbacks").setLevel(logging.CRITICAL)
     check_blocks(settings, rows)
+    check_scales(settings, rows)
     for name, make in models(settings).items():
         for warm in (True, False):
             when = "after steps in the session" if warm else "in the first step"

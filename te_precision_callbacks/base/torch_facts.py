@@ -26,7 +26,7 @@ class Torch:
 
     Attributes:
         visible_devices: CUDA_VISIBLE_DEVICES, if set.
-        warnings: torch's warnings during the detection of GPUs.
+        warnings: torch's warnings during the detection of GPUs and cuDNN.
         settings: settings that change precision; scripts can change them.
     """
 
@@ -50,15 +50,19 @@ def torch_facts() -> Torch:
         properties = torch.cuda.get_device_properties(number)
         capability = "{}.{}".format(*torch.cuda.get_device_capability(number))
         gpus.append(Gpu(torch.cuda.get_device_name(number), capability, properties.total_memory))
-    cudnn: Any = torch.backends.cudnn
-    encoded = cudnn.version()
+    messages = [str(warning.message) for warning in caught]
+    try:
+        encoded = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # torch was built with another cuDNN than the loaded one, which it says once
+        encoded = torch._C._cudnn.getVersionInt()
+        messages.append(str(error))
     return Torch(
         gpus=tuple(gpus),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         driver=_driver(_DRIVER.read_text()) if _DRIVER.is_file() else None,
         cuda=torch.version.cuda,
         cudnn=None if encoded is None else _cudnn(encoded),
-        warnings=tuple(str(warning.message) for warning in caught),
+        warnings=tuple(messages),
         settings={name: str(value) for name, value in _settings(torch).items()},
     )
 

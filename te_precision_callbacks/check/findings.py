@@ -16,7 +16,7 @@ from te_precision_callbacks.config import Section
 from te_precision_callbacks.config.conditions import Share
 from te_precision_callbacks.config.contract import Contract
 from te_precision_callbacks.config.effects import NAMESPACE
-from te_precision_callbacks.coverage.coverage import Coverage, left_out_in_words
+from te_precision_callbacks.coverage.coverage import Coverage, list_uncounted
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.folding import folded
@@ -146,7 +146,7 @@ def unsized_shares(
     for share in contract.share.values():
         left = [*not_counted, *(attention if share.part not in GEMMS else ())]
         texts = [f"the products of {listed(left)} cannot be sized without --batch (batch=)"] if left else []
-        texts += [f"not counted: {text}" for text in left_out_in_words(coverage)]
+        texts += [f"not counted: {text}" for text in list_uncounted(coverage)]
         if texts:
             findings.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
         else:

@@ -101,10 +101,8 @@ class CoverageHistory:
         step: CountedStep,
         facts: Callable[[], Mapping[str, HighPrecisionFacts]],
     ) -> None:
-        """Record the calls of a step, which hold until a step differs.
-
-        A step without a backward, such as a skipped batch, counts as the step before it; before the first backward, as
-        the step after it.
+        """Record the calls of a step, which hold until a step differs. A step without a backward, such as a skipped
+        batch, counts as the step before it; before the first backward, as the step after it.
         """
         self._counted = [counted for counted in self._counted if counted.since < iteration]
         last = self._counted[-1] if self._counted else None

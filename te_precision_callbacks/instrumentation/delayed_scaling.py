@@ -1,4 +1,4 @@
-"""Finds layers that ran delayed scaling before they had a scale.
+"""The state of delayed scaling: layers that ran before they had a scale, and layers that only a CUDA graph runs.
 
 In a layer's first step the scale is 1, so most of a small gradient underflows. The layer's state before its first
 forward shows this: a resumed run may have the scales of its checkpoint.
@@ -6,12 +6,12 @@ forward shows this: a resumed run may have the scales of its checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.layers.fp8_state import delayed_states
+from te_precision_callbacks.layers.fp8_state import delayed_state, delayed_states
 from te_precision_callbacks.layers.naming import NamedModule
 
 
@@ -62,3 +62,25 @@ def _is_empty(state: Any) -> torch.Tensor:
     """
     has_scale: torch.Tensor = (state.scale != 1).any() | state.amax_history[1:].any()
     return ~has_scale
+
+
+_STATES = (("scaling_fwd", "activation", 0), ("scaling_fwd", "weight", 1), ("scaling_bwd", "gradient", 0))
+"""State, tensor, and its position among the tensors of a layer (2.20.2, ``quantization.py: FP8FwdTensorIdx``)."""
+
+
+def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``<layer>_<tensor>_scale_inv_max`` and ``_cur_amax`` of layers whose replays update them in place.
+
+    The history's last row has the amaxes of the last forward and backward, once the scales are updated.
+
+    Args:
+        layers: the names of the module's layers.
+    """
+    for direction, tensor, position in _STATES:
+        state = delayed_state(vars(module).get("fp8_meta"), direction)
+        if state is not None:
+            scales, histories = state.scale.chunk(len(layers)), state.amax_history.chunk(len(layers), 1)
+            for layer, scale, history in zip(layers, scales, histories, strict=True):
+                yield f"{layer}_{tensor}_scale_inv_max", 1 / scale[position]
+                if len(history) > 1:
+                    yield f"{layer}_{tensor}_cur_amax", history[-1, position]

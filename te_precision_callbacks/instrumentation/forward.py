@@ -31,11 +31,13 @@ from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.answers import Answers
+from te_precision_callbacks.instrumentation.delayed_scaling import scales_in_graph
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors
 from te_precision_callbacks.instrumentation.gemm_records import GemmRecords
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
+from te_precision_callbacks.instrumentation.parameters import is_due as weights_are_sampled
 from te_precision_callbacks.instrumentation.refusals import is_captured
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.running import Running
@@ -63,6 +65,7 @@ class ForwardHooks:
         self._classify = classify
         self._failures = failures
         self._audit = audit
+        self._scalars = scalars
         self.answers = Answers(classify, failures, audit, scalars, strict=strict)
         self._watched = self.answers.watched
         self.regions = AutocastRegions()
@@ -163,8 +166,17 @@ class ForwardHooks:
             self.products.calls.has_graphs = bool(self._graphs)
 
     def end_step(self) -> None:
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
         self._graphs.find()
         self.answers.resolve_captured(self._graphs.bypassable, self._graphs.refused())
+        if weights_are_sampled(TEDebugState.get_iteration()):
+            for key, module in self.answers.refused.in_graphs.items():
+                try:
+                    for name, value in scales_in_graph(module, self._watched.layers[key]):
+                        self._scalars.add(name, value)
+                except Exception as error:
+                    self._failures.report("reading the scales of", self._watched.names[key], error)
 
     def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: dict[Any, Any]) -> Any:
         self._gemm_records.before_sum(layer, gemm, out, kept)

@@ -221,10 +221,12 @@ class RefusedLayers:
 
     Attributes:
         modules: modules that must never take the debug path, by id.
+        in_graphs: modules in CUDA graphs that cannot be bypassed, by id.
     """
 
     def __init__(self, *, strict: bool) -> None:
         self.modules: Mapping[int, DebugRefusal] = {}
+        self.in_graphs: dict[int, torch.nn.Module] = {}
         self.strict = strict
         self._refused: dict[str, dict[DebugRefusal, None]] = {}
         self._acting: dict[int, list[str]] = {}
@@ -257,6 +259,7 @@ class RefusedLayers:
                 refusal = next((row for row in REFUSALS if row.of_module and row.of_module(module)), refusal)
             if refusal is not None:
                 of_modules[id(module)] = refusal
+                self._note_graph(module, refusal)
             for layer in named.layers:
                 if layer.name in planned:
                     acting = [effect for section in planned[layer.name].sections for effect in effects[section]]
@@ -280,11 +283,16 @@ class RefusedLayers:
         return replace(plan, layers=tuple(entry for entry in plan.layers if entry.layer.name not in before))
 
     def note(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
+        self._note_graph(module, refusal)
         refused = dict.fromkeys(self._acting.get(id(module), ()), refusal)
         if self.strict and refused:
             raise _error(refused)
         for layer in refused:
             self._refused.setdefault(layer, {})[refusal] = None
+
+    def _note_graph(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
+        if refusal.what == CUDA_GRAPH.what:
+            self.in_graphs[id(module)] = module
 
     def why(self, layer: str) -> str:
         """Return why a layer or some of its forwards are refused; empty if they are not."""

@@ -148,7 +148,6 @@ class ModelHooks:
         return any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._watched.values())
 
     def steps(self, optimizer: Any) -> bool:
-        """Return whether an optimizer steps a parameter of the model; groups may be added to the optimizer."""
         if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper: it may compare and hash in any way
             return self._holds_parameter_of(optimizer)
         sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -194,21 +193,14 @@ class ModelHooks:
 
     def _warn_of_compiled(self) -> None:
         opaque = [watched for watched in self._watched.values() if is_compiled(watched.module)]
-        if not opaque or not self._notices.first("compiled"):
-            return
-        scripted = [watched for watched in opaque if not watched.handles]
-        compiled = [watched for watched in opaque if watched.handles]
-        if compiled:
+        if opaque and self._notices.first("compiled"):
+            first = f"{opaque[0].path or 'the model'} ({opaque[0].class_name})"
+            more = f" and {len(opaque) - 1} more modules are" if len(opaque) > 1 else " is"
             logger.warning(
-                "Activation overflow: %s compiled: inputs and outputs are watched, but not the modules inside. To"
-                " watch the modules inside too, run without torch.compile.",
-                _are(compiled),
-            )
-        if scripted:
-            logger.warning(
-                "Activation overflow: %s TorchScript, which takes no hooks, and cannot be watched. Only tensors that"
-                " other modules pass in or get back are watched.",
-                _are(scripted),
+                "Activation overflow: %s%s compiled, so the modules inside are not watched. To watch them too, run"
+                " without torch.compile and TorchScript.",
+                first,
+                more,
             )
 
 
@@ -219,8 +211,3 @@ def _parameter_gradient(
     calls, module = receiver(), watched()
     if calls is not None and module is not None:
         calls.parameter_gradient(module, name, parameter)
-
-
-def _are(watched: Sequence[WatchedModule]) -> str:
-    first = f"{watched[0].path or 'the model'} ({watched[0].class_name})"
-    return f"{first} is" if len(watched) == 1 else f"{first} and {len(watched) - 1} more modules are"

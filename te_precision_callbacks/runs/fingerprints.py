@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,6 +22,7 @@ import torch
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR, gemm_operand, is_quantized, scaling_mode, stored
 from te_precision_callbacks.base.vocabulary import class_names
+from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.fp8_state import delayed_state, is_in_checkpoints
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.runs.run_files import replace_whole
@@ -38,8 +38,7 @@ HIGH_PRECISION = "none"  # the recipe's name for layers that train without FP8, 
 QUANTIZED = frozenset({"QuantizedTensorStorage", "GroupedTensorStorage"})
 
 _CHUNK_BYTES = 1 << 24  # hashed at once
-_MOST_PATTERNS = 4
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=gemm_)\d+")  # a number in a path, or that of a GroupedLinear's GEMM
+_MOST_NAMES = 4
 _FIELDS_WITH_STATE = frozenset({"amax_history_len", "qfactory"})  # of recipes that can have scales and histories
 
 _MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
@@ -342,7 +341,9 @@ class Finding:
     def __str__(self) -> str:
         if not self.layers:
             return f"{self.what}."
-        return f"{self.what}: {_format_layers(self.layers, all_layers=self.all_layers)}."
+        if self.all_layers and len(self.layers) > 1:
+            return f"{self.what}: all {len(self.layers)} layers."
+        return f"{self.what}: {', '.join(folded(self.layers, most=_MOST_NAMES))}."
 
 
 @dataclass(frozen=True)
@@ -471,17 +472,3 @@ def unsaved_layers(fingerprint: Fingerprint) -> Finding | None:
     lacking = tuple(layer.name for layer in has_state if layer.unsaved)
     what = "The checkpoint does not have the scales and amax histories of these layers"
     return Finding(what, lacking, all_layers=len(lacking) == len(has_state)) if lacking else None
-
-
-def _format_layers(layers: Sequence[str], *, all_layers: bool) -> str:
-    if all_layers and len(layers) > 1:
-        return f"all {len(layers)} layers"
-    groups: dict[str, list[str]] = {}
-    for name in layers:
-        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
-    shown = [
-        names[0] if len(names) == 1 else f"{pattern} ({len(names)} layers)"
-        for pattern, names in list(groups.items())[:_MOST_PATTERNS]
-    ]
-    more = sum(len(names) for names in list(groups.values())[_MOST_PATTERNS:])
-    return ", ".join([*shown, *([f"and {more} more layers"] if more else [])])

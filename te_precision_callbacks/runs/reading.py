@@ -276,11 +276,7 @@ class _Reader:
         missing = gaps(((number, number) for number in sorted(self.folders)), 0) if len(self.folders) > 1 else ""
         if missing:
             self._note(f"Segments are missing: {missing}.", unread=True)
-        versions: dict[str, set[str]] = {}
         for segment in segments:
-            of_segment = segment.facts.get("versions")
-            for package, version in (of_segment if isinstance(of_segment, dict) else {}).items():
-                versions.setdefault(package, set()).add(str(version))
             present = ranks[segment.number]
             expected = segment.facts.get("writing_ranks")
             expected = expected if isinstance(expected, list) else [0] if segment.facts else []
@@ -291,9 +287,6 @@ class _Reader:
                     f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}.",
                     unread=True,
                 )
-        for package, several in versions.items():
-            if len(several) > 1:
-                self._note(f"The segments ran with several versions of {package}: {', '.join(sorted(several))}.")
 
     # ------------------------------------------------------------------ tables
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import yaml
 
-from te_precision_callbacks.base.environment import read_environment
+from te_precision_callbacks.base.environment import installed_version, read_environment
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.base.installed import installed_version
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.torch_facts import torch_facts
 from te_precision_callbacks.base.vocabulary import class_names
@@ -46,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 MOST_SHARE = 0.05
 """The share of the training time that facts may take where they change all the time."""
+
+REST_AFTER_A_FAILURE = 10.0
+"""Seconds until facts that could not be gathered are gathered again; the end of the run does not wait."""
 
 _TRAINERS = ("lightning", "accelerate", "transformers", "megatron-core", "peft")
 """Packages whose version is recorded if they are in use."""
@@ -82,8 +84,8 @@ class RunFacts:
 
     @without_collections()
     def take(self) -> Facts:
-        begun = time.perf_counter()
-        self._taken = self._state
+        begun, state = time.perf_counter(), self._state
+        self._rests_until = begun + REST_AFTER_A_FAILURE
         infos = self._results.layers
         precision = list(self._results.audit.history.spans())
         gemms, operands = self._products(precision)
@@ -98,9 +100,10 @@ class RunFacts:
             "states": self._states(),
             "plan": list(self._plan(infos)),
         }
+        facts = Facts(self._run(precision), tables)
         now = time.perf_counter()
-        self._rests_until = now + (now - begun) / MOST_SHARE
-        return Facts(self._run(precision), tables)
+        self._taken, self._rests_until = state, now + (now - begun) / MOST_SHARE
+        return facts
 
     # ------------------------------------------------------------------ run.json
 

@@ -11,9 +11,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule

@@ -176,7 +176,8 @@ def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
             optimizer.step()
             session.step()
     for verdict in (session.findings, diagnose(tmp_path)):
-        assert "no layer was observed in training: call model.train() if the model is in" in verdict.summary
+        unobserved = "all observed layers are in evaluation mode, so nothing is observed: call model.train()"
+        assert unobserved in verdict.summary
         assert "config" not in verdict.summary
 
 

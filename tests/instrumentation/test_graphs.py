@@ -321,3 +321,30 @@ def test_a_capture_by_hand_is_named_in_the_verdict(tmp_path: Path, caplog: pytes
     (text,) = [text for text in warnings_of(caplog) if "CUDA graph" in text]
     assert text.startswith("Some layers run in a CUDA graph that cannot be bypassed.")
     assert "not observed: 1 of 1 layer (CUDA graph)" in session.findings.summary
+
+
+def test_the_scales_of_a_graph_that_cannot_be_bypassed(tmp_path: Path) -> None:
+    """A replay updates the state of delayed scaling in place; here a copy that nothing observes does."""
+    net = te.LayerNormMLP(32, 64)
+    delayed = DelayedScaling(amax_history_len=4)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        with te.autocast(enabled=True, recipe=delayed, _graph=True):
+            net(torch.randn(32, 32)).sum().backward()
+        session.step()
+        replayed = replaying(net)
+        for step in (1, 2):
+            with te.autocast(enabled=True, recipe=delayed):
+                replayed(step * torch.randn(32, 32)).sum().backward()
+            records = session.step()
+    values = {(row.layer, row.tensor, row.statistic): row.value for row in records or ()}
+    for number, layer in enumerate(("layernorm_mlp.fc1", "layernorm_mlp.fc2")):
+        for direction, column, tensor in (
+            ("scaling_fwd", 3 * number, "activation"),
+            ("scaling_fwd", 3 * number + 1, "weight"),
+            ("scaling_bwd", 2 * number, "gradient"),
+        ):
+            state = net.fp8_meta[direction]
+            assert values.pop((layer, tensor, "scale_inv_max")) == 1 / state.scale[column]
+            assert values.pop((layer, tensor, "cur_amax")) == state.amax_history[-1, column] > 0
+    assert not values
+    assert "not observed: 2 of 2 layers (CUDA graph)" in session.findings.summary

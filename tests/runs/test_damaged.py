@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
-from tests.runs.making import write_run
+from te_precision_callbacks.runs import RecordedRun, open_run
+from tests.runs.making import RunWriter, write_run
 
 STEPS = 12
 

@@ -16,8 +16,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks.base.errors import FeatureError, OptionError
-from te_precision_callbacks.runs import sink
-from te_precision_callbacks.session import InspectSession, ObservationError, SessionError
+from te_precision_callbacks.runs import open_run, sink
+from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, facts
 from te_precision_callbacks.sinks import StepRecords, statistics_log, writer_thread
 from tests.conftest import Keeper, feature, statistics
 from tests.reference.processes import python
@@ -265,3 +265,25 @@ def test_a_disk_that_takes_nothing_from_the_start(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "ended"
     assert done.stderr.count("nvidia-dlfw-inspect's log") == 1, done.stderr
     assert "--- Logging error ---" not in done.stderr
+
+
+def test_facts_that_could_not_be_gathered_once_are_gathered_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the run would have no layers, no GEMMs and no end."""
+    gathered, attempts = facts.torch_facts, iter(range(100))
+
+    def fails_once() -> object:
+        if next(attempts) == 0:
+            raise RuntimeError("no answer")
+        return gathered()
+
+    monkeypatch.setattr(facts, "torch_facts", fails_once)
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        train(session, net, 3)
+    (text,) = reports(caplog)
+    assert "gathering the facts of iteration 0: RuntimeError: no answer" in text
+    run = open_run(tmp_path)
+    assert [row["gemm"] for row in run.gemms.to_pylist()] == ["fprop", "wgrad", "dgrad"]
+    assert session.findings.summary.startswith("Not enough checked: observation: in step 0, gathering the facts of")

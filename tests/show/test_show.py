@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.runs import RunWriter, open_run
+from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.runs.answers import no_step_in_words
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment
 from te_precision_callbacks.views.report.data import PageData
@@ -28,6 +28,7 @@ from te_precision_callbacks.views.show.sparklines import sparkline
 from te_precision_callbacks.views.show.view import NothingToShowError, look
 from tests.compare.recorded import Values, append, layers, record
 from tests.planted import defective
+from tests.runs.making import RunWriter
 
 STEPS = 40
 EVIL = 'fc<script>"/../\x1b[31m[bold]\u202e'
@@ -275,7 +276,7 @@ def test_following_what_can_be_no_run_is_refused(tmp_path: Path) -> None:
 WRITING = """
 import sys, time
 import numpy as np
-from te_precision_callbacks.runs import RunWriter
+from tests.runs.making import RunWriter
 run = RunWriter.begin(sys.argv[1])
 series = run.series("fc1", "activation", "underflows%")
 run.add_step(0)

@@ -29,6 +29,11 @@ def is_distributed(group: dist.ProcessGroup | None) -> bool:
     return is_initialized() and dist.get_world_size(group) > 1
 
 
+def has_other_ranks(group: dist.ProcessGroup | None) -> bool:
+    """Return whether there are other ranks, which the backend "fake" only pretends."""
+    return is_distributed(group) and dist.get_backend(group) != "fake"
+
+
 def in_words(of_rank: Mapping[int, Any]) -> str:
     """Format values and their ranks, the most frequent first: ``5 on ranks 0, 2-7; 4 on rank 1``."""
     ranks_with: dict[Any, list[int]] = {}

@@ -37,44 +37,24 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names the network interface; gloo reads it too."""
 
 _LONGEST_PAUSE = 0.005
-_LOOPBACK = "127.0.0.1"
 _OPEN: weakref.WeakSet[Group] = weakref.WeakSet()
 
 AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
 
-class NoAddressError(Exception):
-    """This machine has no address that other machines can reach; the message has the remedy."""
-
-
-def devices(*, on_one_machine: bool) -> list[Any]:
-    """Listen on the user's interface, else on loopback on one machine, else on this machine's address."""
+def devices() -> list[Any]:
+    """Listen on the user's interfaces, else on the address that reaches the training's master, else as torch does."""
     create = dist.ProcessGroupGloo.create_device
     names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
+    if names:
+        return [create(interface=name) for name in names]
     try:
-        if names:
-            return [create(interface=name) for name in names]
-        return [create(hostname=_LOOPBACK if on_one_machine else _own_address())]
-    except RuntimeError as error:
-        text = str(error).splitlines()[0].rpartition("] ")[2]
-        raise NoAddressError(f"cannot listen on {INTERFACE}={','.join(names)}: {text}") from error
-
-
-def _own_address() -> str:
-    addresses: list[str] = []
-    with contextlib.suppress(OSError, KeyError):
-        family, kind, _, _, where = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, master = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)
-            addresses.append(probe.getsockname()[0])
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        addresses += [str(where[0]) for *_, where in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)]
-    for address in addresses:
-        if not address.startswith("127.") and address != "::1":
-            return address
-    problem = f"resolves to {addresses[-1]} only" if addresses else "does not resolve"
-    raise NoAddressError(f"the host name {name!r} {problem}. Set {INTERFACE} to the interface that all machines share")
+            probe.connect(master)
+            return [create(hostname=probe.getsockname()[0])]
+    except (KeyError, OSError):
+        return [dist.ProcessGroupGloo.create_default_device()]
 
 
 class Group:

@@ -30,15 +30,14 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.ranks import meeting, ranks_in_words
+from te_precision_callbacks.base.ranks import has_other_ranks, meeting, ranks_in_words
 from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
     MeetingFailed,
     Place,
     below,
-    connect,
-    keys_of_meeting,
     meet,
+    next_keys,
     refuse,
     shared_store,
 )
@@ -54,9 +53,6 @@ EXCHANGING = 60.0
 FIRST_STEP = 300.0
 """The longest timeout of messages in the first step, in which some ranks compile. A rank that skips its first
 ``step()`` blocks the others for this time, once."""
-
-CONNECTING = 15.0
-"""Timeout for connecting after a meeting."""
 
 RECONNECTING = 10.0
 """Timeout for connecting during training."""
@@ -146,7 +142,6 @@ class Messages:
         self._keys: Any = None
         self._count = 0
         self.timeout = EXCHANGING
-        self._on_one_machine = False
         self._return: _Return | None = None
 
     def name(self, rank: int) -> str:
@@ -178,12 +173,11 @@ class Messages:
         try:
             self.close()
             self._return = None
-            if dist.get_backend(self.group) == "fake":
+            if not has_other_ranks(self.group):
                 raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
             wait = _patience(self.group)
             keys = self._new_meeting()
-            self._on_one_machine = meet(keys, self._at, wait, why)
-            self._connect(keys, CONNECTING)
+            self._connect(keys, wait, why)
             self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
         except RanksLostError as error:
             raise self._apart(error.departure.text) from error
@@ -203,15 +197,15 @@ class Messages:
 
     def _new_meeting(self) -> Any:
         group = "all" if self.group is None else "-".join(map(str, self._ranks))
-        return keys_of_meeting(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self._at)
+        return next_keys(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self.rank)
 
     def settle(self) -> None:
         """Allow reconnecting, and use short timeouts after the next message, which may still wait for compilation."""
         if self._group is not None:
             self._return = _Return(self._keys)
 
-    def _connect(self, keys: Any, wait: float) -> None:
-        self._group = connect(keys, self._at, wait, 2 * FIRST_STEP, on_one_machine=self._on_one_machine)
+    def _connect(self, keys: Any, wait: float, why: str) -> None:
+        self._group = meet(keys, self._at, wait, 2 * FIRST_STEP, why)
         self._keys, self._count = keys, 0
         self.meetings += 1
 
@@ -367,7 +361,7 @@ class Messages:
         try:
             if not attempts.is_time(self._at, iteration, optimizer_steps):
                 return None
-            self._connect(attempts.keys_of_attempt(), RECONNECTING)
+            self._connect(attempts.keys_of_attempt(), RECONNECTING, "to reconnect")
         except Exception as error:  # the store may be gone, or a rank
             self.decline(error, attempts.keys_of_attempt())
             logger.info("%s has not met the other ranks again: %s.", self.name(self.rank).capitalize(), _reason(error))

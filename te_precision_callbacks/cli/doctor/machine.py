@@ -9,8 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from te_precision_callbacks.base.environment import read_environment
-from te_precision_callbacks.base.installed import installed_version
+from te_precision_callbacks.base.environment import installed_version, read_environment
 from te_precision_callbacks.base.torch_facts import Torch, torch_facts
 from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine, transformer_engine
 from te_precision_callbacks.dumps.budget import why_full

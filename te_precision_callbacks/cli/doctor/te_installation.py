@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.base.installed import installed_version
+from te_precision_callbacks.base.environment import installed_version
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.reference import ReferenceBackendError, inherited, target
 from te_precision_callbacks.reference.launch import Backend, plan_launch

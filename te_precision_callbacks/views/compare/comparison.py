@@ -85,7 +85,7 @@ def _with_layers(table: pa.Table, renamed: Callable[[str], str]) -> pa.Table:
 
 
 _OF_EVERY_RUN = frozenset(
-    {"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_namespace", "pid_started", "launch"}
+    {"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_namespace", "pid_started"}
 )
 """Facts that no two runs share, beside times."""
 
