@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 _OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, Wanted)
 
-_OF_FORWARD: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
+_FORWARD_OPERAND: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
 """GEMM -> its operand A, which exists in high precision in the forward."""
 
 _FORMAT = "the format: "
@@ -203,7 +203,7 @@ class GemmErrors:
     def _prepare(self, event: GemmEvent) -> None:
         """Multiply the forward's operands with the probes of all GEMMs with this operand A."""
         layer = event.layer
-        for gemm, tensor in _OF_FORWARD.items():
+        for gemm, tensor in _FORWARD_OPERAND.items():
             due = self._selected.due(layer, gemm, event.kept)
             if due is None:
                 continue
@@ -285,7 +285,7 @@ class GemmErrors:
             if kept is not None and kept.codes is not None:
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_A, kept.codes)
             if high is None or kept is None or kept.to_k.shape[0] != k or kept.to_rows.shape[0] != m:
-                which = OPERANDS[event.gemm][0] if high is None else _OF_FORWARD[event.gemm]
+                which = OPERANDS[event.gemm][0] if high is None else _FORWARD_OPERAND[event.gemm]
                 self.skip(event.layer, event.gemm, f"{_FORMAT}{which} does not exist in high precision")
                 return
             exact = factor_of(high, columnwise=event.b.columnwise, piece_bytes=item.max_memory)

@@ -71,11 +71,11 @@ def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
     return named
 
 
-def of_one(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def one_gemm(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
     return [(taken["A"], taken["B"], result[0])]
 
 
-def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def gemms_of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
     outs = taken["out"]
     if taken.get("single_output"):
         whole, rows = outs[0], taken["m_splits"]
@@ -84,7 +84,7 @@ def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any
     return zip(taken["A"], taken["B"], outs, strict=True)
 
 
-def of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def gemms_of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
     return zip(*(_matrices(taken[name]) for name in GROUPED_TENSOR_GEMM), strict=True)
 
 

@@ -460,7 +460,7 @@ class ParameterWatch:
                 yield Problem(what, parameter.name, gap.since, gap.steps)
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:
-                yield from _of_weight(parameter)
+                yield from _weight_problems(parameter)
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
         yield from self._whole_model()
@@ -543,7 +543,7 @@ def _note_forward(gap: _Gap) -> Callable[..., None]:
     return note
 
 
-def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
+def _weight_problems(parameter: _Parameter) -> Iterator[Problem]:
     shown = [what for what, _, _ in parameter.checks]
     # At first, a weight that is never copied is as far from its master as one copied late.
     is_late = set(shown) == {"late"}

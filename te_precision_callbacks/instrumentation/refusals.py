@@ -60,7 +60,7 @@ class DebugRefusal:
     place: str
     source: str
     of_module: Callable[[Any], bool] | None = None
-    of_effects: Callable[[Any, Iterable[Effect]], bool] | None = None
+    of_effects: Callable[[Any, Collection[Effect]], bool] | None = None
     of_forward: Callable[[DebugForward], bool] | None = None
     lasts: bool = False
 
@@ -80,14 +80,10 @@ def _has_quantized_weights(module: torch.nn.Module) -> bool:
     return any(isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor) for weight in own)
 
 
-def _changes_quantized_weights(module: torch.nn.Module, effects: Iterable[Effect]) -> bool:
-    return _has_quantized_weights(module) and any(
-        gemm in ("fprop", "dgrad") for effect in effects for gemm in (*effect.high_precision, *_of_weights(effect))
-    )
-
-
-def _of_weights(effect: Effect) -> Iterator[str]:
-    return (gemm for gemm, tensor in effect.modifies if tensor == "weight")
+def _changes_quantized_weights(module: torch.nn.Module, effects: Collection[Effect]) -> bool:
+    gemms = {gemm for effect in effects for gemm in effect.high_precision}
+    gemms |= {gemm for effect in effects for gemm, tensor in effect.modifies if tensor == "weight"}
+    return not gemms.isdisjoint(("fprop", "dgrad")) and _has_quantized_weights(module)
 
 
 def _changes_quantized_weights_now(forward: DebugForward) -> bool:

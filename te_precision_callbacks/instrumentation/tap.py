@@ -48,12 +48,12 @@ from te_precision_callbacks.instrumentation.handed import (
     Sources,
     by_name,
     functions_of_modules,
+    gemms_of_experts,
+    gemms_of_grouped_tensors,
     gradients,
     is_grouped_tensor,
     methods_of_operations,
-    of_experts,
-    of_grouped_tensors,
-    of_one,
+    one_gemm,
 )
 from te_precision_callbacks.instrumentation.operations_tap import OperationsTap
 from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
@@ -162,10 +162,10 @@ class GemmTap:
 
         self._running.forget()
         around_functions = {
-            "general_gemm": lambda own: self._around(_with_own_wgrad(own), GEMM, of_one),
-            "general_grouped_gemm": lambda own: self._around(own, GROUPED_GEMM, of_experts, grouped=True),
+            "general_gemm": lambda own: self._around(_with_own_wgrad(own), GEMM, one_gemm),
+            "general_grouped_gemm": lambda own: self._around(own, GROUPED_GEMM, gemms_of_experts, grouped=True),
             "general_grouped_gemm_for_grouped_tensor": lambda own: self._around(
-                own, GROUPED_TENSOR_GEMM, of_grouped_tensors, grouped=True
+                own, GROUPED_TENSOR_GEMM, gemms_of_grouped_tensors, grouped=True
             ),
         }
         wrapped: dict[int, Any] = {}

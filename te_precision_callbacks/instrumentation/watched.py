@@ -139,7 +139,7 @@ class WatchedModules:
 
     def _arm(self, module: torch.nn.Module) -> None:
         self.armed[id(module)] = module
-        module.__dict__["is_debug_iter"] = _OfOneModule(self._answer, module)
+        module.__dict__["is_debug_iter"] = _ModuleAnswer(self._answer, module)
 
     def _rest(self, module: torch.nn.Module) -> None:
         del self.armed[id(module)]
@@ -147,16 +147,16 @@ class WatchedModules:
         module.__dict__["is_debug_iter"] = _never(module)
 
 
-class _OfOneModule(functools.partial):  # type: ignore[type-arg]
+class _ModuleAnswer(functools.partial):  # type: ignore[type-arg]
     """A watched module's ``is_debug_iter``, as fast as a method. A copy of the module is not watched."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[bool]:
         return functools.partial(_as_its_class, copy.deepcopy(self.args[0], memo))
 
 
-def _never(module: torch.nn.Module) -> _OfOneModule:
+def _never(module: torch.nn.Module) -> _ModuleAnswer:
     """``is_debug_iter`` of a resting module: always False, without a Python call."""
-    return _OfOneModule(operator.is_, module, None)
+    return _ModuleAnswer(operator.is_, module, None)
 
 
 def _as_its_class(module: Any) -> bool:

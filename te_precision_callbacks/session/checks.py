@@ -296,7 +296,7 @@ class OverflowCheck:
                 return  # the detector follows modules that are replaced inside
             former.close(SessionError("Another model was attached."))
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
-        self.detector.join_session(messages=context.ranks.messages, step=context.step_in_words)
+        self.detector.join_session(messages=context.ranks.messages, step=context.describe_step)
         self._model, self._reports = model, 0
         if former is not None:
             self.detector.loss_scaled = former.loss_scaled

@@ -48,7 +48,7 @@ class RunContext:
     def logging_step(self, iteration: int) -> int:
         return iteration + self.loop.counts_from
 
-    def step_in_words(self) -> str:
+    def describe_step(self) -> str:
         iteration = self.iteration
         logged = "" if self.loop.front_door == "session" else f", step {self.logging_step(iteration)}"
         return f"debug iteration {iteration}{logged}"

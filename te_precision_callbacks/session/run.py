@@ -433,7 +433,7 @@ class Run:
                 ("sending", "the end", attached, lambda: self._send_end(error)),
                 ("checking", "what the run has not reached", attached, lambda: self._warn_never_due(ended_by)),
                 ("closing", "the sinks", True, lambda: self._close_sinks(error)),
-                ("checking", "the whole run", leads_all, self._check_whole_run),
+                ("checking", "the whole run", leads_all and not self._is_terminated, self._closing.check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
                 ("writing", "the report", leads_all, lambda: self._closing.write_page(error)),
                 (
@@ -545,10 +545,6 @@ class Run:
         if text := never_due_in_words(self.context.options.config, last):
             logger.warning("%s", text)
             self._send(Event("never_due", text, last, "warning"))
-
-    def _check_whole_run(self) -> None:
-        if not self._is_terminated:
-            self._closing.check_whole_run()
 
     def _close_sinks(self, error: BaseException | None) -> None:
         self._send_pending()

@@ -196,7 +196,7 @@ class BackwardLoss:
         self._failures = failures
         self._sum: torch.Tensor | None = None
         self._count = 0
-        self._of_last_step: dict[str, torch.Tensor] = {}
+        self._last_loss: dict[str, torch.Tensor] = {}
         self._script_logs = False
         self.remove = BeforeCalls(owner, "backward", self._note).remove
 
@@ -205,11 +205,11 @@ class BackwardLoss:
 
     def end_step(self) -> None:
         total, count = self._sum, 1 if self._total else self._count
-        self._of_last_step = {} if total is None else {self._name: total / count}
+        self._last_loss = {} if total is None else {self._name: total / count}
         self._sum, self._count = None, 0
 
     def take(self) -> dict[str, torch.Tensor]:
-        loss, self._of_last_step = self._of_last_step, {}
+        loss, self._last_loss = self._last_loss, {}
         return {} if self._script_logs else loss
 
     @outside_of_dynamo
