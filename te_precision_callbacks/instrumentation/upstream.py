@@ -434,7 +434,7 @@ class Inspector:
 def _steps_of(options: Mapping[str, Any]) -> str:
     """Return the steps of a precision feature in parentheses; empty for all steps."""
     effect = options.schema.effect() if isinstance(options, ReadOptions) else Effect()
-    return f" ({effect.steps_in_words()})" if effect.schedules else ""
+    return f" ({effect.format_steps()})" if effect.schedules else ""
 
 
 def reset_schedule(module: torch.nn.Module) -> None:
