@@ -35,6 +35,7 @@ from measuring import (
     as_in_a_long_run,
     device_milliseconds,
     machine,
+    measured_tensor,
     progress,
     report,
     spent,
@@ -192,7 +193,7 @@ class Measured:
         read = sum(tensor.nbytes for tensor in tensors)
         copies = [[tensor.clone() for tensor in tensors] for _ in range(max(2, -(-_COPIES_BYTES // read)))]
         scale = () if self.quantized is None else (self.quantized._scale_inv,)
-        ms = device_milliseconds([functools.partial(kernels.measure, *copy, *scale) for copy in copies])
+        ms = device_milliseconds([functools.partial(measured_tensor, *copy, *scale) for copy in copies])
         # Not `values`, whose sum may not be bound by memory in every dtype.
         large = torch.ones(_COPIES_BYTES // 4, device=self.device)
         rates = [2 * large.nbytes / device_milliseconds([large.clone]), large.nbytes / device_milliseconds([large.sum])]

@@ -127,7 +127,6 @@ class PrecisionDebugFabricCallback:
             log_dir=self._options.log_dir or _log_dir_of(fabric),
             sinks=[LightningLoggerSink(receiver, select) for receiver in fabric.loggers if fabric.is_global_zero],
             front_door="fabric",
-            trainer_steps=True,
         )
         session.follow(fabric)
         restored, self._restored = self._restored, {}

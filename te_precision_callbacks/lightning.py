@@ -136,7 +136,6 @@ class PrecisionDebugCallback(Callback):
             sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
             stop_at_sigterm=False,  # the trainer catches it and calls on_exception
             front_door="lightning",
-            trainer_steps=True,
             eval_mode_counts=False,  # the trainer announces evaluations
         )
         self._session.expect_low_precision(expected)
@@ -194,19 +193,8 @@ class PrecisionDebugCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observe nothing in validation and sanity checks, whatever the module does there."""
-        self._warn_of_evaluation(trainer)
         if self._session is not None:
             self._session.observing = False
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if the features that changed precision in the fit no longer act."""
-        self._warn_of_evaluation(trainer)
-
-    on_predict_start = on_test_start
-
-    def _warn_of_evaluation(self, trainer: Trainer) -> None:
-        if self._session is not None and trainer.state.fn is not None:
-            self._session.warn_of_evaluation(f"trainer.{trainer.state.fn.value}()")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._session is not None:

@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.reference.inherited import WATCH_VARIABLE, startup_path, watch_setting
@@ -138,7 +139,7 @@ class ScriptWatch:
             session.stop()
 
     def _before_group_ends(self, group: Any = None, *_: Any) -> None:
-        """Stop while ranks are known: later, each would act as the first, and print and write the summary."""
+        """Stop while ranks are known: later, each would act as the first, and print the verdict."""
         if group is None or group is torch.distributed.group.WORLD:
             self._end_training()
 
@@ -235,7 +236,7 @@ class ScriptWatch:
             self._waiting.setdefault(optimizer, True)
         if self.session is None:
             self.session = InspectSession.from_options(_checked(self._options))
-            self.session.start(front_door="watch", trainer_steps=True, gives_way=True)
+            self.session.start(front_door="watch", gives_way=True)
             self.session.follow(self)
         # The first model's layers keep their names when another one is found.
         self.session.attach({f"model{number}" if number else "": root for number, root in enumerate(self._models)})
@@ -395,11 +396,29 @@ def _trained(module: torch.nn.Module) -> set[int]:
 # ---------------------------------------------------------------------- the ways to begin
 
 
-def environment(config: str | None, log_dir: str | None) -> dict[str, str]:
-    """Return the variables with which a script is watched; raises ConfigError if the config cannot be used."""
+def read_options(config: str | None, log_dir: str | None, settings: Iterable[str]) -> dict[str, Any]:
+    """The checked options of the session from a command line; ``settings`` are ``name=value`` with a value in YAML.
+
+    Raises:
+        OptionError: an unknown keyword, or an invalid value.
+        ConfigError: the config cannot be used.
+    """
+    options: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        try:
+            options[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals:
+            raise OptionError(f"--set takes NAME=VALUE with a value in YAML, such as on_finding=stop, not {setting!r}.")
     paths = {"config": config, "log_dir": log_dir}
-    options = {name: str(Path(path).absolute()) for name, path in paths.items() if path is not None}
+    options |= {name: str(Path(path).absolute()) for name, path in paths.items() if path is not None}
     _checked(options)
+    return options
+
+
+def environment(options: Mapping[str, Any]) -> dict[str, str]:
     return {WATCH_VARIABLE: json.dumps(options) if options else "1", "PYTHONPATH": startup_path()}
 
 

@@ -72,52 +72,6 @@ def test_loops_that_step(
     assert said(caplog) == []
 
 
-AGAIN, MICRO_BATCHES = (
-    "step() is called again after each step of the optimizer",
-    "step() is called after each micro-batch",
-)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "warns"),
-    [
-        (("train", "nothing"), AGAIN),
-        (("train", *["nothing"] * 2), AGAIN),
-        (("train", *["nothing"] * 4), AGAIN),
-        (("micro-batch", "train"), MICRO_BATCHES),
-        ((*["micro-batch"] * 3, "train"), MICRO_BATCHES),
-        (("train",), ""),
-        (("train", "train", "nothing"), ""),
-        (("train", "forward"), ""),  # a rollout before each training
-        (("train", "forward", "forward"), ""),
-        (("first net", "second net"), ""),  # a GAN
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_loop_that_steps_too_often(
-    kinds: tuple[str, ...], warns: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, set_to_none: bool
-) -> None:
-    nets = torch.nn.ModuleList([te.Linear(32, 32), te.Linear(32, 32)])
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    with InspectSession(CONFIG, model=nets, log_dir=tmp_path) as session:
-        for batch in range(4 * len(kinds) + 1):
-            kind = kinds[batch % len(kinds)]
-            if kind != "nothing":
-                which = kind == "second net"
-                with te.autocast():
-                    out = nets[which](torch.ones(16, 32))
-                if kind != "forward":
-                    out.sum().backward()
-                if kind in ("train", "first net", "second net"):
-                    optimizers[which].step()
-                    optimizers[which].zero_grad(set_to_none=set_to_none)
-            session.step()
-    found = [text for text in caplog.messages if text.startswith("step() is called")]
-    assert [text.partition(":")[0] for text in found] == [warns] * bool(warns)
-    assert all(f": {len(kinds)} debug iterations for each step" in text for text in found)
-
-
 def test_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = loops.prepared(accelerator, loops.Plain(), batches=3)

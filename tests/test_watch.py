@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
 
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.watch import BACKWARDS, ScriptWatch
+from te_precision_callbacks.watch import BACKWARDS, ScriptWatch, read_options
 from tests.forked import executable
 
 STEPS = 6
@@ -419,6 +420,14 @@ def test_an_error_that_the_user_asked_for_ends_the_training(tmp_path: Path) -> N
         watch.stop()
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"), [(["on_finding"], "NAME=VALUE"), (["nonsense=1"], "nonsense"), (["strict=2"], "strict=")]
+)
+def test_wrong_settings(settings: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        read_options(None, None, settings)
+
+
 # ---------------------------------------------------------------------- processes
 
 SCRIPT = """
@@ -463,7 +472,7 @@ def test_processes(tmp_path: Path) -> None:
     ways: list[tuple[str, Callable[[], subprocess.CompletedProcess[str]]]] = [
         ("ends", lambda: call(tmp_path, [*RUN, "--watch", "--log-dir", "ends", "train.py", "ends"])),
         ("leaves", lambda: call(tmp_path, [*WATCH, "--log-dir", "leaves", "train.py", "leaves"])),
-        ("raises", lambda: call(tmp_path, [*WATCH, "--log-dir", "raises", "train.py", "raises"])),
+        ("raises", lambda: call(tmp_path, [*WATCH, "--set", "log_dir=raises", "train.py", "raises"])),
         (
             "variable",
             lambda: call(

@@ -37,7 +37,6 @@ from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ra
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.fused import choose, format_paths
 from te_precision_callbacks.instrumentation.recipe_arguments import ignored_arguments
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
@@ -50,6 +49,7 @@ from te_precision_callbacks.layers.naming import (
     named_te_modules,
 )
 from te_precision_callbacks.options import check_value
+from te_precision_callbacks.session.model import without_layers
 from te_precision_callbacks.speed.memory import Memory, plan_memory
 
 
@@ -325,7 +325,7 @@ class _Check:
             self._findings += [PlanFinding("unmatched", text) for text in drafted.missing.texts]
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
-        self._notes += filter(None, (self._without_layers(layers), alike_in_words(layers)))
+        self._notes += filter(None, [self._without_layers(layers)])
         try:
             check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
         except ConfigError as error:

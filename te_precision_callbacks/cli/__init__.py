@@ -84,6 +84,12 @@ def run(
     ] = False,
     config: Annotated[str | None, typer.Option(help="With --watch: the config of the session.")] = None,
     log_dir: Annotated[str | None, typer.Option(help="With --watch: the folder for logs and records.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="With --watch: a keyword of the session, such as strict=true."
+        ),
+    ] = None,
 ) -> None:
     """Run an unmodified GPU training script, with or without a GPU.
 
@@ -102,14 +108,14 @@ def run(
         command = module_command(script) if module else script_command(script)
     except CommandError as error:
         raise typer.BadParameter(str(error), param_hint="SCRIPT") from None
-    if not watch and (config, log_dir) != (None, None):
-        raise typer.BadParameter("--config and --log-dir need --watch.")
+    if not watch and (config, log_dir, settings) != (None, None, None):
+        raise typer.BadParameter("--config, --log-dir and --set need --watch.")
     plan = plan_launch(backend)
     variables = plan.environment
     if watch:
-        from te_precision_callbacks.watch import environment
+        from te_precision_callbacks.watch import environment, read_options
 
-        variables = {**variables, **environment(config, log_dir)}
+        variables = {**variables, **environment(read_options(config, log_dir, settings or []))}
     typer.echo(f"te-precision: {plan.description}", err=True)
     launch(variables, [*command, *(arguments or [])])
 

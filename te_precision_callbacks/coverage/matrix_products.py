@@ -54,11 +54,6 @@ class MatrixProduct(NamedTuple):
     sequences: tuple[PackedSequence, ...] | None = None
     mask_share: float | None = None
 
-    @property
-    def macs(self) -> int:
-        sizes = [self[2:6]] if self.sequences is None else [sequence.sizes for sequence in self.sequences]
-        return sum(map(math.prod, sizes))
-
 
 def is_product(operator: str) -> bool:
     return operator in _OPERATORS

@@ -142,10 +142,6 @@ class PrecisionAudit:
         """Return whether layers ran forward in this iteration, and no backward is known."""
         return bool(self._now) and not self._had_backward
 
-    @property
-    def has_backward(self) -> bool:
-        return self._had_backward
-
     def note_backward(self) -> None:
         """Record that a backward ran; expected GEMMs that were not seen were then not reached."""
         self._had_backward = True

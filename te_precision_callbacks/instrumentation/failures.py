@@ -54,7 +54,6 @@ class ObservationFailures:
         self._new: list[tuple[int, str]] = []
 
     def take(self) -> list[tuple[int, str]]:
-        """Return iterations and texts of failures since the last call."""
         new, self._new = self._new, []
         return new
 
@@ -100,21 +99,14 @@ class ObservationFailures:
         if isinstance(error, (RanksLostError, RanksDifferError)):
             if not known:
                 self._report_apart(where, error)
-        elif self._count == 1:
+        elif self._count == 1 or not known:
             logger.error(
                 "Precision debugging failed on rank %d: %s: %s. Training goes on without what failed. The same failure"
                 " is not reported again. strict=True would end the run here.",
                 self._rank,
                 where,
                 _text(error).removesuffix("."),
-                exc_info=error,
-            )
-        elif not known:
-            logger.error(
-                "Precision debugging also failed on rank %d: %s: %s.",
-                self._rank,
-                where,
-                _text(error).removesuffix("."),
+                exc_info=error if self._count == 1 else None,
             )
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
@@ -132,7 +124,7 @@ class ObservationFailures:
         if error is not None:
             logger.error(
                 "log_dir=%r cannot be written to: %s. Training goes on. Rank %d writes no records, statistics log, log"
-                " of events, dumps, summary and report; loggers and sinks get the numbers. Give a writable folder."
+                " of events, dumps and report; loggers and sinks get the numbers. Give a writable folder."
                 " strict=True would end the run here.",
                 str(self._lost_folder),
                 error,

@@ -110,7 +110,7 @@ class SelectedGemms(Generic[_OptionsT]):
 
         api = debug_api.transformer_engine
         all_options = (watcher.options for tensor in ROWWISE for watcher in api.watchers(layer, tensor))
-        return {each.gemm: each for each in all_options if isinstance(each, self._kind) and each.gemm}
+        return {options.gemm: options for options in all_options if isinstance(options, self._kind) and options.gemm}
 
 
 class GemmErrors:
@@ -269,9 +269,9 @@ class GemmErrors:
                 return
             run = thin(matrix, x, y)
             call = GemmCall(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added(event))
-            found = judged(run, expected, call)
+            judgement = judged(run, expected, call)
             tensor = RESULT[event.gemm]
-            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
+            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(judgement, own_rank()))
             self._note_measured(event.layer, event.gemm)
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
             high = high_of(self.operands, event.layer, event.b)
@@ -299,7 +299,7 @@ class GemmErrors:
                     *squares_of_difference(operands.right, kept.to_rows),
                     *squares_of_difference(operands.left, left_g),
                 )
-                counted = torch.stack(errors) * found.counts
+                counted = torch.stack(errors) * judgement.counts
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
                 self._note_measured(event.layer, event.gemm, of_format=True)
 

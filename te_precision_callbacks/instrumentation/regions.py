@@ -44,10 +44,6 @@ class AutocastRegions:
 
         return autocast_enter
 
-    @property
-    def has_entered(self) -> bool:
-        return self._entered != 0
-
     def end_step(self) -> bool:
         """Return whether the step entered other regions than the step before."""
         before, self._before, self._entered = self._before, self._entered, 0

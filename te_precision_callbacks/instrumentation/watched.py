@@ -72,7 +72,6 @@ class WatchedModules:
         return min((step for step in upcoming if step is not None), default=None)
 
     def release(self) -> None:
-        """Let all modules run as without a session."""
         for module in self.modules.values():
             module.__dict__.pop("is_debug_iter", None)
         self.armed.clear()
@@ -85,7 +84,6 @@ class WatchedModules:
             self.query_again(module)
 
     def rest_all(self) -> None:
-        """Let all armed modules rest, until :meth:`arm_all`."""
         for module in list(self.armed.values()):
             self._rest(module)
 
@@ -134,7 +132,6 @@ class WatchedModules:
         self.query_again(module)
 
     def leave_alone(self, module: torch.nn.Module) -> None:
-        """Let a module run as in a process without debugging."""
         self._refused.add(id(module))
         self.fused.pop(id(module), None)
         self.armed.pop(id(module), None)

@@ -266,10 +266,6 @@ def _wrapped(
         name, module = next(parts, (name, module))
 
 
-def _with_part(names: tuple[str, ...], part: str) -> tuple[str, ...]:
-    return tuple(name + part for name in names)
-
-
 def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
     """Name by path -> names by number, where ranks have different layers of one name, by stage or by expert."""
     by_name: dict[str, dict[str, None]] = {}
@@ -490,7 +486,7 @@ def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
 
 
 def _layer_of_upstream(entry: _Found, part: str) -> Layer:
-    upstream = _with_part(entry.upstream, part)
+    upstream = tuple(name + part for name in entry.upstream)
     kind = type(entry.module).__name__
     name = _joined(entry.scope, entry.name) + part
     return Layer(name, (), (kind,), given=upstream[0], upstream=upstream, scope=entry.scope)
@@ -524,7 +520,7 @@ def _layer(entry: _Found, part: str) -> Layer:
         aliases=aliases,
         types=spellings(classes),
         given=given + part if is_whole else "",
-        upstream=_with_part(entry.upstream, part),
+        upstream=tuple(upstream + part for upstream in entry.upstream),
         by_number=_joined(entry.untold, entry.place.by_number) + part,
         scope=entry.scope,
     )

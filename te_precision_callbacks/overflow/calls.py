@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,11 +55,13 @@ class ForwardCalls:
         except Exception as error:
             journal.fail(error)
 
-    def leave(self, watched: WatchedModule, output: Any, *, failed: bool) -> None:
+    def leave(self, watched: WatchedModule, inputs: tuple[Any, ...], output: Any) -> None:
         journal = self._journal
         current = journal.thread.current
         if current is None:
             return
+        # After an exception torch calls the hook without an output, from where it handles the exception.
+        failed = output is None and sys.exc_info()[0] is not None
         try:
             self._give(current, watched, output, failed=failed)
         except Exception as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import logging
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,29 +68,20 @@ class WatchedModule:
 
 
 class _OverflowHook:
-    """A hook of one module; in a copy of the module it is a no-op."""
+    """A hook of one module, which calls a method of the receiver; in a copy of the module it is a no-op."""
 
-    __slots__ = ("_watched", "receiver")
+    __slots__ = ("_watched", "call")
 
-    def __init__(self, receiver: Any, watched: WatchedModule) -> None:
-        self.receiver = receiver
+    def __init__(self, call: Any, watched: WatchedModule) -> None:
+        self.call = call
         self._watched = watched
+
+    @outside_of_dynamo
+    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], last: Any) -> None:
+        self.call(self._watched, inputs, last)
 
     def __reduce__(self) -> tuple[object, ...]:
         return functools.partial, (not_watched,)
-
-
-class _Enter(_OverflowHook):
-    @outside_of_dynamo
-    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self.receiver.enter(self._watched, inputs, keywords)
-
-
-class _Leave(_OverflowHook):
-    @outside_of_dynamo
-    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        # After an exception torch calls the hook without an output, from where it handles the exception.
-        self.receiver.leave(self._watched, output, failed=output is None and sys.exc_info()[0] is not None)
 
 
 def not_watched(*args: Any) -> None:
@@ -120,7 +110,7 @@ class ModelHooks:
         hooks: list[object] = [
             hook for _, module in watched_modules(roots) for hook in module._forward_pre_hooks.values()
         ]
-        for former in {hook.receiver for hook in hooks if isinstance(hook, _OverflowHook)}:
+        for former in {hook.call.__self__ for hook in hooks if isinstance(hook, _OverflowHook)}:
             logger.warning("Activation overflow: this detector replaces another detector of the same model.")
             former.close(OverflowDetectorError("Another detector replaced this one."))
         self._tree: ModuleTree | None = None
@@ -172,9 +162,9 @@ class ModelHooks:
         watched = WatchedModule(path, module, is_root=is_root)
         if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
             watched.handles = [
-                module.register_forward_pre_hook(_Enter(self._receiver, watched), with_kwargs=True),
+                module.register_forward_pre_hook(_OverflowHook(self._receiver.enter, watched), with_kwargs=True),
                 # Called after an exception too, so that the call is known to be over.
-                module.register_forward_hook(_Leave(self._receiver, watched), always_call=True),
+                module.register_forward_hook(_OverflowHook(self._receiver.leave, watched), always_call=True),
             ]
         return watched
 

@@ -68,12 +68,10 @@ class Sinks:
         self._passed_over = list(sinks)
 
     def write(self, records: StepRecords) -> None:
-        """Write a step's records to all sinks."""
         sinks = [sink for sink in self._sinks if not any(sink is other for other in self._passed_over)]
         self._each("writing records to", sinks, lambda sink: sink.write(records))
 
     def close(self, error: BaseException | None) -> None:
-        """Close all started sinks."""
         self._is_closing = True
         self._each("closing", self._sinks if self.have_started else [], lambda sink: sink.close(error))
 

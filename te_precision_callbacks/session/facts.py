@@ -141,7 +141,7 @@ class RunFacts:
             "unmeasured": self._unmeasured,
             "loss_is_filtered": self._results.filters_loss,
             "expects_low": self._results.expects_low
-            or ("the script enters te.autocast(enabled=True)" if self._model.enters_autocast else ""),
+            or ("the script enters te.autocast(enabled=True)" if self._model.hooks.regions.has_enabled else ""),
         }
 
     @property
@@ -190,7 +190,6 @@ class RunFacts:
     # ------------------------------------------------------------------ tables
 
     def _layers(self, infos: Sequence[LayerInfo], gemms: Sequence[Row]) -> Iterator[Row]:
-        """Layers that can be observed, layers of other ranks, and layers that only have products."""
         begin = self._results.iterations.first or 0
         weights = self._weights()
         families: dict[str, str] = {}

@@ -1,9 +1,8 @@
 """The audit of a resume: compares the model's low-precision state and the loss with the checkpoint.
 
-Transformer Engine 2.20 restores scales and amax histories in ``load_state_dict``, makes or adapts a module's state in
-its first forward, by the recipe of that forward, and changes the restored state at the end of that forward. So the
-audit reads states and weights before the first forward, and recipes before the first optimizer step, in which it
-reports. Other steps have no cost.
+Transformer Engine 2.20 restores scales and amax histories in ``load_state_dict``, and adapts and changes them in a
+module's first forward, by its recipe. So the audit reads states and weights before the first forward, and recipes
+before the first optimizer step, in which it reports.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Observation of the training loop: optimizer steps, missing and extra calls of ``step()``, the loss."""
+"""Observation of the training loop: optimizer steps, missing calls of ``step()``, the loss."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,12 +22,6 @@ from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event
 
 logger = logging.getLogger(__name__)
-
-_ALIKE = 3
-"""Optimizer steps in a row with the same number of extra iterations after which a warning comes."""
-
-_AGAIN = "step() is called again after each step of the optimizer"
-_IN_MICRO_BATCHES = "step() is called after each micro-batch"
 
 MOST_OPTIMIZER_STEPS = 10
 """The number of steps of one optimizer in one debug iteration at which the loop has probably forgotten to step."""
@@ -81,7 +74,7 @@ def _hook(method: OptimizerMethod) -> Callable[..., None]:
 
 
 class LoopChecks:
-    """Counts optimizer steps between calls of ``step()``, and warns once of a loop with missing or extra calls.
+    """Counts optimizer steps between calls of ``step()``, and warns once of a loop with missing calls.
 
     Attributes:
         optimizer_steps: the steps of the optimizer with the most steps; -1 if there was none, as on a rank without
@@ -93,20 +86,15 @@ class LoopChecks:
         self.optimizer_steps = -1
         self._context = context
         self._notices = context.notices
-        self._loop = context.loop
         self._model = model
         self._all_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._watched: weakref.ref[torch.nn.Parameter] | None = None
-        self._gradient: object = None
-        self._between: list[str] = []
-        self._gaps: deque[tuple[str, ...]] = deque(maxlen=_ALIKE)
 
     @property
     def has_trained(self) -> bool:
         return any(self._model.is_trained_by(optimizer) for optimizer in list(self._steps))
 
-    def end_step(self, *, in_regions: bool) -> None:
+    def end_step(self) -> None:
         if self._in_evaluation and self.has_trained and self._notices.first("evaluation"):
             unobserved = (
                 "the optimizer has stepped, but all observed layers are in evaluation mode, so nothing is observed:"
@@ -121,42 +109,8 @@ class LoopChecks:
                     unobserved,
                 )
         self._in_evaluation = False
-        if not (self._loop.trainer_steps or self._loop.counts_batches) and own_rank() == 0:
-            self._check_further_steps(in_regions=in_regions)
         self.has_stepped = True
         self._steps.clear()
-
-    def _check_further_steps(self, *, in_regions: bool) -> None:
-        """Warn if each optimizer step has the same number of extra iterations, empty or with a backward only."""
-        has_gradient = self._has_new_gradient(search=not self._steps)
-        if not self._steps:
-            self._between.append("backward" if has_gradient else "forward" if in_regions else "nothing")
-            return
-        self._gaps.append(tuple(self._between))
-        self._between.clear()
-        gap = self._gaps[-1]
-        if list(self._gaps) != [gap] * _ALIKE or len(set(gap)) != 1 or gap[0] == "forward":
-            return
-        if self._notices.first("further steps"):
-            nothing = gap[0] == "nothing"
-            logger.warning(
-                "%s: %d debug iterations for each step of the optimizer, so iterations and schedules count %d times as"
-                " fast. Call it once, after the optimizer's step.%s",
-                _AGAIN if nothing else _IN_MICRO_BATCHES,
-                len(gap) + 1,
-                len(gap) + 1,
-                "" if nothing else " Ignore this warning if a micro-batch is to be an iteration.",
-            )
-
-    def _has_new_gradient(self, *, search: bool) -> bool:
-        """Return whether the gradient of one parameter has changed since the last call."""
-        watched = None if self._watched is None else self._watched()
-        if watched is None and search:
-            watched = next((parameter for parameter in self._model.parameters() if parameter.grad is not None), None)
-            self._watched = None if watched is None else weakref.ref(watched)
-        before, gradient = self._gradient, None if watched is None else watched.grad
-        self._gradient = None if gradient is None else (id(gradient), gradient._version)
-        return gradient is not None and self._gradient != before
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         ever = self._all_steps[optimizer] = self._all_steps.get(optimizer, 0) + 1
@@ -183,7 +137,7 @@ class LoopChecks:
                 type(optimizer).__name__,
                 count,
                 self._context.iteration,
-                _REMEDIES.get(self._loop.front_door, _REMEDY),
+                _REMEDIES.get(self._context.loop.front_door, _REMEDY),
                 f" {ignored}" if ignored else "",
             )
 

@@ -30,10 +30,6 @@ def two() -> torch.nn.Module:
     return torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
 
 
-def alike() -> torch.nn.Module:
-    return torch.nn.Sequential(te.Linear(32, 32, name="one"), te.Linear(32, 32, name="one"))
-
-
 def delayed() -> torch.nn.Module:
     return torch.nn.Sequential(te.Linear(32, 32, delay_wgrad_compute=True), te.Linear(32, 32))
 
@@ -70,7 +66,6 @@ CASES = {
     "no section": Case({"s": WATCHED | {"enabled": False}}, two, ATTACH),
     "no feature": Case({"s": feature("LogTensorStats", ["all"], enabled=False)}, two, ATTACH),
     "no layer": Case({"s": WATCHED}, plain, ATTACH),
-    "one name twice": Case({"s": WATCHED}, alike, "session/model.py:_plan"),
     "a GEMM among tensors": Case({"s": GEMM}, two, "config/checking.py:_without_gemms"),
     "a key beside one that decides": Case(
         selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_idle_keys"

@@ -160,7 +160,7 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
     assert first.startswith("The run was ended by SIGTERM after step 24")
     verdict = diagnose(tmp_path / "TERM")
     assert verdict.healthy
-    assert verdict.summary in (tmp_path / "TERM" / "precision_summary.txt").read_text()
+    assert verdict.summary in ended.stderr
     verdict = diagnose(tmp_path / "KILL")
     assert verdict.state == "not enough checked"
     assert "failed-run: the run stopped without an end after step" in verdict.summary

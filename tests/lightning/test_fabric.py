@@ -187,7 +187,7 @@ def test_the_example_runs_and_shows_what_came_out(
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.3
     shown = capsys.readouterr().out
-    assert "Precision that really ran" in shown
+    assert "of the multiply-adds" in shown
     (events,) = (tmp_path / "board").rglob("events.out.tfevents*")
     board = board_scalars(events)
     assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses)}

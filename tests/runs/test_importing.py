@@ -180,7 +180,6 @@ def train_plainly(
 ) -> torch.Tensor:
     """Train with plain nvidia-dlfw-inspect and Transformer Engine's own features; the inputs of the three steps."""
     snapshot = Snapshot()
-    snapshot.detach_handlers()
     inputs = torch.randn(3, 16, 32)
     try:
         TEDebugState.debug_enabled = None

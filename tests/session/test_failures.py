@@ -41,18 +41,14 @@ class BrokenSink(Keeper):
 FILES = ("nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records", "tensor_dumps")
 
 
-@pytest.mark.parametrize("file", [*FILES, "precision_summary.txt"])
+@pytest.mark.parametrize("file", FILES)
 def test_training_goes_on_where_a_file_cannot_be_written(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
-    """A file stands where a folder must be, or a folder where a file must be: the superuser may write to a folder that
-    is read-only. Each kind of file that is lost is said once, and
-    the others are written."""
-    if file.endswith(".txt"):
-        (tmp_path / "run" / file).mkdir(parents=True)
-    else:
-        (tmp_path / "run" / file).parent.mkdir(exist_ok=True)
-        (tmp_path / "run" / file).touch()
+    """A file stands where a folder must be: the superuser may write to a folder that is read-only. Each kind of file
+    that is lost is said once, and the others are written."""
+    (tmp_path / "run" / file).parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / file).touch()
     dumped = feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
     config = statistics() | {"dumps": dumped}
     net = te.Linear(32, 32)
@@ -62,7 +58,7 @@ def test_training_goes_on_where_a_file_cannot_be_written(
     said = [record.message for record in caplog.records if "failed on rank 0: " in record.message]
     assert sum(f"/{file}" in text for text in said) == 1, said
     written = {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*")}
-    assert written >= {*FILES, "precision_summary.txt"}
+    assert written >= set(FILES)
 
 
 @pytest.mark.parametrize("folder", ["file", "file/run/deeper", "leads nowhere/run/deeper"])
@@ -240,10 +236,8 @@ def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog:
     config["statistics"] = statistics()["stats"]
     with InspectSession(config, model=net, log_dir=tmp_path, **options) as session:
         train(session, net)
-    assert len(reports(caplog)) == 1
-    also = [record.message for record in caplog.records if "also failed on rank 0" in record.message]
-    assert len(also) == 1, "the same failure on another tensor is not told again"
-    assert "the disk is full" in also[0]
+    _, also = reports(caplog)  # the same failure on another tensor is not told again
+    assert "the disk is full" in also
 
 
 @pytest.mark.processes
