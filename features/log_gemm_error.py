@@ -12,11 +12,7 @@ from te_precision_callbacks.layers.watched import Watched
 
 @own_feature()
 class LogGemmError(ScheduledFeature):
-    """Hands on the operands of GEMMs in high precision; a session measures the GEMMs behind them.
-
-    Keys: ``gemms`` or ``gemms_struct``, ``probes``, ``max_memory``, ``freq``, ``start_step``, ``end_step``,
-    ``start_end_list``.
-    """
+    """Hands on the operands of GEMMs in high precision; a session measures the GEMMs behind them."""
 
     def options_for(
         self, options: FeatureSchema, tensor: str | None, gemm: str | None

@@ -197,7 +197,6 @@ class PrecisionDebugCallback(Callback):
             self._session.observing = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observe again, and record the metrics of the validation."""
         if self._session is not None:
             self._session.observing = True
             if not trainer.sanity_checking:

@@ -162,7 +162,6 @@ class ScriptWatch:
         return guarded
 
     def _replace(self, owner: Any, name: str, before: Any = None, *, after: Any = None) -> None:
-        """Calls ``before(*args)`` before, or ``after(result, *args)`` after."""
         original = getattr(owner, name)
         before, after = (None if hook is None else self._guard(hook) for hook in (before, after))
 
@@ -255,7 +254,6 @@ class ScriptWatch:
         self._search_again()
 
     def _search_again(self) -> None:
-        """The search covers the next iterations."""
         self._search_until = self._iterations + SEARCHED_ITERATIONS
         self._begin_search()
         self._watch_schedules()

@@ -13,10 +13,10 @@ from te_precision_callbacks.check.dry_run import dry_run
 from te_precision_callbacks.check.findings import (
     PlanFinding,
     by_key,
+    find_recipe_problems,
+    find_shape_problems,
     listed,
     not_sized,
-    of_recipe,
-    of_shapes,
     unsized_shares,
 )
 from te_precision_callbacks.check.named_recipes import AUTO, NONE, recipe_named
@@ -214,9 +214,9 @@ class _Check:
         if self._batch is not None:
             ran = dry_run(self._model, self._modules, self._batch, self._recipe)
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
-        products, *of_spans = (self._products(acting, first, ran) for first in spans.values())
-        self._findings += of_recipe(self._recipe, acting)
-        self._findings += of_shapes(
+        products, *other_spans = (self._products(acting, first, ran) for first in spans.values())
+        self._findings += find_recipe_problems(self._recipe, acting)
+        self._findings += find_shape_problems(
             self._recipe,
             self._modules,
             self._operations,
@@ -250,7 +250,7 @@ class _Check:
             products.not_reached,
             self._planned_memory(products.coverage, ran),
             products.attention,
-            {steps: planned.coverage for steps, planned in zip(list(spans)[1:], of_spans, strict=True)},
+            {steps: planned.coverage for steps, planned in zip(list(spans)[1:], other_spans, strict=True)},
         )
 
     def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
@@ -310,7 +310,6 @@ class _Check:
                 self._findings.append(PlanFinding("rule", text, finding.layers))
 
     def _plan(self) -> Plan:
-        """The plan without the layers that Transformer Engine's debug path refuses."""
         layers = [layer for named in self._modules for layer in named.layers]
         config = self._config
         drafted = draft(
@@ -342,7 +341,6 @@ class _Check:
         return plan
 
     def _without_layers(self, layers: Sequence[Layer]) -> str:
-        """A note if there is no layer to observe, with the option that converts a model of transformers."""
         if layers:
             return ""
         text = without_layers("without precision debugging")
@@ -379,19 +377,18 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                 for steps, tensors in by_key((str(schedule), str(tensor)) for schedule, tensor in due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)
             elif isinstance(schema, LogGemmError):
-                of_targets = ((str(target.options.schedule), str(target.gemm)) for target in schema.targets)
-                for steps, gemms in by_key(of_targets).items():
+                by_steps = ((str(target.options.schedule), str(target.gemm)) for target in schema.targets)
+                for steps, gemms in by_key(by_steps).items():
                     yield ActingFeature(name, section.name, ", ".join(gemms), steps)
             elif schema is not None:
                 effect = section.effects[name]
-                of_gemms = ((effect.steps_in_words(gemm), gemm) for gemm in effect.gemms)
-                for steps, gemms in by_key(of_gemms).items():
+                gemms_by_steps = ((effect.format_steps(gemm), gemm) for gemm in effect.gemms)
+                for steps, gemms in by_key(gemms_by_steps).items():
                     yield ActingFeature(name, section.name, _on(effect, gemms), steps)
             else:
                 yield ActingFeature(name, section.name, "", "a feature of your own, of which the plan knows nothing")
 
 
 def _on(effect: Effect, gemms: Iterable[str]) -> str:
-    """The GEMMs, with the tensors that are replaced: ``fprop (activation, weight), dgrad``."""
     replaced = by_key(effect.modifies)
     return ", ".join(f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms)

@@ -142,8 +142,8 @@ def check_command(
     for name, value in given.items():
         if model is None and value is not None:
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
-    of_speed: dict[str, object] = {"--device": device, "--calibrate": calibrate or None, "--table": table}
-    for name, value in of_speed.items():
+    speed_options: dict[str, object] = {"--device": device, "--calibrate": calibrate or None, "--table": table}
+    for name, value in speed_options.items():
         if value is not None and not speed:
             raise typer.BadParameter("it is for expected times; give --speed, too", param_hint=name)
     if speed and tokens is None and batch is None:
@@ -236,7 +236,6 @@ def _checked(
     require: str | None,
     **keywords: Any,
 ) -> tuple[CheckedModel, str, Converted | None]:
-    """The plan, the device that the model was made on, and the result of a conversion."""
     from te_precision_callbacks import reference
 
     reference.install_where_needed(None if reference.is_installed() else _emulated(capability))
@@ -266,8 +265,8 @@ def _checked(
         **keywords,
     )
     checked, device, converted = _planned(spec, convert, check)
-    of_conversion = () if converted is None else converted.notes
-    return replace(checked, notes=(*of_conversion, *notes, *checked.notes)), device, converted
+    conversion_notes = () if converted is None else converted.notes
+    return replace(checked, notes=(*conversion_notes, *notes, *checked.notes)), device, converted
 
 
 def _planned(

@@ -201,7 +201,6 @@ def stand_ins(modules: Sequence[NamedModule], products: ModelProducts) -> Iterat
 
 
 def _method(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that calls ``stand_in`` with the module, its own forward, and the arguments by name."""
     signature = inspect.signature(own)
 
     @functools.wraps(own)
@@ -215,8 +214,6 @@ def _method(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[.
 
 
 class _StandIns:
-    """See :func:`stand_ins` for the arguments."""
-
     def __init__(self, modules: Sequence[NamedModule], products: ModelProducts) -> None:
         self.ran = Ran()
         self._products = products
@@ -344,7 +341,6 @@ def _activation_dtype(inp: torch.Tensor) -> torch.dtype:
 
 
 def _with_backward(result: torch.Tensor, back: Callable[[], None], *sources: Any) -> torch.Tensor:
-    """Return the result with a backward that calls ``back``, and zero gradients for its sources."""
     made: torch.Tensor = _WithBackward.apply(result, back, *sources)  # type: ignore[no-untyped-call]
     return made
 

@@ -52,8 +52,7 @@ class PlanFinding:
     layers: tuple[str, ...] = ()
 
 
-def of_recipe(recipe: Any, acting: Mapping[str, Sequence[Section]]) -> Iterator[PlanFinding]:
-    """Features that need another recipe."""
+def find_recipe_problems(recipe: Any, acting: Mapping[str, Sequence[Section]]) -> Iterator[PlanFinding]:
     own = recipe_text(recipe)
     needing = (
         ((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer)
@@ -67,7 +66,7 @@ def of_recipe(recipe: Any, acting: Mapping[str, Sequence[Section]]) -> Iterator[
         yield PlanFinding("recipe", text, tuple(names))
 
 
-def of_shapes(
+def find_shape_problems(
     recipe: Any,
     modules: Sequence[NamedModule],
     operations: Sequence[NamedOperation],
@@ -174,7 +173,6 @@ def _layers(modules: Sequence[NamedModule], operations: Sequence[NamedOperation]
 def _refused(
     recipe: str, capability: tuple[int, int], layer: _LayerFacts, tokens: int | None, gemms: tuple[GemmName, ...]
 ) -> tuple[str, ...]:
-    """Messages about GEMMs of a layer that do not run; cached, since layers of a model are alike."""
     sizes = {
         "tokens": _ANY_MULTIPLE if tokens is None or layer.shares_tokens else tokens,
         "in_features": layer.in_features,

@@ -106,7 +106,6 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
 
 
 def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: Any) -> str:
-    """Format one of pydantic's errors."""
     kind, value, cause = details["type"], details["input"], details.get("ctx", {}).get("error")
     keys: KeyPath = (*details["loc"], *(cause.keys if isinstance(cause, Misfit) else ()))
     if kind == "invalid_key":  # not a text: in `loc` the key looks like the index of a list entry
@@ -135,7 +134,6 @@ def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: A
 
 
 def _elsewhere(schema: type[FeatureSchema], feature: str, keys: KeyPath) -> str:
-    """Return where an unknown key belongs, and similar known keys."""
     by_path, key = levels(schema), keys[-1]
     others = [path for path, level in by_path.items() if key in level.model_fields]
     own = by_path[_level(keys[:-1])].model_fields

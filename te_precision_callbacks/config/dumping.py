@@ -76,7 +76,7 @@ def _never_holds(
     due = " and ".join(dict.fromkeys(map(str, statistic.schedules)))
     return (
         f"the condition {str(condition)!r} of DumpTensors would never hold for {str(target.tensor)!r} in"
-        f" {_in_words(layers)}: no step is in both schedules. DumpTensors looks at the tensor in {dumped}; the"
+        f" {_format_layers(layers)}: no step is in both schedules. DumpTensors looks at the tensor in {dumped}; the"
         f" statistic is collected in {due}. Change 'freq', 'start_step', 'end_step' or 'start_end_list' of either so"
         " that the schedules share steps."
     )
@@ -103,7 +103,7 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
         gemms = [gemm for gemm, result in RESULT.items() if result == tensor]
         return (
             f"the condition {str(condition)!r} of DumpTensors would never hold: LogGemmError does not measure the GEMM"
-            f" of {tensor!r} in {_in_words(layers)}. Add [{', '.join(gemms or RESULT)}] to the"
+            f" of {tensor!r} in {_format_layers(layers)}. Add [{', '.join(gemms or RESULT)}] to the"
             f" 'gemms' of LogGemmError for {those}."
         )
     same = [
@@ -117,12 +117,12 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
         hint = f" Did you mean {' or '.join(map(repr, same))}?"
     return (
         f"the condition {str(condition)!r} of DumpTensors would never hold: its statistic is not collected for"
-        f" {tensor!r} in {_in_words(layers)}. Add the statistic to 'stats' of LogTensorStats, LogFp8TensorStats or"
+        f" {tensor!r} in {_format_layers(layers)}. Add the statistic to 'stats' of LogTensorStats, LogFp8TensorStats or"
         f" LogNvfp4TensorStats for {those} and tensor.{hint}"
     )
 
 
-def _in_words(layers: Sequence[str]) -> str:
+def _format_layers(layers: Sequence[str]) -> str:
     if len(layers) == 1:
         return f"the layer {layers[0]!r}"
     more = f" and {len(layers) - _MOST_NAMED} more" if len(layers) > _MOST_NAMED else ""
@@ -168,6 +168,5 @@ def _under_recipes(request: Request, asked: Iterable[str]) -> Iterable[str]:
 
 
 def read_by(condition: Threshold, known: Mapping[str, Collected]) -> Collected | None:
-    """Return the collected statistic that a condition reads; None if it is not collected."""
     matching = (statistic for statistic in known.values() if condition.reads(statistic.request))
     return known.get(condition.statistic.label) or next(matching, None)

@@ -230,7 +230,6 @@ def _integers(metadata: Sequence[Any]) -> str:
 
 
 def _plain(annotation: Any) -> tuple[Any, list[Any]]:
-    """Split an annotation into its type, without None, and its metadata."""
     if type(None) in get_args(annotation):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Annotated:

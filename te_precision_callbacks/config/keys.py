@@ -209,5 +209,4 @@ class LoggedTensor(Scheduled, OneTensor[NameT], Generic[NameT]):
         return tuple(request.of(self.tensor) for request in self.stats)
 
     def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
-        """Return the statistics for a step with, or without, quantization of the tensor."""
         return self.requests

@@ -190,7 +190,7 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
         )
     place = functools.partial(places, name, "layers")
     if body.get("enabled") is False:
-        return Section(name, False, LayerSelector.of_no_layer(place), {}, places)
+        return Section(name, False, LayerSelector.selecting_nothing(place), {}, places)
     if "layers" not in body and any(name in features for features in known.values()):
         raise ConfigError(
             f"{places(name)}: {shown(name)} is a feature, and not a section. Put it into one: 'my_section:' with"
@@ -201,7 +201,7 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
         problems.add(f"{places(name)}: the key 'enabled' is missing.{meant_for('enabled', body)}")
     elif body["enabled"] is not True:
         problems.add(f"{places(name, 'enabled')}: 'enabled' must be True or False, not {shown(body['enabled'])}.")
-    selector = LayerSelector.of_no_layer(place)
+    selector = LayerSelector.selecting_nothing(place)
     misplaced = [key for key in SELECTOR_KEYS if key in body]
     for key in misplaced:
         problems.add(f"{places(name, key)}: {key!r} selects layers and belongs below 'layers:', not beside 'enabled'.")
@@ -236,10 +236,10 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
 
 def notes_of(config: Config) -> list[str]:
     known = known_features()
-    return idle_in_words(config, [resolve_features(section, known) for section in config.enabled_sections])
+    return describe_idle_sections(config, [resolve_features(section, known) for section in config.enabled_sections])
 
 
-def idle_in_words(config: Config, features: Sequence[NamespacedFeatures]) -> list[str]:
+def describe_idle_sections(config: Config, features: Sequence[NamespacedFeatures]) -> list[str]:
     sections = config.enabled_sections
     if not sections:
         return [f"The config ({config.name}) has no enabled section, so nothing is done."]

@@ -59,7 +59,6 @@ class Section:
     effects: Mapping[str, Effect] = field(default_factory=dict)
 
     def place(self, *keys: str | int) -> str:
-        """Format the place of a key of this section, or of the key above: ``config.yaml, line 7 (section 'stats')``."""
         return self.places(self.name, *keys)
 
 
@@ -251,8 +250,8 @@ def _merge(layer: Layer, hit: Sequence[Section], resolved: Sequence[NamespacedFe
     merged: dict[str, dict[str, FeatureOptions]] = {}
     owner: dict[tuple[str, str], Section] = {}
     problems = Problems()
-    for section, of_section in zip(hit, resolved, strict=True):
-        for namespace, features in of_section.items():
+    for section, section_features in zip(hit, resolved, strict=True):
+        for namespace, features in section_features.items():
             for feature, options in features.items():
                 first = owner.setdefault((namespace, feature), section)
                 if first is not section:

@@ -92,7 +92,6 @@ class LayerIndex:
         return by_name
 
     def near(self, word: str, key: str) -> list[str]:
-        """Return names, parts of names or classes that are similar to a word that selects nothing."""
         names = [layer.name for layer in self.layers]
         whole = nearest(word, names) if key == EXACT or "." in word else []
         if key == EXACT:
@@ -148,7 +147,7 @@ class LayerSelector:
     place: Where
 
     @classmethod
-    def of_no_layer(cls, place: Where) -> LayerSelector:
+    def selecting_nothing(cls, place: Where) -> LayerSelector:
         return cls(None, None, None, None, place)
 
     @classmethod
@@ -186,7 +185,6 @@ class LayerSelector:
         return sorted(typed if numbered is None else typed & numbered)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
-        """Return the first index with a selected layer, else the first one."""
         return next((index for index in indexes if self.select(index)), indexes[0])
 
     def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:

@@ -76,7 +76,7 @@ def _with_early_steps(section: Section, steps: Sequence[int]) -> Section:
     return replace(section, features={**section.features, NAMESPACE: own})
 
 
-def never_due_in_words(config: Config, last: int) -> str:
+def describe_never_due(config: Config, last: int) -> str:
     """Return a warning about features that begin after the ``last`` step of a run; empty without any."""
     never_due: dict[str, None] = {}
     for section, feature, target in _all_targets(config):

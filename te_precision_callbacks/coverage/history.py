@@ -268,7 +268,7 @@ def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[Kept, ...]]:
         for feature, effect in section.effects.items():
             replaced = () if effect.quantizes else tuple(gemm for gemm, _ in effect.modifies)
             for gemm in dict.fromkeys((*effect.high_precision, *replaced)):
-                steps = f", {effect.steps_in_words(gemm)}" if effect.schedules else ""
+                steps = f", {effect.format_steps(gemm)}" if effect.schedules else ""
                 keeping = Kept(f"{feature} in {section.place()}{steps}", effect.steps(gemm))
                 kept[gemm] = (*kept.get(gemm, ()), keeping)
     return kept

@@ -16,7 +16,7 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_alike
 from te_precision_callbacks.config.dumping import check_conditions
-from te_precision_callbacks.config.loading import idle_in_words
+from te_precision_callbacks.config.loading import describe_idle_sections
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
@@ -235,7 +235,7 @@ class ObservedModel:
         self.flat_config = config
         watched = ACTIVATION_OVERFLOW in options.debug
         goes_on = "with activation overflow detection alone" if watched else "without precision debugging"
-        for text in idle_in_words(options.config, planned.sections):
+        for text in describe_idle_sections(options.config, planned.sections):
             logger.warning("%s", text)
         if not self.layers.of_all:
             logger.warning("%s", without_layers(goes_on, self._context.loop.front_door))

@@ -21,7 +21,7 @@ from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks, leads
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.config.steps import never_due_in_words
+from te_precision_callbacks.config.steps import describe_never_due
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_failure
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
@@ -542,7 +542,7 @@ class Run:
         last = self.context.results.iterations.last
         if own_rank() or error is not None or self._is_terminated or last is None:
             return
-        if text := never_due_in_words(self.context.options.config, last):
+        if text := describe_never_due(self.context.options.config, last):
             logger.warning("%s", text)
             self._send(Event("never_due", text, last, "warning"))
 

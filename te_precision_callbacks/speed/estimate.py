@@ -97,7 +97,6 @@ class StepSpeed:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON object of ``te-precision speed``."""
         return {
             "device": self.device.title,
             "products": [time.as_json() for time in self.times],

@@ -72,7 +72,6 @@ class Times:
         return "unknown" if math.isnan(low) else "faster" if low > 1 else "slower" if high < 1 else "not resolved"
 
     def figures(self) -> dict[str, object]:
-        """Return the times for JSON, with None for unknown ones."""
         low, high = self.interval
         figures = {"high_ms": self.high_ms, "low_ms": self.low_ms, "cast_ms": self.cast_ms, "speedup": self.speedup}
         figures |= {"speedup_low": low, "speedup_high": high}

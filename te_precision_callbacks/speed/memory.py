@@ -75,8 +75,6 @@ class UnknownMemoryError(PrecisionDebugError, TypeError):
 
 
 class Bytes(NamedTuple):
-    """Bytes in the planned precision, and in high precision."""
-
     low: int
     high: int
 
@@ -114,7 +112,6 @@ class Memory:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers that have rows."""
         return tuple(dict.fromkeys(row.layer for row in self.rows))
 
     def bytes(self, kind: str | None = None, *, lives: Lives | None = None, layer: str | None = None) -> Bytes:
@@ -137,7 +134,6 @@ class Memory:
         return low - high
 
     def by_kind(self) -> dict[str, Bytes]:
-        """Return the bytes of each kind that occurs."""
         kinds = {row.kind for row in self.rows}
         return {kind: self.bytes(kind) for kind in KINDS if kind in kinds}
 
@@ -312,7 +308,6 @@ class _MemoryPlanner:
             self._add(linear.layer, "gradient_codes", codes, 0, "in_backward")
 
     def _saved(self, module: Any, linears: Sequence[_Linear], *, recomputed: bool) -> None:
-        """Plan what a forward saves for the backward: with recomputed activations, its input alone."""
         first, names = linears[0], class_names(module)
         if "LayerNormMLP" in names or "LayerNormLinear" in names:
             statistics = 0 if recomputed else _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2)
@@ -333,7 +328,6 @@ class _MemoryPlanner:
     def _saved_operand(
         self, linear: _Linear, *, original: bool = False, rowwise: bool = False, columnwise: bool = True
     ) -> None:
-        """Plan the saved operand of wgrad; ``original``: it is saved in high precision."""
         if not linear.trained:
             return
         inputs = linear.shape[1]

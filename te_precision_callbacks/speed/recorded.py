@@ -90,7 +90,6 @@ class RunSpeed:
 
     @property
     def not_compared(self) -> str:
-        """The reason for not comparing measured and expected times; empty if they are compared."""
         if self.expected is None or self.measured is None:
             return "There are no expected times to compare with measured ones."
         if not self.expected.device.is_called(self.measured.device):

@@ -70,7 +70,6 @@ class TransformerEngine:
 
 
 def find_transformer_engine() -> TransformerEngine:
-    """Find the backend of a script, as ``te-precision run`` does."""
     installed = {name: version for name in _TE_PACKAGES if (version := installed_version(name)) is not None}
     environment = {name: value for name, value in os.environ.items() if name != inherited.ENVIRONMENT_VARIABLE}
     try:
@@ -111,7 +110,6 @@ def recipes_in_process(environment: Mapping[str, str]) -> Recipes:
 
 
 def recipes_here() -> dict[str, Any]:
-    """Return the recipes that run in this process, as JSON values."""
     from transformer_engine.pytorch import quantization
 
     emulated = "reference backend at {}.{}".format(*target.capability())
@@ -177,7 +175,7 @@ def examine(log_dir: Path) -> Machine:
 def log_folder(folder: Path) -> LogFolder:
     """Write a file in the folder, or where the folder would be made, and remove it."""
     path = folder.expanduser().absolute()
-    place = next(each for each in (path, *path.parents) if each.exists())
+    place = next(parent for parent in (path, *path.parents) if parent.exists())
     why_not_writable = ""
     try:
         if not place.is_dir():
@@ -206,13 +204,13 @@ class DoctorFinding:
 
 def findings(machine: Machine) -> tuple[DoctorFinding, ...]:
     engine, torch = machine.transformer_engine, machine.torch
-    advice = list(_of_engine(engine, with_gpu=not isinstance(torch, str) and bool(torch.gpus)))
-    advice += _of_torch(torch)
-    advice += _of_folder(machine.log_folder)
+    advice = list(_engine_findings(engine, with_gpu=not isinstance(torch, str) and bool(torch.gpus)))
+    advice += _torch_findings(torch)
+    advice += _folder_findings(machine.log_folder)
     return tuple(sorted(advice, key=lambda finding: _ORDER.index(finding.severity)))
 
 
-def _of_engine(engine: TransformerEngine, *, with_gpu: bool) -> Iterator[DoctorFinding]:
+def _engine_findings(engine: TransformerEngine, *, with_gpu: bool) -> Iterator[DoctorFinding]:
     if engine.backend == "none":
         yield DoctorFinding(
             "stops a run",
@@ -242,7 +240,7 @@ def _of_engine(engine: TransformerEngine, *, with_gpu: bool) -> Iterator[DoctorF
         yield DoctorFinding("changes a run", f"no FP8 recipe runs on this GPU: {reasons}", "Use another GPU.")
 
 
-def _of_torch(torch: Torch | str) -> Iterator[DoctorFinding]:
+def _torch_findings(torch: Torch | str) -> Iterator[DoctorFinding]:
     if isinstance(torch, str):
         yield DoctorFinding("stops a run", f"torch cannot be imported: {torch}", "Install torch again.")
         return
@@ -256,7 +254,7 @@ def _of_torch(torch: Torch | str) -> Iterator[DoctorFinding]:
         )
 
 
-def _of_folder(folder: LogFolder) -> Iterator[DoctorFinding]:
+def _folder_findings(folder: LogFolder) -> Iterator[DoctorFinding]:
     where = f"the log folder {folder.path}"
     if folder.why_not_writable:
         yield DoctorFinding(

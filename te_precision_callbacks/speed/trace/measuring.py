@@ -273,7 +273,6 @@ class MeasuredStep:
         return sum(row.ms for row in self.products)
 
     def by_kind(self) -> dict[tuple[str, str], float]:
-        """Return kind and format -> milliseconds, longest first."""
         sums: dict[tuple[str, str], float] = defaultdict(float)
         for row in self.products:
             sums[row.kind, row.format] += row.ms

@@ -9,7 +9,6 @@ _RANGE = re.compile(r"te_precision\|(iteration|unended|layer\|forward|layer\|bac
 
 
 def layer_range(layer: str, gemm: str = "", *, backward: bool = False) -> str:
-    """Return the name of the range around a layer, a module of several layers, or one GEMM of a layer."""
     return f"te_precision|layer|{'backward' if backward else 'forward'}|{gemm}|{layer}"
 
 
