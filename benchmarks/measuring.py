@@ -208,6 +208,25 @@ def llama(layers: int, hidden: int, sequence: int, vocabulary: int) -> Any:
     return LlamaForCausalLM(config)
 
 
+def measured_tensor(
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums and maxima of one pass over a tensor."""
+    from te_precision_callbacks.engine import kernels
+    from te_precision_callbacks.engine.kernels.columns import NOTHING, Pending, layout
+
+    places, width, extremes = layout(codes=codes is not None, histogram=histogram)
+    sums = torch.zeros(width, dtype=torch.float64, device=values.device)
+    maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)
+    kernels.add([Pending(values.detach(), codes, scale_inv, e5m2, places)], sums, maxima)
+    return sums, maxima
+
+
 @contextlib.contextmanager
 def as_in_a_long_run() -> Iterator[None]:
     """Simulations of recipes are compiled at once, as they are for nearly all of a long run."""

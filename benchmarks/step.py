@@ -224,7 +224,6 @@ def with_upstream(model: torch.nn.Module, sections: Config) -> Iterator[EndOfSte
     from te_precision_callbacks.layers.naming import named_te_modules
 
     snapshot = Snapshot()
-    snapshot.detach_handlers()
     modules = named_te_modules(model)
     with tempfile.TemporaryDirectory() as log_dir, upstream_functions():
         try:

@@ -95,7 +95,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
     if accelerator.is_main_process:
         console = Console()
-        console.print(debugger.summary())
+        console.print(debugger.session.findings.summary)
+        console.print(str(debugger.session.coverage()))
         console.print(f"TensorBoard: tensorboard --logdir {options.log_dir / 'board'}", soft_wrap=True)
         console.print(f"Loss: {losses[0]:.3f} -> {losses[-1]:.3f}")
     return losses

@@ -22,7 +22,6 @@ from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 
 from te_precision_callbacks import PrecisionDebugCallback, reference
-from te_precision_callbacks.session.summary import summary
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
 
@@ -122,7 +121,8 @@ def main(arguments: list[str] | None = None) -> ByteLanguageModel:
     trainer.fit(model, data)
 
     console = Console()
-    console.print(summary(callback.session))
+    console.print(callback.session.findings.summary)
+    console.print(str(callback.session.coverage()))
     console.print(f"TensorBoard: tensorboard --logdir {board.log_dir}", soft_wrap=True)
     console.print(f"Report: te-precision report {board.log_dir}", soft_wrap=True)
     console.print("Loss: " + _curve(model.losses))

@@ -20,7 +20,6 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from te_precision_callbacks import PrecisionDebugFabricCallback, reference
-from te_precision_callbacks.session.summary import summary
 
 HERE = Path(__file__).parent
 WINDOW, BATCH = 64, 8
@@ -89,7 +88,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     board.finalize("success")
 
     console = Console()
-    console.print(summary(callback.session))
+    console.print(callback.session.findings.summary)
+    console.print(str(callback.session.coverage()))
     console.print(f"TensorBoard: tensorboard --logdir {options.log_dir / 'board'}", soft_wrap=True)
     console.print(f"Loss: {losses[0]:.3f} -> {losses[-1]:.3f}")
     return losses

@@ -14,13 +14,11 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch.utils.data import Dataset
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, set_seed
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.debug_options import TE_PRECISION
-from te_precision_callbacks.session.summary import summary
 from te_precision_callbacks.transformers import Trainer, TrainingArguments
 
 
@@ -84,7 +82,8 @@ def main(arguments: list[str] | None = None) -> Trainer:
     )
     trainer.train()
     if TE_PRECISION in args.debug and trainer.is_world_process_zero():
-        Console().print(summary(trainer.debug_session))
+        print(trainer.debug_session.findings.summary)
+        print(trainer.debug_session.coverage())
     return trainer
 
 

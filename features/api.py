@@ -42,9 +42,7 @@ from te_precision_callbacks.config.keys import GemmSampling, LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.features.base import (
     Feature,
-    GemmFeature,
     ScheduledFeature,
-    StatisticsFeature,
     Watcher,
     matching_options,
 )
@@ -114,7 +112,7 @@ class _Call(NamedTuple):
             raise self._error("failed in", layer, f"{kind}{error}") from error
 
     def wrong(self, layer: str, returned: Any, expected: str) -> FeatureError:
-        return self._error(f"returned {_in_words(returned)} from", layer, f"expected {expected}.")
+        return self._error(f"returned {_describe(returned)} from", layer, f"expected {expected}.")
 
     def _error(self, did: str, layer: str, why: str) -> FeatureError:
         return FeatureError(
@@ -189,7 +187,6 @@ class TransformerEngineAPI(UpstreamAPI):
         return calls
 
     def watchers(self, layer: str, tensor: str) -> tuple[Watcher, ...]:
-        """The features of this project that look at a tensor of a layer, for who calls them directly."""
         return tuple(
             Watcher(name, feature, options)
             for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items()
@@ -331,7 +328,6 @@ class TransformerEngineAPI(UpstreamAPI):
         STATS_BUFFERS.log_stats = self._log_statistics
 
     def begin(self, observation: Observation, *, reduce: bool) -> None:
-        """Measure and dump for a session from now on, which takes the statistics and writes the dumps itself."""
         self._plain, self._reduces = None, reduce
         vars(STATS_BUFFERS).pop("log_stats", None)
         self._observe(observation)
@@ -352,7 +348,6 @@ class TransformerEngineAPI(UpstreamAPI):
             self._plain.end_step()
 
     def _log_statistics(self) -> dict[tuple[str, str, str, int], torch.Tensor]:
-        """Log the statistics of the engine and of Transformer Engine's buffers, and return them by their names."""
         logged: list[tuple[Measured, int]] = []
         if self._plain is not None:
             group = debug_api.get_tensor_reduction_group()
@@ -380,20 +375,17 @@ class TransformerEngineAPI(UpstreamAPI):
         vars(STATS_BUFFERS).pop("log_stats", None)
 
     def plan(self, sections: Iterable[Mapping[str, Any]]) -> None:
-        """Take from the features of a config's sections when statistics are due."""
         schemas = (schema for features in sections for schema in self._statistics(features))
         held = (target.options for schema in schemas for target in schema.targets)
         measured = (LoggedTensor, GemmSampling)
         self.observation.plan(frozenset(options.schedule for options in held if isinstance(options, measured)))
 
     def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
-        """Return the statistics that a layer's features collect of a tensor, by their requested names."""
         return collected(list(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {}))), tensor)
 
     def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
-        measuring = (StatisticsFeature, GemmFeature)
         for name, options in features.items():
-            if isinstance(self.namespace_features.get(name), measuring) and options.get("enabled", False):
+            if isinstance(self.namespace_features.get(name), ScheduledFeature) and options.get("enabled", False):
                 schema = self._typed(name, options)
                 if schema is not None:
                     yield schema
@@ -465,12 +457,12 @@ def _is_answer(answer: Any) -> bool:
     )
 
 
-def _in_words(returned: Any) -> str:
+def _describe(returned: Any) -> str:
     """Format a feature's return value, without tensor contents."""
     if isinstance(returned, torch.Tensor):
         return f"a {type(returned).__name__} of {returned.dtype} and shape {tuple(returned.shape)}"
     if isinstance(returned, (tuple, list)):
-        return f"a {type(returned).__name__} ({', '.join(map(_in_words, returned))})"
+        return f"a {type(returned).__name__} ({', '.join(map(_describe, returned))})"
     plain = returned is None or isinstance(returned, (bool, int, float, str))
     return repr(returned) if plain else f"a {type(returned).__name__}"
 

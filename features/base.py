@@ -74,8 +74,6 @@ class Feature:
 
 
 class HighPrecisionFeature(Feature):
-    """Base class of features that keep GEMMs in high precision, in all iterations or in spans of iterations."""
-
     @api_method
     def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
         acts, upcoming = _steps(config).at(iteration)
@@ -83,8 +81,6 @@ class HighPrecisionFeature(Feature):
 
 
 class ModifyingFeature(Feature):
-    """Base class of the features that replace a tensor, in every iteration or in spans of iterations."""
-
     @api_method
     def modify_tensor_enabled(
         self, config: Any, layer_name: str, tensor_name: str, gemm: str, iteration: int
@@ -151,21 +147,13 @@ def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> No
         engine.gemm_operands.keep(watched.layer, watched.tensor, watched.values)
 
 
-class GemmFeature(ScheduledFeature):
-    """Base class of the features that log statistics of whole GEMMs."""
-
-
 class Watcher(NamedTuple):
-    """A feature that looks at a tensor of a layer, with its options for that tensor."""
-
     name: str
     feature: ScheduledFeature
     options: Any
 
 
 class StatisticsFeature(ScheduledFeature):
-    """Base class of features that request statistics from the engine."""
-
     def look(self, options: LoggedTensor[Any], watched: Watched) -> None:
         """Note the statistics that are wanted. The engine measures the tensor once, after all features have looked."""
         rowwise = gemm_operand(watched.rowwise, columnwise=False)

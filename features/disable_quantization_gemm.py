@@ -8,7 +8,4 @@ from te_precision_callbacks.features.registration import own_feature
 
 @own_feature("DisableFP8GEMM", "DisableFp8Gemm")
 class DisableQuantizationGEMM(HighPrecisionFeature):
-    """Runs chosen GEMMs in high precision, under any recipe. DisableFP8GEMM is its older name.
-
-    Keys: ``gemms`` or ``gemms_struct``, ``start_step``, ``end_step``, ``start_end_list``.
-    """
+    """Runs chosen GEMMs in high precision, under any recipe. DisableFP8GEMM is its older name."""

@@ -8,7 +8,4 @@ from te_precision_callbacks.features.registration import own_feature
 
 @own_feature("DisableFP8Layer", "DisableFp8Layer")
 class DisableQuantizationLayer(HighPrecisionFeature):
-    """Runs all GEMMs of a layer in high precision, under any recipe. DisableFP8Layer is its older name.
-
-    Keys: ``start_step``, ``end_step``, ``start_end_list``.
-    """
+    """Runs all GEMMs of a layer in high precision, under any recipe. DisableFP8Layer is its older name."""

@@ -28,10 +28,6 @@ class DumpTensors(ScheduledFeature):
     The keys are those of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``), those of its pull
     request 2645 (``dump_quantized_internals``), and further ones in docs/features.md. The files are safetensors files,
     which Transformer Engine's are not.
-
-    Keys: ``tensors`` or ``tensors_struct``, ``high_precision_tensor``, ``quantized_tensor``,
-    ``dump_quantized_internals``, ``gemms`` or ``gemms_struct`` (whole GEMMs), ``when``, ``max_bytes``, ``max_files``,
-    ``max_memory``, ``freq``, ``start_step``, ``end_step``, ``start_end_list``.
     """
 
     def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
@@ -44,7 +40,6 @@ class DumpTensors(ScheduledFeature):
             return None
 
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> list[Wanted]:
-        """The options for the tensor, and for each GEMM that reads it, with their schedules."""
         if not isinstance(options, schemas.DumpTensors):
             return []
         return [

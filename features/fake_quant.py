@@ -21,12 +21,7 @@ from te_precision_callbacks.features.registration import own_feature
 
 @own_feature()
 class FakeQuant(HighPrecisionFeature, ModifyingFeature):
-    """Rounds chosen tensors to FP8 (with a scale from their amax) or MXFP8 and back; their GEMMs run in high precision.
-
-    Keys: ``quant_format`` (FP8E4M3, FP8E5M2, MXFP8E4M3, MXFP8E5M2), ``gemms`` or ``gemms_struct``, ``tensors`` or
-    ``tensors_struct``, ``margin`` (0; FP8 only): the amax is multiplied by 2^margin before the scale is taken,
-    ``start_step``, ``end_step``, ``start_end_list``.
-    """
+    """Rounds tensors to FP8 (with a scale from their amax) or MXFP8 and back; their GEMMs run in high precision."""
 
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> Sequence[object]:
         """Return the options of a call; for a GEMM, the options of each tensor, since their steps may differ."""

@@ -12,6 +12,4 @@ class LogFp8TensorStats(StatisticsFeature):
 
     A statistic is ``[<recipe>_[<element format>_]]<name>[_columnwise]``. Without a recipe it describes the layer's own
     quantization; with a recipe that the layer does not run, it describes what that recipe would give.
-
-    Keys: as LogTensorStats, and ``only_quantized``: leave out statistics without a recipe for unquantized tensors.
     """

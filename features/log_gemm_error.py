@@ -5,18 +5,14 @@ from __future__ import annotations
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.levels import FeatureSchema
-from te_precision_callbacks.features.base import GemmFeature, keep_operand
+from te_precision_callbacks.features.base import ScheduledFeature, keep_operand
 from te_precision_callbacks.features.registration import own_feature
 from te_precision_callbacks.layers.watched import Watched
 
 
 @own_feature()
-class LogGemmError(GemmFeature):
-    """Hands on the operands of GEMMs in high precision; a session measures the GEMMs behind them.
-
-    Keys: ``gemms`` or ``gemms_struct``, ``probes``, ``max_memory``, ``freq``, ``start_step``, ``end_step``,
-    ``start_end_list``.
-    """
+class LogGemmError(ScheduledFeature):
+    """Hands on the operands of GEMMs in high precision; a session measures the GEMMs behind them."""
 
     def options_for(
         self, options: FeatureSchema, tensor: str | None, gemm: str | None

@@ -8,7 +8,4 @@ from te_precision_callbacks.features.registration import own_feature
 
 @own_feature()
 class LogTensorStats(StatisticsFeature):
-    """Logs statistics of activations, weights, gradients, outputs, wgrads and dgrads in high precision.
-
-    Keys: ``tensors`` or ``tensors_struct``, ``stats``, ``freq``, ``start_step``, ``end_step``, ``start_end_list``.
-    """
+    """Logs statistics of activations, weights, gradients, outputs, wgrads and dgrads in high precision."""

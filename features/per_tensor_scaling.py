@@ -18,12 +18,7 @@ from te_precision_callbacks.features.registration import own_feature
 
 @own_feature()
 class PerTensorScaling(ModifyingFeature):
-    """Casts selected tensors to FP8 with current scaling in a layer with delayed scaling.
-
-    Keys: ``gemms`` or ``gemms_struct``, ``tensors`` or ``tensors_struct``, ``margin`` (0): the amax is multiplied by
-    2^margin before the scale is taken, scale = fp8_max / (amax * 2^margin), ``start_step``, ``end_step``,
-    ``start_end_list``.
-    """
+    """Casts selected tensors to FP8 with current scaling in a layer with delayed scaling."""
 
     @api_method
     def modify_tensor(

@@ -20,8 +20,6 @@ NAMESPACE = effects.NAMESPACE
 
 
 class _Namespace(NamespaceData):
-    """The registry's entry of the namespace, which keeps this project's API."""
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "api" and getattr(self.__dict__.get("api"), "is_own", False) and is_upstream(type(value)):
             return

@@ -128,8 +128,6 @@ def debugging(arguments: argparse.Namespace, model: Model, **keywords: Unpack[Se
 
 
 class WithoutSession:
-    """Detects inf and nan alone, or does nothing."""
-
     def __init__(self, model: Model, options: SessionOptions) -> None:
         self._model = model
         self._options = options

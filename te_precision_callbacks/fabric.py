@@ -27,17 +27,16 @@ from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.layers.naming import Model
-from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
+from te_precision_callbacks.options import SessionKeywords, SessionOptions, spelled_out
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection
 
 try:
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins.precision import DeepSpeedPrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.fabric", "lightning") from error
 
-from te_precision_callbacks.lightning import LightningLoggerSink
+from te_precision_callbacks.lightning import LightningLoggerSink, scales_loss
 
 __all__ = ["PrecisionDebugFabricCallback"]
 
@@ -48,7 +47,8 @@ class PrecisionDebugFabricCallback:
     """Runs Transformer Engine's precision debugging in a training loop with Fabric.
 
     The session starts in ``fabric.setup(model, optimizer)``, on every process, and ends with the block of ``with
-    callback:``, :meth:`stop`, or the process. A step of the optimizer from ``fabric.setup`` ends a debug iteration.
+    callback:``, :meth:`stop`, or the process. A step of the optimizer from ``fabric.setup`` ends a debug
+    iteration; of several optimizers, the first to step counts.
 
     Rank 0 logs statistics to all Fabric loggers at the debug iteration, with the names of
     :class:`te_precision_callbacks.lightning.PrecisionDebugCallback`. ``log_dir`` defaults to the folder of Fabric's
@@ -60,8 +60,6 @@ class PrecisionDebugFabricCallback:
 
     Args:
         config: a path, a mapping, a loaded config, or None for statistics on every Transformer Engine layer.
-        step_on: the length of a debug iteration: ``"optimizer_step"``, or ``"batch"``, which
-            ``fabric.call("on_train_batch_end")`` ends. Of several optimizers, the first to step counts.
         **keywords: see :class:`te_precision_callbacks.options.SessionOptions`.
 
     Raises:
@@ -71,14 +69,7 @@ class PrecisionDebugFabricCallback:
     """
 
     @spelled_out
-    def __init__(
-        self,
-        config: ConfigSource = None,
-        *,
-        step_on: StepOn = "optimizer_step",
-        **keywords: Unpack[SessionKeywords],
-    ) -> None:
-        self._step_on = read_step_on(step_on)
+    def __init__(self, config: ConfigSource = None, **keywords: Unpack[SessionKeywords]) -> None:
         self._options = SessionOptions.from_keywords(config, **keywords)
         self._session: InspectSession | None = None
         self._models: list[torch.nn.Module] = []
@@ -126,7 +117,7 @@ class PrecisionDebugFabricCallback:
             self.stop(error)
             raise
         if session.overflow is not None:
-            session.overflow.loss_scaled = _scales_loss(fabric)
+            session.overflow.loss_scaled = scales_loss(fabric.strategy.precision)
 
     def _start(self, fabric: Fabric) -> None:
         self._has_started = True
@@ -136,8 +127,6 @@ class PrecisionDebugFabricCallback:
             log_dir=self._options.log_dir or _log_dir_of(fabric),
             sinks=[LightningLoggerSink(receiver, select) for receiver in fabric.loggers if fabric.is_global_zero],
             front_door="fabric",
-            trainer_steps=self._step_on == "optimizer_step",
-            counts_batches=self._step_on == "batch",
         )
         session.follow(fabric)
         restored, self._restored = self._restored, {}
@@ -156,29 +145,17 @@ class PrecisionDebugFabricCallback:
             return
         if self._optimizer is None:
             self._optimizer = optimizer
-        if self._step_on == "optimizer_step" and optimizer is self._optimizer:
+        if optimizer is self._optimizer:
             session.step()
-
-    def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
-        """End the debug iteration with ``step_on="batch"``; any arguments are ignored."""
-        if self._step_on == "batch" and self._live is not None:
-            self._live.step()
 
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Debug iteration and fingerprints of the low-precision state of all ranks; on every process."""
-        if self._session is None:
-            return {}
-        return {**self._session.state_dict(), "step_on": self._step_on}
+        return {} if self._session is None else self._session.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a checkpoint's debug iteration, and audit the resume; before or after ``fabric.setup``.
-
-        An iteration counted in another way is ignored.
-        """
-        same = state.get("step_on") == self._step_on
-        state = {key: value for key, value in state.items() if same or key != "iteration"}
+        """Continue at a checkpoint's debug iteration, and audit the resume; before or after ``fabric.setup``."""
         if self._live is None:
             self._restored = state
         else:
@@ -220,9 +197,3 @@ def _log_dir_of(fabric: Fabric) -> Path:
             getattr(receiver, "experiment", None)  # a CSVLogger warns about others' files in its folder
             folder = folder or str(getattr(receiver, "log_dir", None) or getattr(receiver, "root_dir", None) or "")
     return Path(fabric.broadcast(folder) or ".")
-
-
-def _scales_loss(fabric: Fabric) -> bool:
-    """Return whether DeepSpeed scales the loss for float16. torch's GradScaler is recognized in use."""
-    precision = fabric.strategy.precision
-    return isinstance(precision, DeepSpeedPrecision) and precision.precision.startswith("16")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.base.errors import MissingExtraError, OptionError
+from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.session import InspectSession, SessionError
@@ -27,6 +27,7 @@ from te_precision_callbacks.sinks.metrics import overall_name
 try:
     from lightning.fabric.loggers.logger import Logger
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
+    from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeed
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
@@ -135,7 +136,6 @@ class PrecisionDebugCallback(Callback):
             sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
             stop_at_sigterm=False,  # the trainer catches it and calls on_exception
             front_door="lightning",
-            trainer_steps=True,
             eval_mode_counts=False,  # the trainer announces evaluations
         )
         self._session.expect_low_precision(expected)
@@ -148,7 +148,7 @@ class PrecisionDebugCallback(Callback):
             session.iteration = self._restored_iteration
         session.attach(pl_module)
         if session.overflow is not None:
-            session.overflow.loss_scaled = _scales_loss(trainer)
+            session.overflow.loss_scaled = scales_loss(trainer.precision_plugin)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the step of a resumed fit: the trainer restores its counts only at the first batch."""
@@ -193,22 +193,10 @@ class PrecisionDebugCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observe nothing in validation and sanity checks, whatever the module does there."""
-        self._warn_of_evaluation(trainer)
         if self._session is not None:
             self._session.observing = False
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if the features that changed precision in the fit no longer act."""
-        self._warn_of_evaluation(trainer)
-
-    on_predict_start = on_test_start
-
-    def _warn_of_evaluation(self, trainer: Trainer) -> None:
-        if self._session is not None and trainer.state.fn is not None:
-            self._session.warn_of_evaluation(f"trainer.{trainer.state.fn.value}()")
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observe again, and record the metrics of the validation."""
         if self._session is not None:
             self._session.observing = True
             if not trainer.sanity_checking:
@@ -363,10 +351,9 @@ def _step_settings(trainer: Trainer) -> dict[str, Any]:
     return settings
 
 
-def _scales_loss(trainer: Trainer) -> bool:
+def scales_loss(plugin: Any) -> bool:
     """Return whether DeepSpeed scales the loss for float16. torch's GradScaler is recognized in use."""
-    plugin = trainer.precision_plugin
-    return isinstance(plugin, DeepSpeedPrecision) and plugin.precision.startswith("16")
+    return isinstance(plugin, (DeepSpeedPrecision, FabricDeepSpeed)) and plugin.precision.startswith("16")
 
 
 class LightningLoggerSink(LoggerSink):

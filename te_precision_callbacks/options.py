@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 import torch.distributed
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict, get_type_hints
 
 from te_precision_callbacks.base.debug_values import DebugValue, parse_debug
@@ -22,9 +23,9 @@ from te_precision_callbacks.base.spans import whole_number
 from te_precision_callbacks.base.vocabulary import LayerNames, Observe
 from te_precision_callbacks.config.byte_sizes import size_in_bytes
 from te_precision_callbacks.config.contract import Contract, ContractSource, OnBroken, read_contract
-from te_precision_callbacks.config.early_steps import EarlySteps, read_early_steps, with_early_steps
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.config.steps import EarlySteps, read_early_steps, with_early_steps
 from te_precision_callbacks.diagnosis.reaction import OnFinding, reads_stop
 from te_precision_callbacks.layers.scopes import Scope, check_scope
 from te_precision_callbacks.runs.limits import Records, record_limit
@@ -60,24 +61,19 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
     Raises:
         OptionError: invalid value.
     """
-    ranks: list[StatisticsLogRanks] = []
-    limits: list[int] = []
     text = "off" if statistics_log is False else statistics_log
-    for word in map(str.strip, text.split(",")) if isinstance(text, str) else [text]:
-        if word in get_args(StatisticsLogRanks):
-            ranks.append(cast(StatisticsLogRanks, word))
-        elif word == "unlimited":
-            limits.append(0)
-        else:
-            try:
-                limits.append(size_in_bytes(word))
-            except ValueError:
-                limits += [0, 0]  # two are refused
-    if not ranks + limits or len(ranks) > 1 or len(limits) > 1 or (ranks == ["off"] and limits):
+    words = [word.strip() for word in text.split(",")] if isinstance(text, str) else [text]
+    ranks = [cast(StatisticsLogRanks, word) for word in words if word in get_args(StatisticsLogRanks)]
+    sizes = [word for word in words if word not in ranks]
+    try:
+        if len(ranks) > 1 or len(sizes) > 1 or (ranks == ["off"] and sizes):
+            raise ValueError
+        limits = [0 if size == "unlimited" else size_in_bytes(size) for size in sizes]
+    except ValueError:
         raise OptionError(
             f"statistics_log= must be one of {', '.join(map(repr, get_args(StatisticsLogRanks)))}, or the most bytes of"
             f" a rank's log, such as '4GiB' or 'unlimited', or both, such as 'rank0, 4GiB', not {statistics_log!r}."
-        )
+        ) from None
     return LogChoice(ranks[0] if ranks else "rank0", limits[0] if limits else LOG_LIMIT)
 
 
@@ -157,26 +153,30 @@ def _hints() -> Mapping[str, Any]:
     return get_type_hints(SessionKeywords)
 
 
+_PLAIN = frozenset(
+    {
+        *("process_group", "reduce", "report", "layer_names", "prefix", "observe", "precision_features_in_eval"),
+        *("allow_unmatched", "strict", "on_broken", "quiet"),
+    }
+)
+"""Keywords without a parser of their own."""
+
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
 def check_value(key: str, value: object) -> None:
-    """Check a keyword's value against its type.
+    """Check the value of a keyword against its type, if it has no parser of its own.
 
     Raises:
         OptionError: invalid value.
     """
-    hint = _hints()[key]
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if type(None) in kinds and value is None:
+    if key not in _PLAIN:
         return
-    texts = [text for kind in kinds if get_origin(kind) is Literal for text in get_args(kind)]
-    if set(kinds) - {type(None)} == {bool} and not isinstance(value, bool):
-        raise OptionError(f"{key}= must be True or False, not {value!r}.")
-    if texts and str not in kinds and value not in texts:
-        or_none = ", or None" if type(None) in kinds else ""
-        raise OptionError(f"{key}= must be one of {', '.join(map(repr, texts))}{or_none}, not {value!r}.")
-    if hint is str and not isinstance(value, str):
-        raise OptionError(f"{key}= must be a text, not {value!r}.")
-    if torch.distributed.ProcessGroup in kinds and not isinstance(value, torch.distributed.ProcessGroup):
-        raise OptionError(f"{key}= must be a torch.distributed.ProcessGroup, not {value!r}.")
+    try:
+        TypeAdapter(_hints()[key], config=_STRICT).validate_python(value)
+    except ValidationError as error:
+        expected = " or ".join(problem["msg"].removeprefix("Input should be ") for problem in error.errors())
+        raise OptionError(f"{key}= must be {expected}, not {value!r}.") from None
 
 
 @dataclass(frozen=True)

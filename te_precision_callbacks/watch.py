@@ -139,7 +139,7 @@ class ScriptWatch:
             session.stop()
 
     def _before_group_ends(self, group: Any = None, *_: Any) -> None:
-        """Stop while ranks are known: later, each would act as the first, and print and write the summary."""
+        """Stop while ranks are known: later, each would act as the first, and print the verdict."""
         if group is None or group is torch.distributed.group.WORLD:
             self._end_training()
 
@@ -162,7 +162,6 @@ class ScriptWatch:
         return guarded
 
     def _replace(self, owner: Any, name: str, before: Any = None, *, after: Any = None) -> None:
-        """Calls ``before(*args)`` before, or ``after(result, *args)`` after."""
         original = getattr(owner, name)
         before, after = (None if hook is None else self._guard(hook) for hook in (before, after))
 
@@ -237,7 +236,7 @@ class ScriptWatch:
             self._waiting.setdefault(optimizer, True)
         if self.session is None:
             self.session = InspectSession.from_options(_checked(self._options))
-            self.session.start(front_door="watch", trainer_steps=True, gives_way=True)
+            self.session.start(front_door="watch", gives_way=True)
             self.session.follow(self)
         # The first model's layers keep their names when another one is found.
         self.session.attach({f"model{number}" if number else "": root for number, root in enumerate(self._models)})
@@ -255,7 +254,6 @@ class ScriptWatch:
         self._search_again()
 
     def _search_again(self) -> None:
-        """The search covers the next iterations."""
         self._search_until = self._iterations + SEARCHED_ITERATIONS
         self._begin_search()
         self._watch_schedules()

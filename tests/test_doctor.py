@@ -24,12 +24,15 @@ from te_precision_callbacks import cli
 from te_precision_callbacks.base import torch_facts
 from te_precision_callbacks.base.torch_facts import Gpu, Torch
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.cli.doctor.advice import COMPILED_BUILD, findings
-from te_precision_callbacks.cli.doctor.machine import LogFolder, Machine, log_folder
-from te_precision_callbacks.cli.doctor.te_installation import (
+from te_precision_callbacks.cli.doctor.machine import (
+    COMPILED_BUILD,
+    LogFolder,
+    Machine,
     Recipes,
     TransformerEngine,
-    transformer_engine,
+    find_transformer_engine,
+    findings,
+    log_folder,
 )
 from te_precision_callbacks.reference import target
 from tests.forked import executable
@@ -247,7 +250,7 @@ def test_another_version_of_transformer_engine(tmp_path: Path, monkeypatch: pyte
     text = "Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.19.0\n"
     (tmp_path / "transformer_engine-2.19.0.dist-info" / "METADATA").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    engine = transformer_engine()
+    engine = find_transformer_engine()
     assert (engine.backend, engine.installed) == ("none", {"transformer-engine": "2.19.0"})
     assert "2.19.0" in engine.why_no_reference
     (line,) = told(but(transformer_engine=engine))

@@ -151,34 +151,32 @@ def test_a_bare_name_is_not_that_of_a_recipe_and_the_recipes_is_named(
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def found(name: str, *stats: str, recipe: str | None = None) -> Collected | None:
+def statistic_read_by(name: str, *stats: str) -> Collected | None:
     options = {"enabled": True, "tensors": ["activation"], "stats": list(stats)}
     features = [FEATURES["LogFp8TensorStats"].model_validate(options)]
     condition = parse_condition(f"{name} > 0")
     assert isinstance(condition, Threshold)
-    return read_by(condition, collected(features, "activation"), recipe)
+    return read_by(condition, collected(features, "activation"))
 
 
-def labels(name: str, *stats: str, recipe: str | None = None) -> tuple[str, ...]:
-    statistic = found(name, *stats, recipe=recipe)
+def label(name: str, *stats: str) -> str:
+    statistic = statistic_read_by(name, *stats)
     assert statistic is not None
-    return statistic.labels
+    return statistic.labels[0]
 
 
-def test_a_recipes_name_is_that_of_a_statistic_without_one_where_the_tensor_has_the_recipe() -> None:
-    assert labels("fp8_current_scaling_mse", "mse", recipe="fp8_current_scaling") == ("fp8_current_scaling_mse", "mse")
-    assert labels("current_scaling_mse", "mse", recipe="fp8_current_scaling") == ("fp8_current_scaling_mse", "mse")
-    assert labels("mxfp8_mse", "mse", recipe="fp8_current_scaling") == ("mxfp8_mse",)
-    assert labels("mxfp8_mse", "mse") == ("mxfp8_mse",), "known only in the run"
-    assert labels("mxfp8_mse_columnwise", "mse", "mse_columnwise", recipe="mxfp8")[1:] == ("mse_columnwise",)
-    assert labels("mxfp8_mse", "mse", "mxfp8_mse", recipe="nvfp4") == ("mxfp8_mse",)
-    assert found("mse", "mxfp8_mse", recipe="mxfp8") is None
+def test_a_condition_names_a_statistic_as_in_stats() -> None:
+    assert label("fp8_current_scaling_mse", "mse", "current_scaling_mse") == "current_scaling_mse", "in any spelling"
+    assert label("mxfp8_mse", "mse", "mxfp8_mse") == "mxfp8_mse"
+    assert label("mse", "mse", "mxfp8_mse") == "mse"
+    assert statistic_read_by("mxfp8_mse", "mse") is None
+    assert statistic_read_by("mse", "mxfp8_mse") is None
 
 
 def test_the_element_format_in_a_name_is_part_of_it() -> None:
-    assert labels("mxfp8_e5m2_mse", "mxfp8_mse", "mxfp8_e4m3_mse", "mxfp8_e5m2_mse") == ("mxfp8_e5m2_mse",)
-    assert found("mxfp8_e5m2_mse", "mxfp8_mse", "mse", recipe="mxfp8") is None
-    assert found("mxfp8_mse", "mxfp8_e4m3_mse", recipe="mxfp8") is None
+    assert label("mxfp8_e5m2_mse", "mxfp8_mse", "mxfp8_e4m3_mse", "mxfp8_e5m2_mse") == "mxfp8_e5m2_mse"
+    assert statistic_read_by("mxfp8_e5m2_mse", "mxfp8_mse", "mse") is None
+    assert statistic_read_by("mxfp8_mse", "mxfp8_e4m3_mse") is None
     with pytest.raises(ValueError, match=r"there is no statistic 'mxfp8_e5m2_msee'.*Did you mean 'mxfp8_e5m2_mse'"):
         parse_condition("mxfp8_e5m2_msee > 1")
 

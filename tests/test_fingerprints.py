@@ -142,10 +142,10 @@ def test_shards_are_compared_at_their_own_place_alone() -> None:
     ("layers", "words"),
     [
         (["head"], "head"),
-        ([f"layers.{number}.fc1" for number in range(12)], "layers.*.fc1 (12 layers)"),
+        ([f"layers.{number}.fc1" for number in range(12)], "layers.{0-11}.fc1"),
         (["pp1.layers.0.fc1", "pp2.layers.3.fc1"], "pp1.layers.0.fc1, pp2.layers.3.fc1"),
-        ([f"0.experts.gemm_{number}" for number in range(8)], "*.experts.gemm_* (8 layers)"),
-        ([f"{letter}.fc1" for letter in "abcdef"], "a.fc1, b.fc1, c.fc1, d.fc1, and 2 more layers"),
+        ([f"0.experts.gemm_{number}" for number in range(8)], "0.experts.gemm_{0-7}"),
+        ([f"{letter}.fc1" for letter in "abcdef"], "a.fc1, b.fc1, c.fc1, d.fc1, 2 more"),
     ],
 )
 def test_many_layers_are_a_pattern(layers: list[str], words: str) -> None:

@@ -140,19 +140,18 @@ def test_names_of_peft_wrappers_and_adapters() -> None:
     block.self_attention.proj = lora
     copies = torch.nn.ModuleDict({"default": te.Linear(32, 32), "other": te.Linear(32, 32)})
     net.head = of_peft("ModulesToSaveWrapper", original_module=net.head, modules_to_save=copies)
+    plain.remove("head")
     tuner = of_peft("LoraModel", peft_class("BaseTuner", torch.nn.Module), model=net)
     peft_model = peft_class("PeftModel", torch.nn.Module)
     model = torch.nn.DataParallel(of_peft("PeftModelForCausalLM", peft_model, base_model=tuner))
 
     found = {layer.name: layer for layer in layers(model)}
-    copied = ["head.original_module", "head.modules_to_save.other"]
+    copied = [f"head.{each}" for each in ("original_module", "modules_to_save.default", "modules_to_save.other")]
     adapters = [f"layers.0.self_attention.proj.{each}.default" for each in ("lora_A", "lora_B")]
     assert sorted(found) == sorted([*plain, *copied, *adapters])
-    assert "base_model.model.head.modules_to_save.default" in found["head"].aliases
-    full = "base_model.model.layers.0.self_attention.proj.base_layer"
-    assert full in found["layers.0.self_attention.proj"].aliases
     assert named_te_modules(model)[1].module is proj
-    of_upstream = f"model.module.{full}".replace("layers.0", "layers.None")  # it takes `layer_number`, which is None
+    # Upstream's function takes `layer_number`, which is None.
+    of_upstream = "model.module.base_model.model.layers.None.self_attention.proj.base_layer"
     assert of_upstream in found["layers.0.self_attention.proj"].upstream
     watched = [path for path, _ in module_paths(model)]
     assert "layers.0.self_attention.proj.base_layer" in watched, "overflow detection watches the sum and its parts"

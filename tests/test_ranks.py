@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import pickle
 import signal
@@ -23,8 +22,8 @@ import pytest
 import torch.distributed as dist
 
 from te_precision_callbacks.base.ranks import group, meeting, messages
-from te_precision_callbacks.base.ranks.group import NoAddressError, devices
-from te_precision_callbacks.base.ranks.meeting import MeetingFailed, Place, keys_of_meeting, refuse
+from te_precision_callbacks.base.ranks.group import devices
+from te_precision_callbacks.base.ranks.meeting import MeetingFailed, Place, next_keys, refuse
 from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _read, _Return
 
 
@@ -263,13 +262,13 @@ def test_a_stranger_holds_nobody_up(tmp_path: Path) -> None:
     """It connects before the ranks do, and sends a few bytes."""
     strangers = []
 
-    def visited(**keywords: Any) -> list[Any]:
+    def visited() -> list[Any]:
         with listeners() as addresses:
-            found = devices(**keywords)
+            listening = devices()
         for address in addresses:
             strangers.append(socket.create_connection(address, 1))
             strangers[-1].send(b"abc")
-        return found
+        return listening
 
     def run(sent: Messages) -> Any:
         meeting.devices = visited  # type: ignore[assignment]
@@ -291,7 +290,8 @@ def test_messages_are_not_unpickled() -> None:
 
 
 def met(store: Any, at: Place, wait: float) -> bool:
-    return meeting.meet(keys_of_meeting(store, at), at, wait, "to test")
+    meeting.meet(next_keys(store, at.rank), at, wait, 60, "to test").close()
+    return True
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -299,24 +299,12 @@ def test_later_ranks_learn_why_a_rank_refused_to_meet(failing: int) -> None:
     """It waits for nobody, and nobody for it, however slow the others are; and in the next meeting all are there."""
     store = dist.HashStore()
     at = [Place(rank, 3, name) for rank in range(3)]
-    refuse(keys_of_meeting(store, at[failing]), "rank has no room")
+    refuse(next_keys(store, failing), "rank has no room")
     others = [rank for rank in range(3) if rank != failing]
     for error in on_all(2, lambda number: met(store, at[others[number]], 20)):
         assert isinstance(error, MeetingFailed)
         assert str(error) == "rank has no room"
     assert on_all(3, lambda rank: met(store, at[rank], 20)) == [True] * 3
-
-
-def test_ranks_detect_that_they_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    machines = threading.local()
-    monkeypatch.setattr(meeting, "_machine", lambda: machines.name)
-
-    def run(rank: int) -> bool:
-        machines.name = f"node {rank // 2}"
-        return met(store, Place(rank, 3, name), 20)
-
-    store = dist.HashStore()
-    assert on_all(3, run) == [False] * 3
 
 
 def test_a_rank_that_has_lost_its_patience_is_not_waited_for() -> None:
@@ -377,43 +365,21 @@ def test_ranks_without_a_rank_that_has_ended_never_come_together() -> None:
     assert not any(found.is_time(at, step, step) for step in range(500) for at, found in ranks)
 
 
-def listening(**keywords: Any) -> list[str]:
+def listening() -> list[str]:
     with listeners() as addresses:
-        kept = devices(**keywords)
+        kept = devices()
     del kept
     return [host for host, _ in addresses]
 
 
 def test_a_rank_listens_on_one_interface_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(group.INTERFACE, raising=False)
-    assert listening(on_one_machine=True) == ["127.0.0.1"]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert listening() == ["127.0.0.1"]
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    assert len(listening()) == 1, "the address of this machine"
     monkeypatch.setenv(group.INTERFACE, "lo")
-    assert listening(on_one_machine=False) == ["127.0.0.1"]
+    assert listening() == ["127.0.0.1"]
     monkeypatch.setenv(group.INTERFACE, "nosuch0")
-    with pytest.raises(NoAddressError, match="cannot listen on GLOO_SOCKET_IFNAME=nosuch0: "):
-        devices(on_one_machine=True)
-
-
-@pytest.mark.parametrize("resolves", [False, True])
-def test_a_host_name_without_an_address_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, resolves: bool
-) -> None:
-    """Of ranks on several machines; on one machine the name is not needed."""
-
-    def lookup(*_: Any, **__: Any) -> list[Any]:
-        if not resolves:
-            raise socket.gaierror(-2, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 9))]
-
-    for variable in (group.INTERFACE, "MASTER_ADDR"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    assert listening(on_one_machine=True) == ["127.0.0.1"]
-    with caplog.at_level(logging.WARNING), pytest.raises(MeetingFailed, match="rank 0 cannot be reached"):
-        meeting.connect(dist.HashStore(), Place(0, 2, name), 1, 1, on_one_machine=False)
-    why = "resolves to 127.0.1.1 only" if resolves else "does not resolve"
-    assert caplog.messages == [
-        f"Rank 0 cannot be reached by the other ranks: the host name 'node-7' {why}. Set GLOO_SOCKET_IFNAME to the"
-        " interface that all machines share."
-    ]
+    with pytest.raises(RuntimeError, match="nosuch0"):
+        devices()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from te_precision_callbacks.options import SessionOptions
 
-_STEP_ON = 'the length of a debug iteration: `"optimizer_step"` or `"batch"`; for Lightning, Fabric and Accelerate only'
+_STEP_ON = 'the length of a debug iteration: `"optimizer_step"` or `"batch"`; for Lightning and Accelerate only'
 
 
 def table() -> str:

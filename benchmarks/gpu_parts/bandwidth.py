@@ -9,11 +9,10 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from measuring import FP8_STATISTICS, TENSOR_STATISTICS, Interval, as_in_a_long_run
+from measuring import FP8_STATISTICS, TENSOR_STATISTICS, Interval, as_in_a_long_run, measured_tensor
 from stats import CURRENT, Measured
 
 from gpu_parts.rows import Rows, Settings, run_part
-from te_precision_callbacks.engine import kernels
 
 UNITS = {
     "ours_ms": "ms",
@@ -61,7 +60,7 @@ def _bandwidth(measured: Measured) -> dict[str, float]:
     read = sum(tensor.nbytes for tensor in tensors)
     copies = [[tensor.clone() for tensor in tensors] for _ in range(max(2, -(-_COPIES_BYTES // read)))]
     scale = () if quantized is None else (quantized._scale_inv,)
-    ms = device_milliseconds([functools.partial(kernels.measure, *copy, *scale) for copy in copies])
+    ms = device_milliseconds([functools.partial(measured_tensor, *copy, *scale) for copy in copies])
     # Not `values`, whose sum may not be bound by memory in every dtype.
     large = torch.ones(_COPIES_BYTES // 4, device=measured.device)
     rates = [2 * large.nbytes / device_milliseconds([large.clone]), large.nbytes / device_milliseconds([large.sum])]

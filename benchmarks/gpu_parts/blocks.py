@@ -16,8 +16,19 @@ from gpu_parts.rows import Rows, Settings, run_part
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 from te_precision_callbacks.base.numerics.layouts import ScaleMemory, Stored, packed
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels import COMPARISON_SUMS, MOMENT_SUMS, SCALE_SUMS
-from te_precision_callbacks.engine.kernels.columns import LIMIT_SUMS, LOSS_SUMS, RANGE_SUMS, BlockPlaces, InBlocks
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    LIMIT_SUMS,
+    LOSS_SUMS,
+    MOMENT_SUMS,
+    NOTHING,
+    RANGE_SUMS,
+    SCALE_SUMS,
+    BlockPlaces,
+    ColumnPlaces,
+    InBlocks,
+    Pending,
+)
 
 IN_FLOAT32 = ("MXFP8", "NVFP4 columnwise", "FP8 blocks of 128 x 128")
 """Forms that are also measured in float32: one for each format of scales. Others would only compile for longer."""
@@ -71,14 +82,14 @@ def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[st
     """Return the columns that differ from plain torch with sums in float64."""
     shape = (80, 160) if settings.small else (2048 + 16, 4096 + 32)
     values = (drawn(*shape, seed=4) * 10).to(dtype)
-    places = kernels.ColumnPlaces(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)
+    places = ColumnPlaces(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)
     block_places = BlockPlaces(14, 18, 21, 5, 6)
     results = []
     for device in (settings.device, torch.device("cpu")):
         sums = torch.zeros(23, dtype=torch.float64, device=device)
-        maxima = torch.full((8,), kernels.NOTHING, dtype=torch.float64, device=device)
+        maxima = torch.full((8,), NOTHING, dtype=torch.float64, device=device)
         in_blocks = _in_blocks(form, shape, device)
-        pending = kernels.Pending(values.to(device), None, None, False, places, in_blocks, block_places)
+        pending = Pending(values.to(device), None, None, False, places, in_blocks, block_places)
         kernels.add([pending], sums, maxima)
         results.append((sums.cpu(), maxima.cpu()))
     (sums, maxima), (right, right_maxima) = results

@@ -15,18 +15,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from measuring import as_in_a_long_run
+from measuring import as_in_a_long_run, measured_tensor
 from stats import path_of
 
 from gpu_parts.rows import Rows, Settings, run_part
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels import (
+from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
     MAXIMA,
     MOMENT_SUMS,
+    NOTHING,
     SCALE_MAXIMA,
     SCALE_SUMS,
+    ColumnPlaces,
+    Pending,
+    layout,
 )
 
 Array = npt.NDArray[np.float64]
@@ -257,14 +261,14 @@ def _run(case: Case, device: torch.device) -> tuple[dict[str, Any], dict[str, An
             codes = case.codes_view(codes)
         arguments.append((values, codes, None if scale_inv is None else scale_inv.to(place)))
     e5m2 = bool(case.codes)
-    results = _named(*kernels.measure(*arguments[0], e5m2=e5m2, histogram=case.histogram), case)
+    results = _named(*measured_tensor(*arguments[0], e5m2=e5m2, histogram=case.histogram), case)
     return results, exact(*arguments[1], e5m2)
 
 
 def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: bool) -> int:
     """Count the columns that differ between tensors measured together and each measured alone."""
     sides = (16, 48, 96, 128) if settings.small else (16, 512, 2048, 4096)
-    places, width, extremes = kernels.layout(codes=with_codes, histogram=False)
+    places, width, extremes = layout(codes=with_codes, histogram=False)
     pending, alone = [], []
     for number, side in enumerate(sides):
         values = drawn(side, side, seed=number).to(dtype)
@@ -272,10 +276,10 @@ def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: b
         codes, scale_inv = (None if x is None else x.to(settings.device) for x in (codes, scale_inv))
         at = [place if place < 0 else place + 300 * number for place in places]
         values = values.to(settings.device)
-        pending.append(kernels.Pending(values, codes, scale_inv, False, kernels.ColumnPlaces(*at)))
-        alone.append(kernels.measure(values, codes, scale_inv))
+        pending.append(Pending(values, codes, scale_inv, False, ColumnPlaces(*at)))
+        alone.append(measured_tensor(values, codes, scale_inv))
     sums = torch.zeros(300 * len(sides), dtype=torch.float64, device=settings.device)
-    maxima = torch.full_like(sums, kernels.NOTHING)
+    maxima = torch.full_like(sums, NOTHING)
     kernels.add(pending, sums, maxima)
     differing = 0
     for number, (alone_sums, alone_maxima) in enumerate(alone):

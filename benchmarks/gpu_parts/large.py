@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 
 import torch
+from measuring import measured_tensor
 
 from gpu_parts.rows import CannotRunHereError, Rows, Settings, run_part
-from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels import MAXIMA, MOMENT_SUMS
+from te_precision_callbacks.engine.kernels.columns import MAXIMA, MOMENT_SUMS
 
 ELEMENTS = 2**31 + 2**20
 _COLUMNS = 2**12
@@ -72,12 +72,12 @@ def check(settings: Settings, rows: Rows) -> None:
         values = _made(settings)
         size = f"{values.numel():,} elements"
         expected = _expected(values)
-        _judge(f"{size}", kernels.measure(values, histogram=True), expected, rows)
-        _judge(f"{size}, transposed", kernels.measure(values.t()), expected, rows)
-        _judge(f"{size}, behind the first", kernels.measure(values[1:]), _expected(values[1:]), rows)
+        _judge(f"{size}", measured_tensor(values, histogram=True), expected, rows)
+        _judge(f"{size}, transposed", measured_tensor(values.t()), expected, rows)
+        _judge(f"{size}, behind the first", measured_tensor(values[1:]), _expected(values[1:]), rows)
         codes = torch.full_like(values, 0x38, dtype=torch.uint8)  # 1.0 in E4M3
         scale_inv = torch.ones(1, device=settings.device)
-        sums, _ = kernels.measure(values, codes, scale_inv, e5m2=False)
+        sums, _ = measured_tensor(values, codes, scale_inv, e5m2=False)
         underflows, overflows = sums[len(MOMENT_SUMS) + 1].item(), sums[len(MOMENT_SUMS) + 2].item()
         rows.equal(f"{size}, with codes: underflows", underflows, 0)
         rows.equal(f"{size}, with codes: overflows", overflows, 2)

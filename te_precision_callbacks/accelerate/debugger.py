@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,9 +26,6 @@ from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, step_number
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection, StepRecords
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 logger = logging.getLogger(__name__)
 
@@ -116,15 +113,6 @@ class PrecisionDebugger:
         from :meth:`start` on; empty if Accelerate converts nothing."""
         return dict(self._session.unconverted)
 
-    def summary(self) -> RenderableType:
-        """Tables for the terminal: findings, the precision of each layer, unconverted layers.
-
-        ``rich.print(debugger.summary())``
-        """
-        from te_precision_callbacks.session.summary import summary
-
-        return summary(self._session)
-
     # ------------------------------------------------------------------ start, step, stop
 
     def start(self) -> Self:
@@ -148,7 +136,6 @@ class PrecisionDebugger:
                 sinks=[sink],
                 counts_from=1,
                 front_door="accelerate",
-                counts_batches=self._step_on == "batch",
             )
             self._logged = LoggedNumbers(self._accelerator, self._session.log)
             self._take_up_iteration()
@@ -188,7 +175,6 @@ class PrecisionDebugger:
             self._refuse_step()
             return None
         if self._step_on == "optimizer_step" and not self._accelerator.sync_gradients:
-            self._session.in_accumulation()
             return None
         return self._session.step(step)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.sinks import MetricSelection, StepRecords
 from te_precision_callbacks.sinks.loggers import (
     LoggerSink,

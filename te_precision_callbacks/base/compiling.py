@@ -35,7 +35,7 @@ class CppFile:
     ) -> None:
         self._source = file
         self._argtypes = functions
-        self._said = what, times
+        self._fallback = what, times
         self._flags = tuple(flags)
         self.functions: dict[str, Any] = {}
         self.failed = False
@@ -52,7 +52,7 @@ class CppFile:
                 self.functions = self.loaded()
             except Exception as error:
                 self.failed = True
-                what, times = self._said
+                what, times = self._fallback
                 say_not_compiled(logger, what, times, error)
         return bool(self.functions)
 

@@ -57,7 +57,7 @@ def is_lost(error: BaseException) -> bool:
     return False
 
 
-def lost_in_words(error: BaseException, what: str) -> str:
+def lost_message(error: BaseException, what: str) -> str:
     reason = str(error).strip().partition("\n")[0]
     return (
         f"The GPU can run nothing any more in this process ({type(error).__name__}: {reason}). A kernel that ran before"

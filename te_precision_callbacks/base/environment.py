@@ -1,11 +1,12 @@
-"""Environment variables that change numbers.
+"""Installed versions, and environment variables that change numbers.
 
-Most are read once, when a library is imported. Read from Transformer Engine 2.20.2, torch 2.13, accelerate 1.15 and
-transformers 5.23.
+Most variables are read once, when a library is imported. Read from Transformer Engine 2.20.2, torch 2.13, accelerate
+1.15 and transformers 5.23.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
 
 VARIABLES = (
@@ -63,3 +64,11 @@ VARIABLES = (
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in VARIABLES if name in environ}
+
+
+def installed_version(name: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Pause the collector, which would scan all objects of a large model repeatedly."""
-    if not gc.isenabled():
-        yield
-        return
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        gc.disable()
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()

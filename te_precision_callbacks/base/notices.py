@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 _PACKAGE = __name__.partition(".")[0]
+_MOST_RECORDS = 1 << 20
 
 
 class Notices:
     def __init__(self) -> None:
-        self._said: set[Hashable] = set()
+        self._reported: set[Hashable] = set()
 
     def first(self, what: Hashable) -> bool:
-        first = what not in self._said
-        self._said.add(what)
+        first = what not in self._reported
+        self._reported.add(what)
         return first
-
-
-class _Gathering(logging.Handler):
-    def __init__(self, texts: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._texts = texts
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._texts.append(record.getMessage())
 
 
 @contextmanager
 def gathered_warnings() -> Iterator[list[str]]:
+    """Collect the texts of warnings, which are complete after the block, instead of logging them."""
     texts: list[str] = []
-    handler, package = _Gathering(texts), logging.getLogger(_PACKAGE)
-    propagate = package.propagate
+    package = logging.getLogger(_PACKAGE)
+    handler, propagate = logging.handlers.BufferingHandler(_MOST_RECORDS), package.propagate
+    handler.setLevel(logging.WARNING)
     package.addHandler(handler)
     package.propagate = False
     try:
         yield texts
     finally:
+        texts += [record.getMessage() for record in handler.buffer]
         package.removeHandler(handler)
         package.propagate = propagate

@@ -30,10 +30,10 @@ def _pattern(layers: Iterable[str], others: Iterable[str]) -> str:
     forms: dict[str, list[str]] = defaultdict(list)
     for name in layers:
         forms[_form(name)].append(name)
-    of_others = {_form(name) for name in others}
+    other_forms = {_form(name) for name in others}
     patterns: list[str] = []
     for form, names in forms.items():
-        is_whole = len(names) > 1 and form not in of_others
+        is_whole = len(names) > 1 and form not in other_forms
         patterns += [form] if is_whole else map(re.escape, names)
     return patterns[0] if len(patterns) == 1 else f"({'|'.join(patterns)})"
 

@@ -177,7 +177,7 @@ Observe = Literal["debug", "fused", "auto"]
 """The path of layers while features observe their tensors."""
 
 
-_OF_QUANTIZER = {row.quantizer: row.name for row in _ROWS}
+_RECIPE_OF_QUANTIZER = {row.quantizer: row.name for row in _ROWS}
 _FORMATS = {name: row.format for row in _ROWS for name in (row.quantizer, row.storage)}
 
 IDENTITY_QUANTIZER = "IdentityQuantizer"
@@ -206,7 +206,7 @@ def recipe_of(quantizer: Any) -> str | None:
 @functools.cache
 def _recipe_of_class(quantizer: type) -> str | None:
     names = _names_of_class(quantizer)
-    return next((_OF_QUANTIZER[name] for name in names if name in _OF_QUANTIZER), None)
+    return next((_RECIPE_OF_QUANTIZER[name] for name in names if name in _RECIPE_OF_QUANTIZER), None)
 
 
 def name_of_format(thing: Any) -> str | None:

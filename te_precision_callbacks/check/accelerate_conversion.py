@@ -24,8 +24,6 @@ class ConversionError(PrecisionDebugError, RuntimeError):
 
 
 class Conversion(str, enum.Enum):
-    """The converter of a model before it is planned."""
-
     ACCELERATE = "accelerate"
 
 
@@ -57,8 +55,6 @@ _FREEZE_AGAIN = (
 
 
 class _BeforeConversion:
-    """The frozen or tied parameters of a model before its layers are replaced."""
-
     def __init__(self, model: torch.nn.Module) -> None:
         self._frozen: dict[str, Callable[[], torch.nn.Parameter | None]] = {}
         names: dict[int, list[str]] = {}
@@ -69,7 +65,6 @@ class _BeforeConversion:
         self._tied = [tied for tied in names.values() if len(tied) > 1]
 
     def lost_in(self, model: torch.nn.Module) -> list[str]:
-        """Messages about frozen parameters that now require gradients, and tied parameters that are now several."""
         now = dict(model.named_parameters(remove_duplicate=False))
         thawed = [
             name

@@ -13,10 +13,10 @@ from te_precision_callbacks.check.dry_run import dry_run
 from te_precision_callbacks.check.findings import (
     PlanFinding,
     by_key,
+    find_recipe_problems,
+    find_shape_problems,
     listed,
     not_sized,
-    of_recipe,
-    of_shapes,
     unsized_shares,
 )
 from te_precision_callbacks.check.named_recipes import AUTO, NONE, recipe_named
@@ -24,20 +24,19 @@ from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.contract import ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
-from te_precision_callbacks.config.early_steps import read_early_steps, with_early_steps
 from te_precision_callbacks.config.effects import NAMESPACE, Effect, spans_of
-from te_precision_callbacks.config.idle import notes_of
 from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
+from te_precision_callbacks.config.loading import notes_of
 from te_precision_callbacks.config.planning import draft
 from te_precision_callbacks.config.schemas import LogGemmError, known_features
+from te_precision_callbacks.config.steps import read_early_steps, with_early_steps
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ran, plan_products
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.fused import choose, format_paths
 from te_precision_callbacks.instrumentation.recipe_arguments import ignored_arguments
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
@@ -50,6 +49,7 @@ from te_precision_callbacks.layers.naming import (
     named_te_modules,
 )
 from te_precision_callbacks.options import check_value
+from te_precision_callbacks.session.model import without_layers
 from te_precision_callbacks.speed.memory import Memory, plan_memory
 
 
@@ -111,7 +111,6 @@ def check_model(
     unconverted: Mapping[str, str] | None = None,
     allow_unmatched: bool = False,
     memory: bool = False,
-    cached_weights: bool = False,
 ) -> CheckedModel:
     """Plan a training step of a model, without running it. Nothing of the model changes.
 
@@ -131,7 +130,6 @@ def check_model(
             ``te_precision_callbacks.accelerate.unconverted_layers(model)``.
         allow_unmatched: a section that matches no layer is a note and not a finding.
         memory: whether to plan memory too; ``tokens`` then refers to one forward.
-        cached_weights: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
 
     Raises:
         ConfigError: ``require`` is not a contract, or has a pattern that matches no layer.
@@ -157,7 +155,6 @@ def check_model(
         is_wanted=recipe != NONE,
         allow_unmatched=allow_unmatched,
         memory=memory,
-        cached_weights=cached_weights,
     ).checked()
     if contract is None:
         return checked
@@ -189,13 +186,12 @@ class _Check:
         is_wanted: bool,
         allow_unmatched: bool,
         memory: bool,
-        cached_weights: bool,
     ) -> None:
         self._model, self._config, self._recipe, self._tokens, self._batch = model, config, recipe, tokens, batch
         self._observe = observe
         self._unconverted = unconverted
         self._allow_unmatched = allow_unmatched
-        self._memory, self._cached_weights = memory, cached_weights
+        self._memory = memory
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._operations = named_operations(model)
@@ -218,9 +214,9 @@ class _Check:
         if self._batch is not None:
             ran = dry_run(self._model, self._modules, self._batch, self._recipe)
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
-        products, *of_spans = (self._products(acting, first, ran) for first in spans.values())
-        self._findings += of_recipe(self._recipe, self._modules, acting, None if ran is None else ran.recipes)
-        self._findings += of_shapes(
+        products, *other_spans = (self._products(acting, first, ran) for first in spans.values())
+        self._findings += find_recipe_problems(self._recipe, acting)
+        self._findings += find_shape_problems(
             self._recipe,
             self._modules,
             self._operations,
@@ -254,7 +250,7 @@ class _Check:
             products.not_reached,
             self._planned_memory(products.coverage, ran),
             products.attention,
-            {steps: planned.coverage for steps, planned in zip(list(spans)[1:], of_spans, strict=True)},
+            {steps: planned.coverage for steps, planned in zip(list(spans)[1:], other_spans, strict=True)},
         )
 
     def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
@@ -295,7 +291,6 @@ class _Check:
             self._modules,
             self._recipe,
             tokens=self._tokens,
-            cached=self._cached_weights,
             recipes=recipes,
             calls=calls,
         )
@@ -315,7 +310,6 @@ class _Check:
                 self._findings.append(PlanFinding("rule", text, finding.layers))
 
     def _plan(self) -> Plan:
-        """The plan without the layers that Transformer Engine's debug path refuses."""
         layers = [layer for named in self._modules for layer in named.layers]
         config = self._config
         drafted = draft(
@@ -331,7 +325,7 @@ class _Check:
             self._findings += [PlanFinding("unmatched", text) for text in drafted.missing.texts]
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
-        self._notes += filter(None, (self._without_layers(layers), alike_in_words(layers)))
+        self._notes += filter(None, [self._without_layers(layers)])
         try:
             check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
         except ConfigError as error:
@@ -347,7 +341,6 @@ class _Check:
         return plan
 
     def _without_layers(self, layers: Sequence[Layer]) -> str:
-        """A note if there is no layer to observe, with the option that converts a model of transformers."""
         if layers:
             return ""
         text = without_layers("without precision debugging")
@@ -384,19 +377,18 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                 for steps, tensors in by_key((str(schedule), str(tensor)) for schedule, tensor in due).items():
                     yield ActingFeature(name, section.name, ", ".join(tensors), steps)
             elif isinstance(schema, LogGemmError):
-                of_targets = ((str(target.options.schedule), str(target.gemm)) for target in schema.targets)
-                for steps, gemms in by_key(of_targets).items():
+                by_steps = ((str(target.options.schedule), str(target.gemm)) for target in schema.targets)
+                for steps, gemms in by_key(by_steps).items():
                     yield ActingFeature(name, section.name, ", ".join(gemms), steps)
             elif schema is not None:
                 effect = section.effects[name]
-                of_gemms = ((effect.steps_in_words(gemm), gemm) for gemm in effect.gemms)
-                for steps, gemms in by_key(of_gemms).items():
+                gemms_by_steps = ((effect.format_steps(gemm), gemm) for gemm in effect.gemms)
+                for steps, gemms in by_key(gemms_by_steps).items():
                     yield ActingFeature(name, section.name, _on(effect, gemms), steps)
             else:
                 yield ActingFeature(name, section.name, "", "a feature of your own, of which the plan knows nothing")
 
 
 def _on(effect: Effect, gemms: Iterable[str]) -> str:
-    """The GEMMs, with the tensors that are replaced: ``fprop (activation, weight), dgrad``."""
     replaced = by_key(effect.modifies)
     return ", ".join(f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms)

@@ -115,13 +115,6 @@ def check_command(
             " --tokens are then those of one forward.",
         ),
     ] = False,
-    cached_weights: Annotated[
-        bool,
-        typer.Option(
-            "--cached-weights",
-            help="With --memory: quantized weights are kept over micro-batches, with is_first_microbatch.",
-        ),
-    ] = False,
     speed: Annotated[
         bool,
         typer.Option("--speed", help="Also print what low precision saves, expected for the GPU of --device."),
@@ -144,16 +137,13 @@ def check_command(
         "--observe": observe,
         "--allow-unmatched": allow_unmatched or None,
         "--memory": memory or None,
-        "--cached-weights": cached_weights or None,
         "--speed": speed or None,
     }
     for name, value in given.items():
         if model is None and value is not None:
             raise typer.BadParameter("it is for a plan; give --model, too", param_hint=name)
-    if cached_weights and not memory:
-        raise typer.BadParameter("it is for the plan of memory; give --memory, too", param_hint="--cached-weights")
-    of_speed: dict[str, object] = {"--device": device, "--calibrate": calibrate or None, "--table": table}
-    for name, value in of_speed.items():
+    speed_options: dict[str, object] = {"--device": device, "--calibrate": calibrate or None, "--table": table}
+    for name, value in speed_options.items():
         if value is not None and not speed:
             raise typer.BadParameter("it is for expected times; give --speed, too", param_hint=name)
     if speed and tokens is None and batch is None:
@@ -168,7 +158,7 @@ def check_command(
         raise typer.BadParameter("a batch has the tokens of each layer; give one of the two", param_hint="--tokens")
     loaded, warnings = _loaded(config, as_json=as_json)
     if model is None:
-        from te_precision_callbacks.config.idle import notes_of
+        from te_precision_callbacks.config.loading import notes_of
 
         notes = (*warnings, *notes_of(loaded))
         if as_json:
@@ -198,7 +188,6 @@ def check_command(
             tokens=tokens,
             allow_unmatched=allow_unmatched,
             memory=memory,
-            cached_weights=cached_weights,
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
     expected = None if target is None else _speed(checked, target, calibrate=calibrate, table=table)
@@ -247,7 +236,6 @@ def _checked(
     require: str | None,
     **keywords: Any,
 ) -> tuple[CheckedModel, str, Converted | None]:
-    """The plan, the device that the model was made on, and the result of a conversion."""
     from te_precision_callbacks import reference
 
     reference.install_where_needed(None if reference.is_installed() else _emulated(capability))
@@ -277,8 +265,8 @@ def _checked(
         **keywords,
     )
     checked, device, converted = _planned(spec, convert, check)
-    of_conversion = () if converted is None else converted.notes
-    return replace(checked, notes=(*of_conversion, *notes, *checked.notes)), device, converted
+    conversion_notes = () if converted is None else converted.notes
+    return replace(checked, notes=(*conversion_notes, *notes, *checked.notes)), device, converted
 
 
 def _planned(

@@ -1,12 +1,20 @@
 """Calls a model's forward and backward once, only for the sizes of its matrix products.
 
 A model on the meta device runs there, where tensors have shapes and no values. Nothing of the model changes.
+
+While the forwards of Transformer Engine's modules are replaced, these classes report their GEMMs and attention, with
+their backward, and quantize nothing. On the meta device a result has the right shape. On any other device the module
+computes it in high precision, in which GEMMs accept any shape. Read from Transformer Engine 2.20.2: the forwards of
+``pytorch/module/{linear,layernorm_linear,layernorm_mlp,grouped_linear}.py`` and of ``DotProductAttention``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +23,19 @@ from torch.overrides import TorchFunctionMode
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.check.factory import BatchError, failed, meta_device, require_batch
 from te_precision_callbacks.check.findings import listed
-from te_precision_callbacks.check.stand_ins import stand_ins
-from te_precision_callbacks.coverage.matrix_products import causal_share
+from te_precision_callbacks.coverage.matrix_products import causal_share, share_left
 from te_precision_callbacks.coverage.micro_batches import leaves
-from te_precision_callbacks.coverage.planned_products import Ran
+from te_precision_callbacks.coverage.planned_products import Ran, gemm_sizes
+from te_precision_callbacks.coverage.precision_audit import LayerGemm, dtype_name, gemms_left_out
+from te_precision_callbacks.coverage.seen_product import ANY_KERNEL, FUSED
 from te_precision_callbacks.coverage.seen_products import ModelProducts
+from te_precision_callbacks.coverage.shapes import layer_features
+from te_precision_callbacks.layers.forwards import in_backward, in_evaluation
+from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import Model, NamedModule, module_names, named_operations, named_roots
+
+_OF_MASK = ("attn_mask_type", "window_size")
+_NAMED = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 
 
 class NotOnMetaError(BatchError):
@@ -154,3 +169,232 @@ def _left_as_it_is(model: Model) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+
+
+# ---------------------------------------------------------------------- stand-ins
+
+
+@contextlib.contextmanager
+def stand_ins(modules: Sequence[NamedModule], products: ModelProducts) -> Iterator[Ran]:
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    standing = _StandIns(modules, products)
+    replaced: dict[Any, Callable[..., Any]] = {
+        **{getattr(te, name): standing.module for name in _NAMED},
+        te.DotProductAttention: standing.attention,
+        **dict.fromkeys((te.LayerNorm, te.RMSNorm), standing.norm),
+    }
+    before = {owner: owner.forward for owner in replaced}
+    state, FP8GlobalStateManager.quantization_state = (
+        FP8GlobalStateManager.quantization_state,
+        type(FP8GlobalStateManager.quantization_state)(),
+    )
+    try:
+        for owner, stand_in in replaced.items():
+            owner.forward = _method(owner.forward, stand_in)
+        yield standing.ran
+    finally:
+        FP8GlobalStateManager.quantization_state = state
+        for owner, own in before.items():
+            owner.forward = own
+
+
+def _method(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        bound = signature.bind(self, *arguments, **keywords)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        return stand_in(self, functools.partial(own, self, *arguments, **keywords), given)
+
+    return forward
+
+
+class _StandIns:
+    def __init__(self, modules: Sequence[NamedModule], products: ModelProducts) -> None:
+        self.ran = Ran()
+        self._products = products
+        self._named = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
+
+    # ------------------------------------------------------------------ layers
+
+    def module(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
+        inp, layers = given["inp"], self._named.get(id(module), ())
+        if module.sequence_parallel:
+            raise NotImplementedError(f"{type(module).__name__} with sequence_parallel=True cannot be planned so")
+        _require_columns(inp, layer_features(module)[0][0], layers[0] if layers else type(module).__name__)
+        own = self._own(inp, call_own, lambda: _results(module, inp))
+        groups = len(layers) if hasattr(module, "num_gemms") else 1
+        rows = [inp.numel() // max(1, inp.shape[-1])] if groups == 1 else [int(split) for split in given["m_splits"]]
+        left_out = gemms_left_out(module, layers, input_needs_gradient=inp.requires_grad)
+        sizes = dict(zip(layers, layer_features(module), strict=bool(layers)))
+        of_layer = dict(zip(layers, rows if groups > 1 else rows * len(layers), strict=True))
+        back = self._report(of_layer, sizes, left_out, backwards=hasattr(module, "fc1_weight"))
+        results = own if isinstance(own, tuple) else (own,)
+        result = _with_backward(results[0], back, inp, *module.parameters(recurse=False))
+        return (result, *results[1:]) if isinstance(own, tuple) else result
+
+    def norm(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
+        inp = given["input"]
+        result = self._own(inp, call_own, lambda: torch.empty_like(inp))
+        return _with_backward(result, lambda: None, inp, *module.parameters())
+
+    def _report(
+        self,
+        tokens: Mapping[str, int],
+        sizes: Mapping[str, tuple[int, int]],
+        left_out: Mapping[LayerGemm, str],
+        *,
+        backwards: bool = False,
+    ) -> Callable[[], None]:
+        """Report the forward of layers, and return a function that reports their backward.
+
+        Args:
+            tokens: layer -> the rows of its input.
+            sizes: layer -> in_features and out_features.
+            left_out: the GEMMs that the backward skips.
+            backwards: whether the backward starts with the last layer.
+        """
+        of_layer = {layer: gemm_sizes(rows, *sizes[layer]) for layer, rows in tokens.items()}
+        if _counts():
+            self.ran.left_out.update(left_out)
+            for layer, gemms in of_layer.items():
+                self.ran.recipes.setdefault(layer, recipe_now())
+                self.ran.tokens.setdefault(layer, []).append(tokens[layer])
+                self._products.see_gemm(layer, "fprop", gemms["fprop"])
+
+        def back() -> None:
+            for layer in reversed(of_layer) if backwards else of_layer:
+                for gemm in ("dgrad", "wgrad"):
+                    if LayerGemm(layer, gemm) not in left_out:
+                        self._products.see_gemm(layer, gemm, of_layer[layer][gemm])
+
+        return back
+
+    def _own(self, inp: torch.Tensor, call_own: Callable[[], Any], shaped: Callable[[], Any]) -> Any:
+        """Return the module's result without gradients and without reporting products; on meta, only its shape."""
+        if inp.is_meta:
+            return shaped()
+        import transformer_engine.pytorch as te
+
+        with self._products.muted(), torch.no_grad(), te.autocast(enabled=False):
+            return call_own()
+
+    # ------------------------------------------------------------------ attention
+
+    def attention(self, module: Any, call_own: functools.partial[Any], given: Mapping[str, Any]) -> Any:
+        form = given["qkv_format"] or module.qkv_format
+        query, key, value = _operands(given)
+        layer = self._products.attentions.get(id(module), "")
+        kernel, forward, backward = _attention_formats(query.dtype, in_high=bool(given["bf16_backward"]))
+        heads, size = query.shape[-2], value.shape[-1]
+        result = self._own(query, call_own, lambda: query.new_empty(*query.shape[:-2], heads * size))
+        sizes = AttentionSizes.of(query, key, value, form)
+        masked = {name: getattr(module, name) if given[name] is None else given[name] for name in _OF_MASK}
+        share = share_left({**masked, "qkv_format": form}, sizes.rows, sizes.columns)
+        if _counts():
+            self._products.see_attention(layer, sizes, *forward, kernel, mask_share=share)
+
+        def back() -> None:
+            self._products.see_attention(layer, sizes, *backward, kernel, backward=True, mask_share=share)
+
+        return _with_backward(result, back, query, key, value)
+
+
+def _counts() -> bool:
+    """Return whether a forward is one of training, and not recomputed by an activation checkpoint."""
+    return not in_backward() and not in_evaluation()
+
+
+# ---------------------------------------------------------------------- results on the meta device
+
+
+def _require_columns(inp: torch.Tensor, columns: int, layer: str) -> None:
+    """Reject an input that the first GEMM of a layer cannot multiply, which the meta device would accept."""
+    if not inp.dim() or inp.shape[-1] != columns:
+        raise TypeError(
+            f"{layer!r} takes an input whose last dimension is {columns}, not one of shape {list(inp.shape)}"
+        )
+
+
+def _results(module: Any, inp: torch.Tensor) -> Any:
+    features = layer_features(module)[-1][1]
+    dtype = _activation_dtype(inp)
+    out = inp.new_empty(*inp.shape[:-1], features, dtype=dtype)
+    results = [out]
+    if module.return_bias:
+        biases = [p for name, p in module.named_parameters(recurse=False) if name.endswith("bias")]
+        results.append(inp.new_empty(features, dtype=dtype) if not biases else biases[-1].detach())
+    if getattr(module, "return_layernorm_output", False):
+        results.append(torch.empty_like(inp, dtype=dtype))
+    return out if len(results) == 1 else tuple(results)
+
+
+def _activation_dtype(inp: torch.Tensor) -> torch.dtype:
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return inp.dtype
+
+
+def _with_backward(result: torch.Tensor, back: Callable[[], None], *sources: Any) -> torch.Tensor:
+    made: torch.Tensor = _WithBackward.apply(result, back, *sources)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _WithBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, back: Callable[[], None], *sources: Any) -> torch.Tensor:
+        ctx.back = back
+        ctx.like = [(source.shape, source.dtype, source.device) for source in sources]
+        return result.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.back()
+        needed = ctx.needs_input_grad[2:]
+        made = [
+            torch.zeros(shape, dtype=dtype, device=device) if needs else None
+            for (shape, dtype, device), needs in zip(ctx.like, needed, strict=True)
+        ]
+        return None, None, *made
+
+
+# ---------------------------------------------------------------------- recipes and attention
+
+
+def recipe_now() -> Any:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+
+
+_Formats = tuple[tuple[str, str], tuple[str, str]]
+
+
+def _operands(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query, key, value = (given[f"{name}_layer"] for name in ("query", "key", "value"))
+    if given["qkv_layer"] is not None:
+        query, key, value = given["qkv_layer"].unbind(given["qkv_interleave_dim"])
+    elif given["kv_layer"] is not None:
+        key, value = given["kv_layer"].unbind(given["qkv_interleave_dim"])
+    return query, key, value
+
+
+def _attention_formats(dtype: torch.dtype, *, in_high: bool) -> tuple[str, _Formats, _Formats]:
+    """The kernel of attention, and the formats of the operands of ``qk`` and ``pv`` in the forward and in the
+    backward.
+    """
+    recipe, high = recipe_now(), dtype_name(dtype)
+    same: _Formats = (high, high), (high, high)
+    if recipe is None or not recipe.fp8_dpa:
+        return ANY_KERNEL, same, same
+    word, made = "MXFP8" if recipe.mxfp8() else "FP8", recipe.fp8_format.name
+    value, gradient = (f"{word} {kind if made == 'HYBRID' else made}" for kind in ("E4M3", "E5M2"))
+    forward: _Formats = (value, value), (value, value)
+    if in_high or not int(os.environ.get("NVTE_FP8_DPA_BWD", "1")):
+        return FUSED, forward, same
+    return FUSED, forward, ((gradient, value), (gradient, value))

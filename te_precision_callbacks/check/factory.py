@@ -61,7 +61,6 @@ def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, st
 
 
 def build_batch(spec: str) -> Any:
-    """Return the batch that a function makes; raises BatchError as :func:`build_model` does its own error."""
     with _as_from_here():
         made = _called(_called(functools.partial(pkgutil.resolve_name, spec), spec, _BATCH), spec, _BATCH)
     require_batch(made, f"{shown(spec)} has returned ")
@@ -97,7 +96,6 @@ class _OnMeta(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _as_from_here() -> Iterator[None]:
-    """Let imports find the current folder, and keep stdout for the command's own output."""
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:

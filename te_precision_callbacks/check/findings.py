@@ -11,12 +11,11 @@ import torch
 
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
-from te_precision_callbacks.check.module_refusals import refusals_of
 from te_precision_callbacks.config import Section
 from te_precision_callbacks.config.conditions import Share
 from te_precision_callbacks.config.contract import Contract
 from te_precision_callbacks.config.effects import NAMESPACE
-from te_precision_callbacks.coverage.coverage import Coverage, left_out_in_words
+from te_precision_callbacks.coverage.coverage import Coverage, list_uncounted
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.coverage.shapes import layer_features
 from te_precision_callbacks.layers.folding import folded
@@ -53,13 +52,7 @@ class PlanFinding:
     layers: tuple[str, ...] = ()
 
 
-def of_recipe(
-    recipe: Any,
-    modules: Sequence[NamedModule],
-    acting: Mapping[str, Sequence[Section]],
-    recipes: Mapping[str, Any] | None = None,
-) -> Iterator[PlanFinding]:
-    """Features that need another recipe, and modules that refuse theirs: ``recipes`` has those seen in a forward."""
+def find_recipe_problems(recipe: Any, acting: Mapping[str, Sequence[Section]]) -> Iterator[PlanFinding]:
     own = recipe_text(recipe)
     needing = (
         ((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer)
@@ -71,17 +64,9 @@ def of_recipe(
     for (place, feature, needed), names in by_key(needing).items():
         text = f"{place}: {feature} on {listed(names)} needs the recipe {needed}, and fails under {own or 'none'}."
         yield PlanFinding("recipe", text, tuple(names))
-    refused = (
-        (refusal, named.name)
-        for named in modules
-        for refusal in refusals_of(named.module, (recipes or {}).get(named.layers[0].name, recipe))
-    )
-    for refusal, names in by_key(refused).items():
-        text = f"Transformer Engine refuses {listed(names)}: {refusal.text}. {refusal.remedy}"
-        yield PlanFinding("recipe", text, tuple(names))
 
 
-def of_shapes(
+def find_shape_problems(
     recipe: Any,
     modules: Sequence[NamedModule],
     operations: Sequence[NamedOperation],
@@ -106,16 +91,16 @@ def of_shapes(
     refused: list[tuple[tuple[str, ...], str]] = []
     by_hadamard: list[str] = []
     capability = get_device_compute_capability()
-    for layer in _layers(modules, operations):
-        gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer.name, ()))
-        counts = [tokens] if tokens_of is None else tokens_of.get(layer.name, ())
+    for layer, facts in _layers(modules, operations):
+        gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer, ()))
+        counts = [tokens] if tokens_of is None else tokens_of.get(layer, ())
         texts = tuple(
-            dict.fromkeys(text for count in counts for text in _refused(name, capability, layer.facts, count, gemms))
+            dict.fromkeys(text for count in counts for text in _refused(name, capability, facts, count, gemms))
         )
         if texts:
-            refused.append((texts, layer.name))
-        if name == "nvfp4" and "wgrad" in gemms and layer.facts.dtype != torch.bfloat16:
-            by_hadamard.append(layer.name)
+            refused.append((texts, layer))
+        if name == "nvfp4" and "wgrad" in gemms and facts.dtype != torch.bfloat16:
+            by_hadamard.append(layer)
     for texts, names in by_key(refused).items():
         yield PlanFinding("shape", f"{listed(names)}: {'; '.join(texts)}.", tuple(names))
     if by_hadamard and not recipe.disable_rht:
@@ -146,7 +131,7 @@ def unsized_shares(
     for share in contract.share.values():
         left = [*not_counted, *(attention if share.part not in GEMMS else ())]
         texts = [f"the products of {listed(left)} cannot be sized without --batch (batch=)"] if left else []
-        texts += [f"not counted: {text}" for text in left_out_in_words(coverage)]
+        texts += [f"not counted: {text}" for text in list_uncounted(coverage)]
         if texts:
             findings.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
         else:
@@ -169,31 +154,25 @@ class _LayerFacts(NamedTuple):
     shares_tokens: bool
 
 
-class _Layer(NamedTuple):
-    name: str
-    facts: _LayerFacts
-
-
-def _layers(modules: Sequence[NamedModule], operations: Sequence[NamedOperation]) -> Iterator[_Layer]:
+def _layers(modules: Sequence[NamedModule], operations: Sequence[NamedOperation]) -> Iterator[tuple[str, _LayerFacts]]:
     for named in modules:
         shares = hasattr(named.module, "num_gemms")
         dtype = next(p.dtype for p in named.module.parameters(recurse=False) if p.ndim > 1)
         for layer, sizes in zip(named.layers, layer_features(named.module), strict=True):
-            yield _Layer(layer.name, _LayerFacts(*sizes, dtype, asserts=not shares, shares_tokens=shares))
+            yield layer.name, _LayerFacts(*sizes, dtype, asserts=not shares, shares_tokens=shares)
     for operation in operations:
         module: Any = operation.module
         dtype = next(module.parameters(recurse=False)).dtype
         shares = len(operation.layers) > 1
         sizes = module.in_features, module.out_features
         for name in operation.layers:
-            yield _Layer(name, _LayerFacts(*sizes, dtype, asserts=False, shares_tokens=shares))
+            yield name, _LayerFacts(*sizes, dtype, asserts=False, shares_tokens=shares)
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _refused(
     recipe: str, capability: tuple[int, int], layer: _LayerFacts, tokens: int | None, gemms: tuple[GemmName, ...]
 ) -> tuple[str, ...]:
-    """Messages about GEMMs of a layer that do not run; cached, since layers of a model are alike."""
     sizes = {
         "tokens": _ANY_MULTIPLE if tokens is None or layer.shares_tokens else tokens,
         "in_features": layer.in_features,

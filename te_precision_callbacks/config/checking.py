@@ -101,80 +101,66 @@ def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, A
     try:
         return schema.model_validate(dict(options))
     except ValidationError as error:
-        problems = (_Problem(schema, name, place, details) for details in error.errors(include_url=False))
-        raise ConfigError(*map(str, problems)) from None
+        problems = (_problem(schema, name, place, details) for details in error.errors(include_url=False))
+        raise ConfigError(*problems) from None
 
 
-class _Problem:
-    """Formats one of pydantic's errors."""
+def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: Any) -> str:
+    kind, value, cause = details["type"], details["input"], details.get("ctx", {}).get("error")
+    keys: KeyPath = (*details["loc"], *(cause.keys if isinstance(cause, Misfit) else ()))
+    if kind == "invalid_key":  # not a text: in `loc` the key looks like the index of a list entry
+        keys = (*keys[:-1], str(value))
+    where = place(feature, *keys)
+    if kind in ("extra_forbidden", "invalid_key"):
+        given = f" (given: {shown(value)})" if kind == "extra_forbidden" else ""
+        return f"{where}: {_subject(feature, keys[:-1])} has no key {shown(keys[-1])}{given}." + _elsewhere(
+            schema, feature, keys
+        )
+    if kind == "value_error" and not keys:
+        return f"{where}: {_subject(feature, keys)} {cause}"
+    field = _field(schema, keys)
+    if kind == "missing":
+        subject = _subject(feature, keys[:-1])
+        return f"{where}: {subject} has no {keys[-1]!r}, {words(field)}.{meant_for(str(keys[-1]), value)}"
+    in_list = isinstance(keys[-1], int)
+    is_item = in_list and kind == "value_error" and item_of(field) is not None
+    subject = _subject(feature, keys[:-1] if in_list and not is_item else keys)
+    if kind == "value_error":
+        return f"{where}: {subject} {cause}"
+    near = nearest(value, names(field)) if isinstance(value, str) else []
+    hint = f" Did you mean {' or '.join(map(shown, near))}?" if near else ""
+    wrong = f"; {shown(value)} is none of them" if in_list else f", not {shown(value)}"
+    return f"{where}: {subject} must be {words(field)}{wrong}.{hint}"
 
-    def __init__(self, schema: type[FeatureSchema], feature: str, place: Where, details: Any) -> None:
-        cause = details.get("ctx", {}).get("error")
-        self.kind = details["type"]
-        self.value = details["input"]
-        self.cause = cause
-        self.keys: KeyPath = (*details["loc"], *(cause.keys if isinstance(cause, Misfit) else ()))
-        if self.kind == "invalid_key":  # not a text: in `loc` the key looks like the index of a list entry
-            self.keys = (*self.keys[:-1], str(self.value))
-        self.feature = feature
-        self.place = place
-        self.levels = levels(schema)
 
-    def __str__(self) -> str:
-        return f"{self.place(self.feature, *self.keys)}: {self._sentence()}"
+def _elsewhere(schema: type[FeatureSchema], feature: str, keys: KeyPath) -> str:
+    by_path, key = levels(schema), keys[-1]
+    others = [path for path, level in by_path.items() if key in level.model_fields]
+    own = by_path[_level(keys[:-1])].model_fields
+    takers = [name for name, other in FEATURES.items() if key in other.model_fields]
+    if takers and not others:  # a key of another feature is no slip of the pen
+        return f" Its keys are: {', '.join(sorted(own))}. {key!r} is a key of {', '.join(takers)}."
+    near = suggestion(str(key), own, known_as="Its keys are")
+    if not others:
+        return near
+    where = f"in the items of {others[0][-1]!r}" if others[0] else f"to {feature!r} itself"
+    return f" It belongs {where}.{near}"
 
-    def _sentence(self) -> str:
-        *around, last = self.keys or ("",)
-        if self.kind in ("extra_forbidden", "invalid_key"):
-            given = f" (given: {shown(self.value)})" if self.kind == "extra_forbidden" else ""
-            return f"{self._subject(tuple(around))} has no key {shown(last)}{given}.{self._elsewhere(last)}"
-        if self.kind == "missing":
-            subject = self._subject(tuple(around))
-            return f"{subject} has no {last!r}, {words(self._field())}.{meant_for(str(last), self.value)}"
-        if self.kind == "value_error":
-            return f"{self._subject(self._named())} {self.cause}"
-        return f"{self._subject(self._named())} {self._refusal()}"
 
-    def _named(self) -> KeyPath:
-        """Return the keys up to the last named one, or to an item with a schema."""
-        in_list = bool(self.keys) and isinstance(self.keys[-1], int)
-        is_item = in_list and self.kind == "value_error" and item_of(self._field()) is not None
-        return self.keys[:-1] if in_list and not is_item else self.keys
+def _level(keys: KeyPath) -> tuple[str, ...]:
+    return tuple(key for key in keys if isinstance(key, str))
 
-    def _refusal(self) -> str:
-        field = self._field()
-        hint = suggestion(self.value, names(field)) if isinstance(self.value, str) and names(field) else ""
-        hint = hint if "Did you mean" in hint else ""
-        if isinstance(self.keys[-1], int):
-            return f"must be {words(field)}; {shown(self.value)} is none of them.{hint}"
-        return f"must be {words(field)}, not {shown(self.value)}.{hint}"
 
-    def _elsewhere(self, key: Any) -> str:
-        """Return where an unknown key belongs, and similar known keys."""
-        here = self._level(self.keys[:-1])
-        others = [path for path, level in self.levels.items() if key in level.model_fields]
-        own = self.levels[here].model_fields
-        takers = [name for name, schema in FEATURES.items() if key in schema.model_fields]
-        if takers and not others:  # a key of another feature is no slip of the pen
-            return f" Its keys are: {', '.join(sorted(own))}. {key!r} is a key of {', '.join(takers)}."
-        near = suggestion(str(key), own, known_as="Its keys are")
-        if not others:
-            return near
-        where = f"in the items of {others[0][-1]!r}" if others[0] else f"to {self.feature!r} itself"
-        return f" It belongs {where}.{near}"
+def _field(schema: type[FeatureSchema], keys: KeyPath) -> FieldInfo:
+    *around, last = _level(keys)
+    return levels(schema)[tuple(around)].model_fields[last]
 
-    def _level(self, keys: KeyPath) -> tuple[str, ...]:
-        return tuple(key for key in keys if isinstance(key, str))
 
-    def _field(self) -> FieldInfo:
-        *around, last = self._level(self.keys)
-        return self.levels[tuple(around)].model_fields[last]
-
-    def _subject(self, keys: KeyPath) -> str:
-        subject = shown(self.feature)
-        for key in keys:
-            if isinstance(key, int):
-                subject = f"item {key + 1} of {subject}"
-            else:
-                subject = f"{shown(key)} {'in' if subject.startswith('item') else 'of'} {subject}"
-        return subject
+def _subject(feature: str, keys: KeyPath) -> str:
+    subject = shown(feature)
+    for key in keys:
+        if isinstance(key, int):
+            subject = f"item {key + 1} of {subject}"
+        else:
+            subject = f"{shown(key)} {'in' if subject.startswith('item') else 'of'} {subject}"
+    return subject

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from te_precision_callbacks.base.errors import SessionError
-from te_precision_callbacks.base.ranks import in_words
+from te_precision_callbacks.base.ranks import format_by_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.planning import NamespacedFeatures, Section
 from te_precision_callbacks.config.problems import ConfigError
@@ -63,13 +63,13 @@ def require_alike(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
             return
         names = {number: f"config {nth}" for nth, number in enumerate(dict.fromkeys(n for n, _ in of_rank.values()), 1)}
         raise ConfigError(
-            f"The ranks were given different configs: {in_words({r: names[n] for r, (n, _) in of_rank.items()})}."
+            f"The ranks were given different configs: {format_by_rank({r: names[n] for r, (n, _) in of_rank.items()})}."
             f" The first difference: {difference(dict(configs[0]), dict(configs[-1]))}. To reduce statistics, all"
             " ranks need the same config; with reduce=False each rank can have its own."
         )
     if of_rank:
         raise SessionError(
             "The ranks begin at different iterations:"
-            f" {in_words({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all of them"
+            f" {format_by_rank({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all of them"
             " the same start_step, or resume all of them from the same checkpoint."
         )

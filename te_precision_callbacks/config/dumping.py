@@ -76,7 +76,7 @@ def _never_holds(
     due = " and ".join(dict.fromkeys(map(str, statistic.schedules)))
     return (
         f"the condition {str(condition)!r} of DumpTensors would never hold for {str(target.tensor)!r} in"
-        f" {_in_words(layers)}: no step is in both schedules. DumpTensors looks at the tensor in {dumped}; the"
+        f" {_format_layers(layers)}: no step is in both schedules. DumpTensors looks at the tensor in {dumped}; the"
         f" statistic is collected in {due}. Change 'freq', 'start_step', 'end_step' or 'start_end_list' of either so"
         " that the schedules share steps."
     )
@@ -103,7 +103,7 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
         gemms = [gemm for gemm, result in RESULT.items() if result == tensor]
         return (
             f"the condition {str(condition)!r} of DumpTensors would never hold: LogGemmError does not measure the GEMM"
-            f" of {tensor!r} in {_in_words(layers)}. Add [{', '.join(gemms or RESULT)}] to the"
+            f" of {tensor!r} in {_format_layers(layers)}. Add [{', '.join(gemms or RESULT)}] to the"
             f" 'gemms' of LogGemmError for {those}."
         )
     same = [
@@ -117,25 +117,16 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
         hint = f" Did you mean {' or '.join(map(repr, same))}?"
     return (
         f"the condition {str(condition)!r} of DumpTensors would never hold: its statistic is not collected for"
-        f" {tensor!r} in {_in_words(layers)}. Add the statistic to 'stats' of LogTensorStats, LogFp8TensorStats or"
+        f" {tensor!r} in {_format_layers(layers)}. Add the statistic to 'stats' of LogTensorStats, LogFp8TensorStats or"
         f" LogNvfp4TensorStats for {those} and tensor.{hint}"
     )
 
 
-def _in_words(layers: Sequence[str]) -> str:
+def _format_layers(layers: Sequence[str]) -> str:
     if len(layers) == 1:
         return f"the layer {layers[0]!r}"
     more = f" and {len(layers) - _MOST_NAMED} more" if len(layers) > _MOST_NAMED else ""
     return f"the layers {', '.join(map(repr, layers[:_MOST_NAMED]))}{more}"
-
-
-def is_of_the_layers_recipe(condition: Threshold, asked: str, recipe: str | None) -> str:
-    """Return the message for a condition on a recipe's statistic that was requested without a recipe."""
-    wanted = condition.statistic
-    return (
-        f"{asked!r} in 'stats' is computed for the recipe that the layer runs, which is {recipe or 'none'}, so"
-        f" {wanted.spelled_out!r} is not among its statistics; add {wanted.spelled_out!r} to 'stats'"
-    )
 
 
 @dataclass(frozen=True)
@@ -145,13 +136,11 @@ class Collected:
     Attributes:
         labels: its names in the log. In a layer without a recipe, a statistic of the layer's own recipe gets a recipe's
             name as a prefix.
-        of_own_recipe: whether it was requested for the layer's own recipe, and the condition names a recipe.
     """
 
     request: Request
     labels: tuple[str, ...]
     schedules: tuple[Schedule, ...]
-    of_own_recipe: bool = False
 
 
 def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Collected]:
@@ -178,23 +167,6 @@ def _under_recipes(request: Request, asked: Iterable[str]) -> Iterable[str]:
     return [label for label in labels if label not in asked]
 
 
-def read_by(condition: Threshold, known: Mapping[str, Collected], recipe: str | None = None) -> Collected | None:
-    """Return the collected statistic that a condition reads; None if it is not collected.
-
-    A statistic requested without a recipe also matches a condition on the recipe that the layer runs, where both are
-    the same number.
-
-    Args:
-        recipe: the recipe of the quantized tensor; None for other tensors, and before the run.
-    """
-    wanted = condition.statistic
-    if wanted.label in known:
-        return known[wanted.label]
-    for statistic in known.values():
-        if condition.reads(statistic.request):
-            return statistic
-    for label, statistic in known.items():
-        if wanted.spelled_out in statistic.labels:
-            own = (label,) if recipe == wanted.recipe else ()
-            return Collected(statistic.request, (wanted.spelled_out, *own), statistic.schedules, of_own_recipe=not own)
-    return None
+def read_by(condition: Threshold, known: Mapping[str, Collected]) -> Collected | None:
+    matching = (statistic for statistic in known.values() if condition.reads(statistic.request))
+    return known.get(condition.statistic.label) or next(matching, None)

@@ -52,7 +52,7 @@ class Effect:
         ]
         return tuple(dict.fromkeys(acting)) or (EVERY_STEP,)
 
-    def steps_in_words(self, gemm: str = "") -> str:
+    def format_steps(self, gemm: str = "") -> str:
         """Format the steps of the feature, or of its effect on a GEMM: ``steps 0 to 99 and steps 500 on``."""
         schedules = self.steps(gemm) if gemm else dict.fromkeys(self.schedules.values()) or (EVERY_STEP,)
         return " and ".join(map(str, schedules))
@@ -97,8 +97,6 @@ def _meet(some: Iterable[Schedule], others: Sequence[Schedule]) -> bool:
 
 
 class Acting(Protocol):
-    """A section of a config, with the effects of its features."""
-
     @property
     def effects(self) -> Mapping[str, Effect]: ...
 

@@ -160,7 +160,6 @@ def _is_step(value: object, lowest: int = 0) -> bool:
 
 
 def _intervals(pairs: list[Any]) -> list[Any]:
-    before: Any = None
     for pair in pairs:
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_step(pair[0]) and _is_step(pair[1], -1)):
             raise ValueError(
@@ -169,20 +168,7 @@ def _intervals(pairs: list[Any]) -> list[Any]:
             )
         if -1 < pair[1] < pair[0]:
             raise ValueError(f"has the pair {shown(list(pair))}, which ends before it starts.")
-        if before is not None:
-            _check_order(before, pair)
-        before = pair
     return [list(pair) for pair in pairs]
-
-
-def _check_order(before: Sequence[int], pair: Sequence[int]) -> None:
-    both = f"has {shown(list(before))} and then {shown(list(pair))}"
-    if pair[0] < before[0]:
-        raise ValueError(f"{both}, which are not in increasing order.")
-    if before[1] == -1:
-        raise ValueError(f"{both}; an end of -1 means no end, and only the last pair can have it.")
-    if pair[0] <= before[1]:
-        raise ValueError(f"{both}, which overlap: step {pair[0]} is in both, since ends are inclusive.")
 
 
 Intervals = Annotated[
@@ -191,7 +177,7 @@ Intervals = Annotated[
     BeforeValidator(_listed),
     Field(min_length=1),
     AfterValidator(_intervals),
-    Words("a list of [start, end] pairs of steps, in increasing order and not overlapping"),
+    Words("a list of [start, end] pairs of steps"),
 ]
 
 
@@ -244,7 +230,6 @@ def _integers(metadata: Sequence[Any]) -> str:
 
 
 def _plain(annotation: Any) -> tuple[Any, list[Any]]:
-    """Split an annotation into its type, without None, and its metadata."""
     if type(None) in get_args(annotation):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Annotated:

@@ -5,11 +5,10 @@ A feature's key applies to all its tensors, an item's key to one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Generic
 
-from pydantic import Field, StrictBool, StrictInt, model_validator
+from pydantic import Field, StrictBool, StrictInt
 
 from te_precision_callbacks.config.fields import (
     Fp8Statistic,
@@ -23,19 +22,22 @@ from te_precision_callbacks.config.fields import (
     words,
 )
 from te_precision_callbacks.config.levels import Level, Misfit, NameT, Nested, OneTensor
-from te_precision_callbacks.config.problems import shown
 from te_precision_callbacks.statistics.names import Request
 from te_precision_callbacks.statistics.schedule import Schedule
 
 
-class _Steps(Level):
+class Spans(Level):
     start_step: StrictInt | None = Field(0, ge=0, description="The first step, counted from 0.")
     end_step: StrictInt | None = Field(-1, ge=-1, description="The last step, inclusive. -1: no end.")
     start_end_list: Intervals | None = Field(
         None,
         description="Several ranges of steps, ends included, such as `[[0, 20], [80, 100]]`; `start_step` and"
-        " `end_step` are then ignored. An end of -1, in the last pair only: no end.",
+        " `end_step` are then ignored. An end of -1: no end.",
     )
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return Schedule.of(1, self.start_step, self.end_step, self.start_end_list)
 
     def check_target(self, nested: Nested) -> None:
         start, end = self.start_step or 0, self.end_step
@@ -44,41 +46,7 @@ class _Steps(Level):
         super().check_target(nested)
 
 
-class Spans(_Steps):
-    start_end_list: Intervals | None = Field(
-        None,
-        description="Instead of `start_step` and `end_step`: several ranges of steps, ends included, such as"
-        " `[[0, 20], [80, 100]]`. An end of -1, in the last pair only: no end.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_freq(cls, written: Any) -> Any:
-        if isinstance(written, Mapping) and "freq" in written:
-            raise Misfit(
-                ("freq",),
-                f"is {shown(written['freq'])}, but a feature that changes precision acts in whole spans of steps. Write"
-                " 'start_step' and 'end_step', or 'start_end_list', such as [[0, 99], [85000, -1]].",
-            )
-        return written
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        return Schedule.of(1, self.start_step, self.end_step, self.start_end_list)
-
-    def check_target(self, nested: Nested) -> None:
-        given = nested.merged()
-        other = next((key for key in ("start_step", "end_step") if key in given), None)
-        if given.get("start_end_list") is not None and other is not None:
-            raise Misfit(
-                nested.path("start_end_list"),
-                f"is {shown(self.start_end_list)}, and {other!r} is {shown(given[other])}: they contradict each other."
-                " Keep 'start_end_list', or 'start_step' and 'end_step'.",
-            )
-        super().check_target(nested)
-
-
-class Scheduled(_Steps):
+class Scheduled(Spans):
     freq: StrictInt = Field(
         1,
         ge=1,
@@ -241,5 +209,4 @@ class LoggedTensor(Scheduled, OneTensor[NameT], Generic[NameT]):
         return tuple(request.of(self.tensor) for request in self.stats)
 
     def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
-        """Return the statistics for a step with, or without, quantization of the tensor."""
         return self.requests

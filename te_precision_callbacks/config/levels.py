@@ -7,7 +7,7 @@ which features receive with each call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -185,9 +185,31 @@ class FeatureSchema(Level):
     def every_target(self) -> tuple[Target[Level], ...]:
         return self.targets
 
-    @property
-    def targets(self) -> tuple[Target[Level], ...]:
-        return (Target(None, None, self, self.nested),)
+    @cached_property
+    def targets(self) -> tuple[Target[Any], ...]:
+        """One for each chosen tensor of each chosen GEMM; one for all if the feature chooses neither."""
+        return tuple(
+            self.target(gemm, tensor, nested)
+            for gemm, outer in self.choices("gemm", self.nested)
+            for tensor, nested in self.choices("tensor", outer)
+        )
+
+    def choices(self, what: Literal["tensor", "gemm"], nested: Nested) -> Iterable[tuple[str | None, Nested]]:
+        """Return each chosen tensor or GEMM with its keys; one None for a feature without the choice."""
+        if f"{what}s" not in type(self).model_fields:
+            return [(None, nested)]
+        choices = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
+        if not choices:
+            example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
+            raise Misfit(nested.here, f"has neither '{what}s' nor '{what}s_struct'. Write for example {example}.")
+        return choices
+
+    def target(self, gemm: str | None, tensor: str | None, nested: Nested) -> Target[Any]:
+        named = {"gemm": gemm} if tensor is None else {"tensor": tensor}
+        if gemm is None and tensor is None:
+            return Target(None, None, self, nested)
+        item: Any = item_of(type(self).model_fields["gemms_struct" if tensor is None else "tensors_struct"])
+        return Target(tensor, gemm, item.of(nested, self, **named), nested)
 
     def effect(self) -> Effect:
         return Effect()
@@ -201,25 +223,6 @@ class FeatureSchema(Level):
         return {} if all(schedule == EVERY_STEP for schedule in by_target.values()) else by_target
 
 
-def _refuse_twice(choices: Sequence[tuple[str, Nested]], what: str) -> None:
-    seen: set[str] = set()
-    for name, nested in choices:
-        if what in nested.levels[-1][1]:
-            if name in seen:
-                raise Misfit(
-                    (*nested.here, what), f"is {name!r} a second time; put all keys for {name!r} into one item."
-                )
-            seen.add(name)
-
-
-def _chosen(nested: Nested, what: Literal["tensor", "gemm"]) -> list[tuple[str, Nested]]:
-    choices = [(name, inner) for name, inner in nested.chosen(what) if name is not None]
-    if not choices:
-        example = "gemms: [fprop]" if what == "gemm" else "tensors: [activation, weight]"
-        raise Misfit(nested.here, f"has neither '{what}s' nor '{what}s_struct'. Write for example {example}.")
-    return choices
-
-
 class TensorChoice(Level, Generic[NameT, TensorItemT]):
     tensors: ListOf[NameT] = Field(
         default_factory=list, description="Tensors that the feature acts on. One name needs no brackets."
@@ -229,10 +232,6 @@ class TensorChoice(Level, Generic[NameT, TensorItemT]):
         description="Instead of `tensors`: an item for each tensor, with `tensor` and keys that apply to that tensor"
         " only.",
     )
-
-    def target(self, gemm: str | None, tensor: str, nested: Nested) -> Target[TensorItemT]:
-        item: Any = item_of(type(self).model_fields["tensors_struct"])
-        return Target(tensor, gemm, item.of(nested, self, tensor=tensor), nested)
 
 
 class GemmChoice(Level, Generic[GemmItemT]):
@@ -244,18 +243,6 @@ class GemmChoice(Level, Generic[GemmItemT]):
         description="Instead of `gemms`: an item for each GEMM, with `gemm` and keys that apply to that GEMM only.",
     )
 
-    @cached_property
-    def chosen_gemms(self) -> Mapping[str, Nested]:
-        """Each chosen GEMM with its keys; raises Misfit without any, or for a GEMM with two items."""
-        choices = _chosen(self.nested, "gemm")
-        _refuse_twice(choices, "gemm")
-        return dict(choices)
-
-    def gemm_targets(self) -> tuple[Target[GemmItemT], ...]:
-        item: Any = item_of(type(self).model_fields["gemms_struct"])
-        chosen = self.chosen_gemms.items()
-        return tuple(Target(None, gemm, item.of(nested, self, gemm=gemm), nested) for gemm, nested in chosen)
-
 
 class OneTensor(Level, Generic[NameT]):
     tensor: NameT = Field(description="The tensor that the item is for.")
@@ -266,29 +253,17 @@ class OneGemm(Level):
 
 
 class ObservingFeatureSchema(TensorChoice[NameT, TensorItemT], FeatureSchema, Generic[NameT, TensorItemT]):
-    @cached_property
-    def targets(self) -> tuple[Target[TensorItemT], ...]:
-        return tuple(self.target(None, tensor, nested) for tensor, nested in _chosen(self.nested, "tensor"))
+    """A feature that looks at tensors and changes none."""
 
 
 class ModifyingFeatureSchema(
     TensorChoice[NameT, TensorItemT], GemmChoice[GemmItemT], FeatureSchema, Generic[NameT, TensorItemT, GemmItemT]
 ):
-    @cached_property
-    def targets(self) -> tuple[Target[TensorItemT], ...]:
-        return tuple(
-            self.target(gemm, tensor, nested)
-            for gemm, outer in self.chosen_gemms.items()
-            for tensor, nested in _chosen(outer, "tensor")
-        )
-
     def modifies(self) -> tuple[Pair, ...]:
         listed = ((str(target.gemm), str(target.tensor)) for target in self.targets)
         return tuple((gemm, tensor) for gemm, tensor in listed if tensor in TAKES_PART[gemm])
 
     def check(self) -> None:
-        for outer in self.chosen_gemms.values():
-            _refuse_twice(_chosen(outer, "tensor"), "tensor")
         super().check()
         if not self.modifies():
             raise Misfit((), f"can never act: {self._idle()}.")
@@ -297,8 +272,8 @@ class ModifyingFeatureSchema(
         listed = dict.fromkeys(repr(target.tensor) for target in self.targets)
         possible = names(type(self).model_fields["tensors"])
         has = {
-            gemm: ", ".join(repr(tensor) for tensor in TAKES_PART[gemm] if tensor in possible)
-            for gemm in self.chosen_gemms
+            target.gemm: ", ".join(repr(tensor) for tensor in TAKES_PART[str(target.gemm)] if tensor in possible)
+            for target in self.targets
         }
         gemms = "; ".join(f"{gemm!r} has {tensors}" for gemm, tensors in has.items())
         return f"none of its tensors ({', '.join(listed)}) takes part in its GEMMs. {gemms}"

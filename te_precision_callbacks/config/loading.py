@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +14,11 @@ from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.checking import read_features
 from te_precision_callbacks.config.effects import NAMESPACE, conflicts
 from te_precision_callbacks.config.planning import (
+    NamespacedFeatures,
     Plan,
     RegisteredFeatures,
     Section,
-    plan,
+    draft,
     resolve_features,
 )
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, raise_problems, shown
@@ -26,6 +28,8 @@ from te_precision_callbacks.config.yaml_text import Places, read_yaml
 
 if TYPE_CHECKING:
     from te_precision_callbacks.layers.naming import Layer
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG: dict[str, Any] = {
     "default_statistics": {
@@ -49,34 +53,11 @@ DEFAULT_CONFIG: dict[str, Any] = {
     }
 }
 """The default config: statistics of the GEMM operands of every TE layer, and of quantization losses. A session adds
-early steps (``early_steps.py``)."""
+early steps (``steps.py``)."""
 
 LAYER_NAMES = "layer_names"
 
 _SECTION_KEYS = ("enabled", "layers")
-
-_FORMATS_OF_OTHER_TOOLS = (
-    (
-        {"configs", "matchers"},
-        "Megatron-Core for --te-precision-config-file, which chooses the recipe of each module",
-        "Keep that file for Megatron, and write a config with sections of features for te-precision.",
-    ),
-    (
-        {"tensor_inspect"},
-        "Megatron-Bridge",
-        "Use the mapping, or the file, that its key 'tensor_inspect.features' has.",
-    ),
-    (
-        {"model_name_or_path", "stage"},
-        "LLaMA-Factory",
-        "Write the sections of features into a file of their own.",
-    ),
-    (
-        {"compute_environment", "mixed_precision"},
-        "Accelerate",
-        "Keep that file for Accelerate, and write the sections of features into a file of their own.",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -116,15 +97,28 @@ class Config:
         allow_unmatched: bool = False,
         layer_names: LayerNames | None = None,
     ) -> Plan:
-        """Plan which features act on each layer; see :func:`te_precision_callbacks.config.planning.plan`."""
-        sections, layer_names = self.enabled_sections, layer_names or self.layer_names
-        return plan(
-            sections,
-            layers,
-            registered,
-            allow_unmatched=allow_unmatched,
-            layer_names=layer_names,
-        )
+        """Plan which features act on each layer.
+
+        List entries of types or numbers that match no layer only cause a warning: a config may serve several models.
+
+        Args:
+            registered: the existing features.
+            allow_unmatched: warn about sections and names that match no layer, instead of raising.
+            layer_names: the names that selectors use; by default their paths.
+
+        Raises:
+            ConfigError: all problems: unknown features, selectors without a match, conflicts between sections or
+                features.
+        """
+        drafted = draft(self.enabled_sections, layers, registered, layer_names=layer_names or self.layer_names)
+        drafted.idle.warn(logger)
+        if allow_unmatched:
+            drafted.missing.warn(logger)
+        else:
+            with drafted.wrong.noted():
+                drafted.missing.raise_any()
+        drafted.wrong.raise_any()
+        return drafted.plan
 
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -162,7 +156,12 @@ def load_config(
     else:
         path = Path(source).expanduser()
         data, places = read_yaml(path, problems)
-    _check_format(data, places)
+    if not isinstance(data, Mapping):
+        what = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise ConfigError(
+            f"{places.name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers'"
+            " and features."
+        )
     known = known_features(feature.__name__ for feature in features)
     sections: list[Section] = []
     layer_names: LayerNames | None = None
@@ -174,19 +173,6 @@ def load_config(
                 sections.append(_section(str(key), body, places, known, others=bool(feature_dirs)))
     problems.raise_any()
     return Config(tuple(sections), path, layer_names, data)
-
-
-def _check_format(data: Any, places: Places) -> None:
-    if not isinstance(data, Mapping):
-        what = "is empty" if data is None else f"holds a {type(data).__name__}"
-        raise ConfigError(
-            f"{places.name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers'"
-            " and features."
-        )
-    for keys, tool, remedy in _FORMATS_OF_OTHER_TOOLS:
-        if keys <= data.keys():
-            named = " and ".join(map(repr, sorted(keys)))
-            raise ConfigError(f"{places.name} is a config of {tool} (it has {named}), not of te-precision. {remedy}")
 
 
 def _layer_names(value: Any, places: Places) -> LayerNames:
@@ -204,7 +190,7 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
         )
     place = functools.partial(places, name, "layers")
     if body.get("enabled") is False:
-        return Section(name, False, LayerSelector.of_no_layer(place), {}, places)
+        return Section(name, False, LayerSelector.selecting_nothing(place), {}, places)
     if "layers" not in body and any(name in features for features in known.values()):
         raise ConfigError(
             f"{places(name)}: {shown(name)} is a feature, and not a section. Put it into one: 'my_section:' with"
@@ -215,7 +201,7 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
         problems.add(f"{places(name)}: the key 'enabled' is missing.{meant_for('enabled', body)}")
     elif body["enabled"] is not True:
         problems.add(f"{places(name, 'enabled')}: 'enabled' must be True or False, not {shown(body['enabled'])}.")
-    selector = LayerSelector.of_no_layer(place)
+    selector = LayerSelector.selecting_nothing(place)
     misplaced = [key for key in SELECTOR_KEYS if key in body]
     for key in misplaced:
         problems.add(f"{places(name, key)}: {key!r} selects layers and belongs below 'layers:', not beside 'enabled'.")
@@ -246,3 +232,16 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
             raise_problems(conflicts([section], f"the layers of {shown(name)}"))
     problems.raise_any()
     return section
+
+
+def notes_of(config: Config) -> list[str]:
+    known = known_features()
+    return describe_idle_sections(config, [resolve_features(section, known) for section in config.enabled_sections])
+
+
+def describe_idle_sections(config: Config, features: Sequence[NamespacedFeatures]) -> list[str]:
+    sections = config.enabled_sections
+    if not sections:
+        return [f"The config ({config.name}) has no enabled section, so nothing is done."]
+    idle = (section for section, own in zip(sections, features, strict=True) if not any(own.values()))
+    return [f"{section.place()}: the section has no enabled feature, so it does nothing." for section in idle]

@@ -7,7 +7,6 @@ nvidia-dlfw-inspect receives exact layer names.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,6 @@ from te_precision_callbacks.config.yaml_text import Places
 
 if TYPE_CHECKING:
     from te_precision_callbacks.layers.naming import Layer
-
-logger = logging.getLogger(__name__)
 
 RegisteredFeatures = Mapping[str, Collection[str]]
 
@@ -62,7 +59,6 @@ class Section:
     effects: Mapping[str, Effect] = field(default_factory=dict)
 
     def place(self, *keys: str | int) -> str:
-        """Format the place of a key of this section, or of the key above: ``config.yaml, line 7 (section 'stats')``."""
         return self.places(self.name, *keys)
 
 
@@ -121,37 +117,6 @@ class Draft:
     idle: Problems
 
 
-def plan(
-    sections: Sequence[Section],
-    layers: Sequence[Layer],
-    registered: RegisteredFeatures,
-    *,
-    allow_unmatched: bool = False,
-    layer_names: LayerNames | None = None,
-) -> Plan:
-    """Plan which features act on each layer.
-
-    List entries of types or numbers that match no layer only cause a warning: a config may serve several models.
-
-    Args:
-        registered: the existing features.
-        allow_unmatched: warn about sections and names that match no layer, instead of raising.
-        layer_names: the names that selectors use; by default their paths.
-
-    Raises:
-        ConfigError: all problems: unknown features, selectors without a match, conflicts between sections or features.
-    """
-    drafted = draft(sections, layers, registered, layer_names=layer_names)
-    drafted.idle.warn(logger)
-    if allow_unmatched:
-        drafted.missing.warn(logger)
-    else:
-        with drafted.wrong.noted():
-            drafted.missing.raise_any()
-    drafted.wrong.raise_any()
-    return drafted.plan
-
-
 def draft(
     sections: Sequence[Section],
     layers: Sequence[Layer],
@@ -159,7 +124,7 @@ def draft(
     *,
     layer_names: LayerNames | None = None,
 ) -> Draft:
-    """Take the arguments of :func:`plan`, and collect problems; raises ConfigError for unknown features."""
+    """Take the arguments of :meth:`Config.plan`, and collect problems; raises ConfigError for unknown features."""
     problems = Problems()
     resolved: list[NamespacedFeatures] = []
     for section in sections:
@@ -285,8 +250,8 @@ def _merge(layer: Layer, hit: Sequence[Section], resolved: Sequence[NamespacedFe
     merged: dict[str, dict[str, FeatureOptions]] = {}
     owner: dict[tuple[str, str], Section] = {}
     problems = Problems()
-    for section, of_section in zip(hit, resolved, strict=True):
-        for namespace, features in of_section.items():
+    for section, section_features in zip(hit, resolved, strict=True):
+        for namespace, features in section_features.items():
             for feature, options in features.items():
                 first = owner.setdefault((namespace, feature), section)
                 if first is not section:

@@ -50,8 +50,6 @@ def shortened(text: str, most: int = 500) -> str:
 
 
 class Problems:
-    """Problems that are raised together."""
-
     def __init__(self) -> None:
         self.texts: list[str] = []
 

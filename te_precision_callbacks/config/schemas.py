@@ -149,12 +149,8 @@ backward_in_high_precision:
       gemms: [dgrad, wgrad]
 """
 
-    @cached_property
-    def targets(self) -> tuple[Target[DisableQuantizationGemmItem], ...]:
-        return self.gemm_targets()
-
     def effect(self) -> Effect:
-        return Effect(high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
+        return Effect(high_precision=tuple(str(target.gemm) for target in self.targets), schedules=self.schedules())
 
 
 class DisableFP8GEMM(DisableQuantizationGEMM):
@@ -282,7 +278,8 @@ what_if_gradients_were_e5m2:
 """
 
     def effect(self) -> Effect:
-        return Effect(self.modifies(), high_precision=tuple(self.chosen_gemms), schedules=self.schedules())
+        gemms = dict.fromkeys(str(target.gemm) for target in self.targets)
+        return Effect(self.modifies(), high_precision=tuple(gemms), schedules=self.schedules())
 
 
 class LogGemmErrorItem(GemmSampling, OneGemm):
@@ -307,10 +304,6 @@ gemm_error:
       gemms: [fprop, dgrad, wgrad]
       freq: 500
 """
-
-    @cached_property
-    def targets(self) -> tuple[Target[LogGemmErrorItem], ...]:
-        return self.gemm_targets()
 
 
 class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
@@ -352,14 +345,16 @@ dump_what_is_not_finite:
 
     @cached_property
     def targets(self) -> tuple[Target[DumpTensorsItem], ...]:
-        only_gemms = (self.gemms or self.gemms_struct) and not (self.tensors or self.tensors_struct)
-        return () if only_gemms else super().targets
+        if (self.gemms or self.gemms_struct) and not (self.tensors or self.tensors_struct):
+            return ()
+        return tuple(self.target(None, tensor, nested) for tensor, nested in self.choices("tensor", self.nested))
 
     @cached_property
     def of_gemms(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
         if not self.gemms and not self.gemms_struct:
             return ()
-        return tuple(replace(target, tensor=RESULT[cast(GemmName, target.gemm)]) for target in self.gemm_targets())
+        chosen = (self.target(gemm, None, nested) for gemm, nested in self.choices("gemm", self.nested))
+        return tuple(replace(target, tensor=RESULT[cast(GemmName, target.gemm)]) for target in chosen)
 
     @property
     def every_target(self) -> tuple[Target[Level], ...]:

@@ -92,7 +92,6 @@ class LayerIndex:
         return by_name
 
     def near(self, word: str, key: str) -> list[str]:
-        """Return names, parts of names or classes that are similar to a word that selects nothing."""
         names = [layer.name for layer in self.layers]
         whole = nearest(word, names) if key == EXACT or "." in word else []
         if key == EXACT:
@@ -148,7 +147,7 @@ class LayerSelector:
     place: Where
 
     @classmethod
-    def of_no_layer(cls, place: Where) -> LayerSelector:
+    def selecting_nothing(cls, place: Where) -> LayerSelector:
         return cls(None, None, None, None, place)
 
     @classmethod
@@ -186,7 +185,6 @@ class LayerSelector:
         return sorted(typed if numbered is None else typed & numbered)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
-        """Return the first index with a selected layer, else the first one."""
         return next((index for index in indexes if self.select(index)), indexes[0])
 
     def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
@@ -251,12 +249,10 @@ def _as_type(word: str, key: str, index: LayerIndex) -> str:
 def _no_number(first: int, last: int, index: LayerIndex) -> str:
     if not index.numbers:
         return "no layer has a number in its name."
-    there = f"The numbers go from {index.numbers[0]} to {index.numbers[-1]}."
-    if first == last:
-        return f"no layer has the number {first}. {there}"
-    if not index.numbered(first, last):
-        return f"no layer has a number from {first} to {last}. {there}"
-    return f"'{first}-{last}' goes beyond the layers. {there}"
+    what = f"no layer has a number from {first} to {last}"
+    if index.numbered(first, last):
+        what = f"'{first}-{last}' goes beyond the layers"
+    return f"{what}. The numbers go from {index.numbers[0]} to {index.numbers[-1]}."
 
 
 def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:

@@ -75,9 +75,12 @@ def _text_of(path: Path, what: str) -> str:
             content = file.read(MOST_BYTES + 1)
         text = content.decode("utf-8") if len(content) <= MOST_BYTES else None
     except FileNotFoundError:
+        folder = path.absolute().parent
+        present = {entry.stem: shown(entry.name) for entry in folder.glob("*.y*ml")}
+        close = " or ".join(present[stem] for stem in nearest(path.stem, present))  # an ending is no similarity
         raise ConfigError(
-            f"The {what} file {shown(str(path))} does not exist (looked in {shown(str(path.absolute().parent))})."
-            + _similar_files(path)
+            f"The {what} file {shown(str(path))} does not exist (looked in {shown(str(folder))})."
+            + (f" Did you mean {close}?" if close else "")
         ) from None
     except IsADirectoryError:
         raise ConfigError(f"The {what} {shown(str(path))} is a folder. Give the path of a YAML file.") from None
@@ -88,16 +91,6 @@ def _text_of(path: Path, what: str) -> str:
             f"The {what} file {shown(str(path))} has more than {MOST_BYTES:,} bytes. Is it the right one?"
         )
     return text
-
-
-def _similar_files(path: Path) -> str:
-    try:
-        present = [entry.name for entry in path.absolute().parent.iterdir() if entry.suffix in (".yaml", ".yml")]
-    except OSError:
-        return " That folder does not exist either."
-    stems = {Path(name).stem: name for name in present}
-    close = [shown(stems[stem]) for stem in nearest(path.stem, stems)]  # an ending is no similarity
-    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 class _Index:

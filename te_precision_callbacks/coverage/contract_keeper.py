@@ -23,7 +23,7 @@ from te_precision_callbacks.coverage.coverage import (
     Product,
     Reason,
     StateRow,
-    left_out_in_words,
+    list_uncounted,
     percent,
 )
 from te_precision_callbacks.layers.folding import in_sentence
@@ -50,8 +50,8 @@ class PrecisionContractError(PrecisionDebugError, RuntimeError):
 class ContractKeeper:
     """Checks a run's contract, with the same result on all ranks that reduce together.
 
-    A change of precision on any rank travels with the statistics of a step. In a step without statistics the check
-    waits for a step of the contract, or for the next multiple of :data:`ASKING`.
+    A change on any rank travels with the statistics of a step; without them the check waits for a step of the contract,
+    or for the next multiple of :data:`ASKING`.
     """
 
     def __init__(self, contract: Contract, on_broken: OnBroken) -> None:
@@ -65,9 +65,7 @@ class ContractKeeper:
         self._incomplete: dict[int, None] = {}
 
     def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
-        """Announce to the other ranks whether there is something to check; ``changes`` counts this rank's changes so
-        far.
-        """
+        """Announce to the other ranks whether there is something to check; ``changes`` counts this rank's changes."""
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
         self._changes = changes
@@ -129,17 +127,17 @@ class ContractKeeper:
 
         Args:
             coverage_at: returns this rank's products in a step.
-            coverage: the products of the last step, with known products of other ranks.
+            coverage: the products of the last step, on all ranks if known.
             why_not: the reason if there is nothing to check.
-            raises: False if another exception ends the run; else a PrecisionContractError is raised.
+            raises: False if another exception ends the run.
         """
         raises = raises and self._on_broken == "raise"
         for step in self._incomplete:  # later steps may have shown what these ran
-            of_step = coverage_at(step)
-            broken = [] if of_step.is_incomplete else broken_clauses(self._contract, of_step)
-            self._unchecked = left_out(self._contract, of_step) or self._unchecked
+            step_coverage = coverage_at(step)
+            broken = [] if step_coverage.is_incomplete else broken_clauses(self._contract, step_coverage)
+            self._unchecked = left_out(self._contract, step_coverage) or self._unchecked
             if broken:
-                return self._report_broken(broken, of_step, f"in step {step}, checked at its end", raises=raises)
+                return self._report_broken(broken, step_coverage, f"in step {step}, checked at its end", raises=raises)
         if self._checked_until < changes or not coverage:
             if not coverage and not coverage.state:
                 if self._checked_until >= 0:
@@ -148,7 +146,7 @@ class ContractKeeper:
                 return self._report(message, coverage, raises=raises)
             self._checked_until = changes
             self._unchecked = left_out(self._contract, coverage) or self._unchecked
-            state = _broken_state(self._contract, coverage.state, of_all=not ranks.several)
+            state = _broken_state(self._contract, coverage.state, all_seen=not ranks.several)
             broken = [*broken_clauses(self._contract, coverage), *state]
             when = "checked at its end, without any step()"
             if self._first is not None:
@@ -166,7 +164,7 @@ class ContractKeeper:
         if offenders:
             message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
         if coverage.is_estimate:
-            message += f"\nNot counted: {'; '.join(left_out_in_words(coverage))}."
+            message += f"\nNot counted: {'; '.join(list_uncounted(coverage))}."
         return self._report(message, coverage, raises=raises)
 
     def _report(self, message: str, coverage: Coverage, *, raises: bool) -> str:
@@ -180,7 +178,7 @@ class ContractKeeper:
 
 def left_out(contract: Contract, coverage: Coverage) -> str:
     """The reason if the shares of a contract cannot be checked; empty if they can."""
-    texts = left_out_in_words(coverage)
+    texts = list_uncounted(coverage)
     if not contract.share or not texts:
         return ""
     return (
@@ -213,8 +211,8 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
 
 def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
     for pattern, precision in contract.layers.items():
-        of_pattern = [product for product in coverage if product.macs and re.search(pattern, product.layer)]
-        others = [product for product in of_pattern if product.precision not in PRECISIONS[precision]]
+        matching = [product for product in coverage if product.macs and re.search(pattern, product.layer)]
+        others = [product for product in matching if product.precision not in PRECISIONS[precision]]
         if others:
             first = max(others, key=lambda product: product.macs)
             more = f", and {len(others) - 1} more GEMMs" if len(others) > 1 else ""
@@ -224,13 +222,13 @@ def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
             )
 
 
-def _broken_state(contract: Contract, state: Iterable[StateRow], *, of_all: bool = True) -> Iterator[str]:
+def _broken_state(contract: Contract, state: Iterable[StateRow], *, all_seen: bool = True) -> Iterator[str]:
     kept: dict[str, dict[str, None]] = {}
     for row in state:
         kept.setdefault(row.subject, {})[row.dtype] = None
     for subject, dtype in contract.state.items():
         others = [other for other in kept.get(subject, ()) if other != dtype]
-        if others or (of_all and subject not in kept):
+        if others or (all_seen and subject not in kept):
             what = f"some are {', '.join(others)}" if others else "none was seen"
             yield f"{subject} must be {dtype}: {what}."
 
@@ -251,12 +249,12 @@ _HALVES = {"forward": False, "backward": True}
 
 def _offenders(coverage: Coverage) -> list[str]:
     whole = coverage.macs()
-    of_layer: dict[tuple[str, str, Reason | None, str], list[Product]] = {}
+    by_cause: dict[tuple[str, str, Reason | None, str], list[Product]] = {}
     for product in coverage:
         if product.macs and not product.is_low:
             key = product.layer, product.precision, product.reason, product.why
-            of_layer.setdefault(key, []).append(product)
-    rows = sorted(of_layer.items(), key=lambda row: -sum(product.macs for product in row[1]))
+            by_cause.setdefault(key, []).append(product)
+    rows = sorted(by_cause.items(), key=lambda row: -sum(product.macs for product in row[1]))
     texts = []
     for (layer, precision, reason, why), products in rows[:_MOST_OFFENDERS]:
         share = percent(sum(product.macs for product in products) / whole)
@@ -288,10 +286,8 @@ class _Entry:
 
 
 def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: bool = False) -> list[Product]:
-    """The products of all ranks, each with the sizes of its first rank. All ranks must call it alike.
-
-    ``kind`` is a name, equal on all ranks; with ``of_one``, products get the mean multiply-adds of a rank, not their
-    sum.
+    """The products of all ranks, each with the sizes of its first rank. All ranks must call it, with an equal ``kind``.
+    With ``of_one``, products get the mean multiply-adds of a rank, not their sum.
     """
     macs: dict[_Entry, int] = {}
     for product in own:
@@ -309,8 +305,8 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, of_one: 
         macs[entry] = macs.get(entry, 0) + product.macs
     added = _added({entry: (count, 1) for entry, count in macs.items()}, ranks, kind, _Entry)
     return [
-        replace(entry.product, macs=round(of_all / max(count, 1)) if of_one else of_all)
-        for entry, (of_all, count) in added.items()
+        replace(entry.product, macs=round(total / max(count, 1)) if of_one else total)
+        for entry, (total, count) in added.items()
     ]
 
 

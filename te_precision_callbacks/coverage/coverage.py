@@ -2,7 +2,6 @@
 
 coverage = session.coverage()
 coverage.share("fp8")                          # 0.914, of all multiply-adds
-coverage.share("fp8", gemm="wgrad")
 print(coverage)                                # FP8 in 91.4 % of the multiply-adds (fprop 94.2, ...); ...
 for product in coverage:
     print(product.layer, product.gemm, product.precision, product.macs, product.reason)
@@ -112,7 +111,6 @@ class Product:
 
     @classmethod
     def uncounted(cls, layer: str, family: Family, what: str, *, backward: bool = False) -> Product:
-        """An operator or kernel that ran and is not counted; ``what`` has the reason."""
         return cls(layer, family, "other", backward, 0, 0, 0, 1, 0, 0, {}, "uncounted", what)
 
     @functools.cached_property
@@ -149,8 +147,8 @@ def _widest(formats: tuple[str, ...]) -> str:
 @functools.cache
 def _format_name(formats: tuple[str, ...]) -> str:
     widest = _widest(formats)
-    of_fp8 = [text for text in formats if precision_of(text) == "fp8"]
-    return "FP8 block" if widest == "fp8" and all(text.startswith("FP8 block") for text in of_fp8) else widest.upper()
+    in_fp8 = [text for text in formats if precision_of(text) == "fp8"]
+    return "FP8 block" if widest == "fp8" and all(text.startswith("FP8 block") for text in in_fp8) else widest.upper()
 
 
 @functools.cache
@@ -213,8 +211,10 @@ class Coverage(tuple[Product, ...]):
         meant = None if precision is None else PRECISIONS[precision]
         return sum(
             macs
-            for (of_precision, of_gemm, of_backward), macs in self._sums.items()
-            if (meant is None or of_precision in meant) and gemm in (None, of_gemm) and backward in (None, of_backward)
+            for (its_precision, its_gemm, its_backward), macs in self._sums.items()
+            if (meant is None or its_precision in meant)
+            and gemm in (None, its_gemm)
+            and backward in (None, its_backward)
         )
 
     @functools.cached_property
@@ -258,7 +258,7 @@ class Coverage(tuple[Product, ...]):
 
     def __str__(self) -> str:
         whole = self.macs()
-        left = [f"not counted: {text}" for text in left_out_in_words(self)]
+        left = [f"not counted: {text}" for text in list_uncounted(self)]
         left += [] if self.has_backward or not whole else [_NO_BACKWARD]
         if not whole:
             return "; ".join(["No matrix product has been seen", *left])
@@ -270,21 +270,21 @@ class Coverage(tuple[Product, ...]):
                 low.setdefault(product.format_name, defaultdict(int))[product.gemm] += product.macs
         texts = []
         for name in sorted(low, key=_LOW_NAMES.index) or ["FP8"]:
-            of_gemm = low.get(name, {})
-            share = percent(sum(of_gemm.values()) / whole)
+            by_gemm = low.get(name, {})
+            share = percent(sum(by_gemm.values()) / whole)
             wholes = {gemm: self.macs(gemm=gemm) for gemm in GEMMS}
-            apart = [f"{gemm} {percent(of_gemm.get(gemm, 0) / macs)}" for gemm, macs in wholes.items() if macs]
+            apart = [f"{gemm} {percent(by_gemm.get(gemm, 0) / macs)}" for gemm, macs in wholes.items() if macs]
             listed = f" ({', '.join(apart)})" if apart else ""
             texts.append(f"{name} in {share} % of the multiply-adds{held}{listed}")
         high = self.in_high_precision
         for precision in dict.fromkeys(product.precision for product in high):
-            of_precision = [product for product in high if product.precision == precision]
-            share = percent(sum(product.macs for product in of_precision) / whole)
-            texts.append(f"{share} % in {precision.upper()}: {', '.join(_causes(of_precision))}")
+            products = [product for product in high if product.precision == precision]
+            share = percent(sum(product.macs for product in products) / whole)
+            texts.append(f"{share} % in {precision.upper()}: {', '.join(_causes(products))}")
         return "; ".join([*texts, *left])
 
 
-def left_out_in_words(coverage: Coverage) -> list[str]:
+def list_uncounted(coverage: Coverage) -> list[str]:
     texts = [f"{what} ({in_sentence(*layers, most=2)})" for what, layers in coverage.not_counted.items()]
     return texts[:_MOST_CAUSES] + ([f"and {len(texts) - _MOST_CAUSES} more"] if len(texts) > _MOST_CAUSES else [])
 

@@ -1,15 +1,14 @@
 """The observed precision of each GEMM of a run, by iteration.
 
-A run may change precision in every step, so an entry of a layer is a few numbers that refer to shared facts.
+A run may change precision in every step, so a change of a layer refers to facts that layers share.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,11 +31,9 @@ class GemmPrecision:
     Attributes:
         operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``. Several formats in a run are joined by arrows
             in the order of their first step. Empty for a GEMM that has not run.
-        seen: whether all of these formats were seen on the tensors passed to the GEMM. Otherwise some are formats of
-            the quantizers.
-        not_run: the reason if the GEMM has not run in training, one of :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
-            :data:`NO_GRADIENT` and :data:`NO_BACKWARD`; else empty. NO_BACKWARD is reported only for steps that observe
-            the layer, if a backward has reached other parts of the model.
+        seen: whether all of these formats were seen on the tensors passed to the GEMM, not derived from quantizers.
+        not_run: the reason if the GEMM has not run in training: :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
+            :data:`NO_GRADIENT`, or, only for steps that observe the layer, :data:`NO_BACKWARD`; else empty.
         since: the first debug iteration with these facts; in ``session.precision``, the first one of the GEMM.
         until: the last debug iteration with these facts; None while they hold.
         recipe: ``fp8_delayed_scaling``, ``fp8_current_scaling``, ``mxfp8``, ``fp8_block_scaling``, ``nvfp4``, the class
@@ -78,8 +75,8 @@ class Precision(AnyIteration[GemmPrecision]):
     session.precision              # all formats that each GEMM had
     session.precision(at=120)      # the formats in iteration 120, with first and last iteration
 
-    A GEMM that did not run has the reason in ``not_run``. A layer without a forward in the iteration keeps its previous
-    precision; so do the GEMMs of the backward in an iteration without one, such as a skipped batch.
+    A layer without a forward in the iteration keeps its previous precision; so do the GEMMs of the backward in an
+    iteration without one, such as a skipped batch.
     """
 
 
@@ -104,57 +101,42 @@ class GemmFact(NamedTuple):
         return self.not_run not in ("", NO_BACKWARD)
 
 
-_Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bool]
-
 LayerFacts = tuple[GemmFact | None, ...]
 
 _UNKNOWN: LayerFacts = (None,) * len(GEMMS)
 
 
-class _Entries:
-    """The entries of one layer: first iteration, number of its facts, and flags for GEMMs with seen operands, and for
-    a forward inside ``te.autocast(enabled=False)``.
-
-    Attributes:
-        met: all numbers of facts in the order of their first iteration, with the union of their flags.
+class _Change(NamedTuple):
+    """The facts of a layer from an iteration on; ``flags`` has a bit for each GEMM with seen operands, and one for a
+    forward inside ``te.autocast(enabled=False)``.
     """
 
-    def __init__(self) -> None:
-        self.since, self.facts, self.flags = array("q"), array("q"), bytearray()
-        self.met: dict[int, int] = {}
+    since: int
+    facts: LayerFacts
+    flags: int
 
-    def put(self, iteration: int, facts: int, flags: int) -> None:
-        """Add facts that hold from an iteration on; replaces an entry of the same iteration."""
-        self.met[facts] = self.met.get(facts, 0) | flags
-        if self.since and self.since[-1] == iteration:
-            self.facts[-1], self.flags[-1] = facts, flags | (self.flags[-1] if facts == self.facts[-1] else 0)
-        elif self.since and self.facts[-1] == facts:
-            self.flags[-1] |= flags
-        else:
-            self.since.append(iteration)
-            self.facts.append(facts)
-            self.flags.append(flags)
 
-    @property
-    def key(self) -> tuple[bytes, bytes, bytes, tuple[int, ...]]:
-        return self.since.tobytes(), self.facts.tobytes(), bytes(self.flags), tuple(self.met.values())
+class _Span(NamedTuple):
+    """A fact about a GEMM, with the first and the last iteration (None while it holds)."""
 
-    def cut(self, iteration: int) -> None:
-        number = bisect_left(self.since, iteration)
-        del self.since[number:], self.facts[number:], self.flags[number:]
+    gemm: GemmName
+    fact: GemmFact
+    seen: bool
+    excluded: bool
+    since: int
+    until: int | None
 
 
 class PrecisionHistory:
     def __init__(self, iterations: Iterations) -> None:
         self._iterations = iterations
-        self._layers: dict[str, _Entries] = {}
-        self._facts: list[LayerFacts] = []
-        self._numbers: dict[LayerFacts, int] = {}
+        self._layers: dict[str, list[_Change]] = {}
+        self._facts: dict[LayerFacts, LayerFacts] = {}  # each once, for all layers and iterations
         self.changes = 0
 
     @property
     def has_changed(self) -> bool:
-        return any(len(entries.since) > 1 for entries in self._layers.values())
+        return any(len(changes) > 1 for changes in self._layers.values())
 
     @property
     def last(self) -> int | None:
@@ -162,8 +144,8 @@ class PrecisionHistory:
 
     def ran(self, iteration: int) -> None:
         if self._iterations.ran(iteration):
-            for entries in self._layers.values():
-                entries.cut(iteration)
+            for layer, changes in self._layers.items():
+                self._layers[layer] = [change for change in changes if change.since < iteration]
 
     def put(
         self,
@@ -181,85 +163,87 @@ class PrecisionHistory:
         flags = sum(1 << GEMMS.index(gemm) for gemm in seen) | (_EXCLUDED if excluded else 0)
         before = self.now(layer)
         after = tuple(facts.get(gemm, fact) for gemm, fact in zip(GEMMS, before, strict=True))
-        number = self._numbers.setdefault(after, len(self._facts))
-        if number == len(self._facts):
-            self._facts.append(after)
+        after = self._facts.setdefault(after, after)
         self.changes += after != before
-        self._layers.setdefault(layer, _Entries()).put(iteration, number, flags)
+        changes = self._layers.setdefault(layer, [])
+        last = changes[-1] if changes else None
+        if last is not None and last.facts == after:
+            changes[-1] = last._replace(flags=last.flags | flags)
+        elif last is not None and last.since == iteration:
+            changes[-1] = _Change(iteration, after, flags)
+        else:
+            changes.append(_Change(iteration, after, flags))
 
     def now(self, layer: str) -> LayerFacts:
-        entries = self._layers.get(layer)
-        return _UNKNOWN if entries is None or not entries.since else self._facts[entries.facts[-1]]
-
-    def _met(self, entries: _Entries, column: int) -> dict[GemmFact, bool]:
-        seen: dict[GemmFact, bool] = {}
-        for number, flags in entries.met.items():
-            fact = self._facts[number][column]
-            if fact is not None:
-                seen[fact] = seen.get(fact, False) or bool(flags >> column & 1)
-        return seen
+        changes = self._layers.get(layer)
+        return changes[-1].facts if changes else _UNKNOWN
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs in an iteration; raises IterationError if it has not run."""
         self._iterations.require("precision", iteration)
 
-        def fields(entries: _Entries) -> Iterator[_Fields]:
-            for span in self._spans(entries):
-                since, until = span[4], span[5]
-                if since <= iteration and (until is None or iteration <= until):
-                    yield span
+        def here(changes: Sequence[_Change]) -> Iterator[Sequence[_Span]]:
+            for span in _spans(changes):
+                if span.since <= iteration and (span.until is None or iteration <= span.until):
+                    yield (span,)
 
-        return self._by_layer(fields)
+        return self._by_layer(here)
 
     def spans(self) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs, one entry for each span of iterations; only the last :data:`MOST_SPANS` changes
         of a layer.
         """
-        return self._by_layer(lambda entries: self._spans(entries, max(0, len(entries.since) - MOST_SPANS)))
+        return self._by_layer(lambda changes: ((span,) for span in _spans(changes[-MOST_SPANS:])))
 
     def whole(self) -> Iterator[GemmPrecision]:
-        return self._by_layer(self._whole)
 
-    def _by_layer(self, fields: Callable[[_Entries], Iterable[_Fields]]) -> Iterator[GemmPrecision]:
-        """Apply a function to all layers. Most of thousands have the same entries, so each result is computed once."""
+        def by_gemm(changes: Sequence[_Change]) -> Iterator[Sequence[_Span]]:
+            for _, spans in itertools.groupby(_spans(changes), key=lambda span: span.gemm):
+                yield tuple(spans)
+
+        return self._by_layer(by_gemm)
+
+    def _by_layer(self, grouped: Callable[[Sequence[_Change]], Iterable[Sequence[_Span]]]) -> Iterator[GemmPrecision]:
+        """Yield an entry for each group of spans. Most of thousands of layers have the same changes, which are grouped
+        once.
+        """
         known: dict[object, list[_Fields]] = {}
-        for layer, entries in self._layers.items():
-            key = entries.key
+        for layer, changes in self._layers.items():
+            key = tuple((since, id(facts), flags) for since, facts, flags in changes)
             if key not in known:
-                known[key] = list(fields(entries))
-            for values in known[key]:
-                yield GemmPrecision(layer, *values)
+                known[key] = [_merged(spans) for spans in grouped(changes)]
+            for fields in known[key]:
+                yield GemmPrecision(layer, *fields)
 
-    def _spans(self, entries: _Entries, first: int = 0) -> Iterator[_Fields]:
-        since: list[int | None] = [*entries.since, None]
-        for column, gemm in enumerate(GEMMS):
-            begin = first
-            for fact, alike in itertools.groupby(self._facts[number][column] for number in entries.facts[first:]):
-                end = begin + len(list(alike))
-                begun, after, flags = since[begin], since[end], entries.flags[begin:end]
-                begin = end
-                if fact is None or begun is None:
-                    continue
-                operands, recipe = _joined([fact])
-                seen = any(bits >> column & 1 for bits in flags)
-                until = None if after is None else after - 1
-                yield gemm, operands, seen, fact.not_run, begun, until, recipe, _is_excluded(flags, recipe)
 
-    def _whole(self, entries: _Entries) -> Iterator[_Fields]:
-        for column, gemm in enumerate(GEMMS):
-            facts = self._met(entries, column)
-            ran = [fact for fact in facts if fact.operands]
-            if not facts:
-                continue
-            entry = zip(entries.since, entries.facts, strict=True)
-            since = next((since for since, number in entry if self._facts[number][column] is not None), 0)
-            if ran:
-                operands, recipe = _joined(ran)
-                seen = all(facts[fact] for fact in ran)
-                yield gemm, operands, seen, "", since, None, recipe, _is_excluded(entries.flags, recipe)
-            else:
-                reasons = [fact.not_run for fact in facts if fact.is_left_out]
-                yield gemm, {}, False, reasons[-1] if reasons else NO_BACKWARD, since, None, "", False
+def _spans(changes: Sequence[_Change]) -> Iterator[_Span]:
+    for column, gemm in enumerate(GEMMS):
+        begin = 0
+        for fact, alike in itertools.groupby(change.facts[column] for change in changes):
+            end = begin + len(list(alike))
+            flags = functools.reduce(operator.or_, (change.flags for change in changes[begin:end]))
+            until = changes[end].since - 1 if end < len(changes) else None
+            if fact is not None:
+                seen, excluded = bool(flags >> column & 1), bool(flags & _EXCLUDED)
+                yield _Span(gemm, fact, seen, excluded, changes[begin].since, until)
+            begin = end
+
+
+_Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bool]
+
+
+def _merged(spans: Sequence[_Span]) -> _Fields:
+    """Merge the facts about one GEMM: all of its formats, or else its last reason for not running."""
+    seen: dict[GemmFact, bool] = {}
+    for span in spans:
+        seen[span.fact] = seen.get(span.fact, False) or span.seen
+    ran = [fact for fact in seen if fact.operands]
+    operands, recipe = _joined(ran)
+    reasons = [span.fact.not_run for span in spans if span.fact.is_left_out] or [NO_BACKWARD]
+    is_seen = bool(ran) and all(seen[fact] for fact in ran)
+    not_run = "" if ran else reasons[-1]
+    excluded = recipe == HIGH_PRECISION and any(span.excluded for span in spans)
+    return spans[0].gemm, operands, is_seen, not_run, spans[0].since, spans[-1].until, recipe, excluded
 
 
 def _joined(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:
@@ -273,7 +257,3 @@ def _joined(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:
 
 def _arrow(texts: Iterable[str]) -> str:
     return " -> ".join(dict.fromkeys(texts))
-
-
-def _is_excluded(flags: bytes | bytearray, recipe: str) -> bool:
-    return recipe == HIGH_PRECISION and any(bits & _EXCLUDED for bits in flags)

@@ -101,10 +101,8 @@ class CoverageHistory:
         step: CountedStep,
         facts: Callable[[], Mapping[str, HighPrecisionFacts]],
     ) -> None:
-        """Record the calls of a step, which hold until a step differs.
-
-        A step without a backward, such as a skipped batch, counts as the step before it; before the first backward, as
-        the step after it.
+        """Record the calls of a step, which hold until a step differs. A step without a backward, such as a skipped
+        batch, counts as the step before it; before the first backward, as the step after it.
         """
         self._counted = [counted for counted in self._counted if counted.since < iteration]
         last = self._counted[-1] if self._counted else None
@@ -270,7 +268,7 @@ def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[Kept, ...]]:
         for feature, effect in section.effects.items():
             replaced = () if effect.quantizes else tuple(gemm for gemm, _ in effect.modifies)
             for gemm in dict.fromkeys((*effect.high_precision, *replaced)):
-                steps = f", {effect.steps_in_words(gemm)}" if effect.schedules else ""
+                steps = f", {effect.format_steps(gemm)}" if effect.schedules else ""
                 keeping = Kept(f"{feature} in {section.place()}{steps}", effect.steps(gemm))
                 kept[gemm] = (*kept.get(gemm, ()), keeping)
     return kept

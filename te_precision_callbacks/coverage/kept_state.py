@@ -53,9 +53,8 @@ class KeptState:
         self._parameters = tuple(dict.fromkeys(parameter for root in roots for parameter in root.parameters()))
 
     def note_reduced(self, operator: str, arguments: Sequence[Any]) -> None:
-        """Count the input of one of :data:`REDUCING` in a backward, if it holds gradients of parameters.
-
-        These are reduced after the autograd nodes that accumulate them. Tensor-parallel layers reduce in other nodes.
+        """Count the input of one of :data:`REDUCING` in a backward, if it holds gradients of parameters, which autograd
+        nodes that accumulate them reduce. Tensor-parallel layers reduce in other nodes.
         """
         node = torch._C._current_autograd_node()
         if node is None or node.name() in _NODES_OF_PARAMETERS:
@@ -63,7 +62,6 @@ class KeptState:
                 self.reduced.append((self._call_now(), _type(tensor), _bytes(tensor)))
 
     def rows(self) -> tuple[StateRow, ...]:
-        """All rows; the reductions of a counted call count for all calls that it represents."""
         self._add("parameter", self._parameters)
         tensors: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()

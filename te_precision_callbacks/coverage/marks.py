@@ -1,9 +1,8 @@
 """Marks on the memory of tensors, and on autograd nodes.
 
-All views of a tensor share a mark, which ends with the memory. A node keeps the products of the forward whose gradients
-it computes in ``torch.autograd.graph.Node.metadata``, since autograd numbers nodes by thread, and on a GPU the backward
-and its recomputation run in the thread of the device. In its own thread the number finds the node: autograd makes it
-before it calls the kernel, and attaches it to the result after it.
+All views of a tensor share a mark, which ends with the memory. ``torch.autograd.graph.Node.metadata`` keeps the
+products of the forward whose gradients a node computes, since autograd numbers nodes by thread, and a backward may run
+in another one. In the forward's thread the number finds the node, which autograd makes before it calls the kernel.
 
 Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_nr``.
 """
@@ -91,7 +90,7 @@ def mark_call(results: Iterable[Any], mark: object) -> bool:
     return marked
 
 
-def found_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[Any]]]:
+def marks_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[Any]]]:
     """Yield the marks of calls, and the products, that a backward from these tensors or edges reaches first."""
     nodes = [getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots]
     known = set(nodes)
@@ -110,7 +109,6 @@ def found_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[A
 
 
 def _has_node(arguments: Iterable[Any]) -> bool:
-    """Return whether an operator with these arguments has a node; inside of an autograd Function, the Function."""
     # Without gradients the node is that of a Function: it is known, but for one whose forward has no context.
     if not torch.is_grad_enabled() and next(running_functions(), _NOTHING) is not None:
         return False
@@ -150,22 +148,22 @@ class WeightMarks:
     """Finds the parameters of a model by their memory, also if several modules share a storage."""
 
     def __init__(self) -> None:
-        self._of_place: dict[tuple[int, int], list[Weight]] = {}
-        self._of_storage: dict[int, list[Weight]] = {}
+        self._by_place: dict[tuple[int, int], list[Weight]] = {}
+        self._by_storage: dict[int, list[Weight]] = {}
         self._copies = Marks[Weight]()
 
     def read(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-        of_place: dict[tuple[int, int], list[Weight]] = {}
-        of_storage: dict[int, list[Weight]] = {}
+        by_place: dict[tuple[int, int], list[Weight]] = {}
+        by_storage: dict[int, list[Weight]] = {}
         for path, module in modules:
             for name, parameter in module._parameters.items():
                 place = None if parameter is None else _place(parameter)
                 if parameter is not None and place is not None:
-                    of_place.setdefault(place, []).append(Weight(path, name, parameter.requires_grad, module))
-        for place, weights in of_place.items():
+                    by_place.setdefault(place, []).append(Weight(path, name, parameter.requires_grad, module))
+        for place, weights in by_place.items():
             weights.sort(key=lambda weight: isinstance(weight.owner, torch.nn.Embedding))
-            of_storage.setdefault(place[0], []).append(weights[0])
-        self._of_place, self._of_storage = of_place, of_storage  # at once: another thread may look for one
+            by_storage.setdefault(place[0], []).append(weights[0])
+        self._by_place, self._by_storage = by_place, by_storage  # at once: another thread may look for one
 
     def find(
         self, tensor: torch.Tensor, inside: tuple[str, torch.nn.Module] | None = None, *, embedding: bool = False
@@ -182,8 +180,8 @@ class WeightMarks:
         for name, parameter in () if module is None else module._parameters.items():
             if parameter is not None and _place(parameter) == place:
                 return Weight(path, name, parameter.requires_grad, module)
-        owners = self._of_place.get(place) or self._of_storage.get(place[0], [])
-        if place in self._of_place or len(owners) == 1:
+        owners = self._by_place.get(place) or self._by_storage.get(place[0], [])
+        if place in self._by_place or len(owners) == 1:
             return owners[-1 if embedding else 0]
         return self._copies.get(tensor)
 
@@ -194,7 +192,6 @@ class WeightMarks:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments or results of an operator, and in lists of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

@@ -54,11 +54,6 @@ class MatrixProduct(NamedTuple):
     sequences: tuple[PackedSequence, ...] | None = None
     mask_share: float | None = None
 
-    @property
-    def macs(self) -> int:
-        sizes = [self[2:6]] if self.sequences is None else [sequence.sizes for sequence in self.sequences]
-        return sum(map(math.prod, sizes))
-
 
 def is_product(operator: str) -> bool:
     return operator in _OPERATORS
@@ -126,11 +121,11 @@ def _convolution(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduc
 
 def _convolution_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     gradient, activation, weight = arguments[:3]
-    transposed, groups, (of_input, of_weight, _) = arguments[7], arguments[9], arguments[10]
+    transposed, groups, (has_dgrad, has_wgrad, _) = arguments[7], arguments[9], arguments[10]
     moved = activation if transposed else gradient
-    if of_input:
+    if has_dgrad:
         yield _convolved(gradient, weight, weight, moved, groups)._replace(role="dgrad")
-    if of_weight:
+    if has_wgrad:
         yield _convolved(gradient, activation, weight, moved, groups)._replace(role="wgrad")
 
 
@@ -154,7 +149,6 @@ def _attention(
     backward: bool,
     heads_first: bool,
     bounds: int | None = None,
-    first: int | None = None,
     causal: int | None = None,
     mask: int | None = None,
     window: int | None = None,
@@ -164,23 +158,20 @@ def _attention(
     Args:
         heads_first: operands are [batch, heads, length, size]; else [..., length, heads, size].
         bounds: argument number of the bounds of packed query sequences; the bounds of the keys follow.
-        first: argument number of the queries, by default 0, or 1 after a gradient.
-        causal, mask: in a forward, argument numbers of the flag for a causal mask, and of another mask; -1 for a
-            keyword.
-        window: argument number of the left end of a sliding window, followed by its right end; negative is unlimited.
+        causal, mask: in a forward, argument numbers of the causal flag, and of another mask; -1 for a keyword.
+        window: argument number of the left end of a sliding window, before its right end; negative is unlimited.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
-    start = int(backward) if first is None else first
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        query, key, value = arguments[start : start + 3]
+        query, key, value = arguments[backward : backward + 3]
         size, size_v = query.shape[-1], value.shape[-1]
         rows, columns, batch = query.shape[length], key.shape[length], query.numel() // (query.shape[length] * size)
-        of_query, of_key = arguments[bounds : bounds + 2] if bounds and len(arguments) > bounds + 1 else (None, None)
+        q_bounds, k_bounds = arguments[bounds : bounds + 2] if bounds and len(arguments) > bounds + 1 else (None, None)
         lengths: _Lengths = None
-        if of_query is not None:
+        if q_bounds is not None:
             batch = query.shape[heads]
-            lengths = _lengths(of_query, of_query if of_key is None else of_key)
+            lengths = _lengths(q_bounds, q_bounds if k_bounds is None else k_bounds)
         if backward:
             tensors = arguments[0], query, key, value
             yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, lengths)
@@ -195,7 +186,6 @@ def _attention(
 def _share_left(
     arguments: Sequence[Any], rows: int, columns: int, causal: int, mask: int | None, window: int | None
 ) -> float | None:
-    """The share that the mask of fused attention leaves; None if unknown."""
     left, right = arguments[window : window + 2] if window and len(arguments) > window + 1 else (None, None)
     if (left is not None and left >= 0) or (right is not None and right > 0):
         return None
@@ -286,23 +276,16 @@ _OF_ATEN: Mapping[str, _Find] = {
        for name, (causal, mask) in _FUSED.items()},
     **{f"{name}_backward": _attention(backward=True, heads_first=True) for name in _FUSED},
     "_flash_attention_forward": _attention(backward=False, heads_first=False, bounds=3, causal=8, window=11),
-    "_flash_attention_forward_no_dropout_inplace": _attention(
-        backward=False, heads_first=False, bounds=4, first=1, causal=9, window=12
-    ),
     "_flash_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
     "_efficient_attention_forward": _attention(backward=False, heads_first=False, bounds=4, causal=9, mask=3),
     "_efficient_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
     "_cudnn_attention_forward": _attention(backward=False, heads_first=False, bounds=4, causal=10, mask=3),
-    "_cudnn_attention_forward_no_dropout_inplace": _attention(
-        backward=False, heads_first=False, bounds=4, first=1, causal=11, mask=4
-    ),
     "_cudnn_attention_backward": _attention(backward=True, heads_first=False, bounds=9),
 }  # fmt: skip
 
 _OPERATORS: Mapping[str, _Find] = {
     **{f"aten::{name}": find for name, find in _OF_ATEN.items()},
     "torch_attn::_varlen_attn": _attention(backward=False, heads_first=False, bounds=3, causal=7),
-    "torch_attn::_varlen_attn_out": _attention(backward=False, heads_first=False, bounds=4, first=1, causal=8),
     "torch_attn::_varlen_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
     "higher_order::flex_attention": _attention(backward=False, heads_first=True),
     "higher_order::flex_attention_backward": _flex_backward,
@@ -362,8 +345,7 @@ def share_left(given: Mapping[str, Any], rows: int, columns: int) -> float | Non
     ``utils.check_set_window_size``.
 
     Args:
-        given: the arguments ``attn_mask_type`` and ``window_size`` of its forward, and ``qkv_format`` or
-            ``qkv_layout``.
+        given: arguments of its forward: ``attn_mask_type``, ``window_size``, ``qkv_format`` or ``qkv_layout``.
         rows, columns: the lengths of the queries and of the keys.
     """
     if str(given.get("qkv_format") or given.get("qkv_layout") or "").startswith("t"):

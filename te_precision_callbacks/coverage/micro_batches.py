@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD
-from te_precision_callbacks.coverage.marks import found_in_graph, made_in_thread, mark_call
+from te_precision_callbacks.coverage.marks import made_in_thread, mark_call, marks_in_graph
 
 _DEEPEST = 8
 
@@ -91,7 +91,6 @@ class ModelCall:
 
     @property
     def is_thrown_away(self) -> bool:
-        """Return whether its graph was freed without a backward."""
         return not self.may_have_backward and self.graph is not None and self.graph() is None
 
     def reach(self, number: int, values: Iterable[Any]) -> None:
@@ -114,7 +113,7 @@ class _CallSearch:
     Attributes:
         is_new: whether no call has been counted, or the last one proved nothing.
         sought: kinds that were met and not counted.
-        in_vain: the number of calls counted since that turned out to be of a known kind.
+        in_vain: the number of calls counted since that were of a known kind.
     """
 
     def __init__(self) -> None:
@@ -146,8 +145,8 @@ class ModelCalls:
     """The calls of a model's steps.
 
     Attributes:
-        is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit. Steps without a backward,
-            such as skipped batches, count as first steps up to :data:`MOST_WITHOUT_BACKWARD`.
+        is_first: whether this is the first step, which :data:`MOST_COUNTED` does not limit; up to
+            :data:`MOST_WITHOUT_BACKWARD` steps without a backward are first steps too.
         has_graphs: whether layers run in CUDA graphs, so that the kind of a call is its form alone.
     """
 
@@ -232,7 +231,7 @@ class ModelCalls:
         return False
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
-        """Begin a backward; returns its call, a counted one if possible, or None."""
+        """Begin a backward; returns its call, a counted one if possible."""
         here = self.here  # a backward inside of a call, as in a training step that optimizes by itself
         waiting = list(_calls_in(roots)) if here is None else [here]
         known = set(map(id, waiting))
@@ -298,7 +297,7 @@ class ModelCalls:
 
 
 def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
-    for mark, products in found_in_graph(roots):
+    for mark, products in marks_in_graph(roots):
         call = mark.call if isinstance(mark, _Mark) else products[0].call
         if call is not None:
             yield call

@@ -1,12 +1,11 @@
 """Watches the calls of a model and their backwards. In counted calls a dispatch mode sees torch's operators.
 
-One call of each kind is counted, and represents the others, also in later steps. The mode changes no number. An
-operator runs exactly once, whatever happens in the watch, and exceptions of operators pass through.
+One call of each kind is counted, and represents the others, also in later steps. The mode changes no number, runs each
+operator exactly once, and passes exceptions through.
 
-Read from torch 2.13: ``Module._compiled_call_impl``, which replaces a module's call if it is set;
-``torch.autograd._engine_run_backward``, which runs each backward, and uses the modes of the calling thread in its own
-threads; ``TorchDispatchMode.ignore_compile_internals``, which lets ``torch.compile`` compile under the mode;
-``supports_higher_order_operators``, without which an operator such as ``flex_attention`` raises; and
+Read from torch 2.13: ``Module._compiled_call_impl``, which replaces a module's call; ``torch.autograd.
+_engine_run_backward``, which uses the modes of the calling thread in its own threads; ``TorchDispatchMode.
+ignore_compile_internals``, which lets ``torch.compile`` compile under the mode; ``supports_higher_order_operators``;
 ``_get_current_dispatch_mode_stack``, ``_get_current_dispatch_mode``, ``_pop_mode_temporarily`` and
 ``torch._C._len_torch_dispatch_stack``.
 """
@@ -102,7 +101,6 @@ class ModelWatch:
         self.calls.begin_step(counts_outside=self.counting)
 
     def take_ran(self) -> dict[int, set[TrainingForward]] | None:
-        """Return :attr:`ran`; None if calls are not watched."""
         ran, self.ran = self.ran, {}
         return ran if self.active and not self.failure else None
 
@@ -126,13 +124,13 @@ class ModelWatch:
         own = module._compiled_call_impl
         upstream, noting = own or module._call_impl, self._own_call(module)
         here = self.calls.here_in_thread
-        of_te = hasattr(module, "fp8_meta")
-        attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and of_te else None
+        is_te = hasattr(module, "fp8_meta")
+        attends = _attends_in_fp8 if "DotProductAttention" in class_names(module) and is_te else None
 
         def part(*arguments: Any, **keywords: Any) -> Any:
             call = here.call
             if call is None:
-                if not of_te or not self.is_watching() or not torch.is_grad_enabled() or in_backward():
+                if not is_te or not self.is_watching() or not torch.is_grad_enabled() or in_backward():
                     return noting(*arguments, **keywords)
                 call = self.calls.outside
             try:
@@ -144,7 +142,7 @@ class ModelWatch:
                     call.reach(number, (attends(),))
             except Exception as error:
                 self.fail(error)
-            if not of_te:
+            if not is_te:
                 return upstream(*arguments, **keywords)
             call.nodes += made_in_thread()
             result = upstream(*arguments, **keywords)
@@ -263,16 +261,16 @@ class ModelWatch:
         if first:
             self._report("counting the matrix products of", "a step", error)
 
-    def before(self, arguments: Sequence[Any], *, of_shards: bool, by_values: bool) -> None:
+    def before(self, arguments: Sequence[Any], *, sharded: bool, by_values: bool) -> None:
         """Note that an operator starts.
 
-        ``of_shards``: an operator of a DTensor, which runs others on its shards. ``by_values``: the sizes of its result
+        ``sharded``: an operator of a DTensor, which runs others on its shards. ``by_values``: the sizes of its result
         depend on the values of its operands.
         """
         if by_values:
             self.operators.note_sizes_by_values()
         self.operators.nodes.bind(arguments)
-        if of_shards:
+        if sharded:
             self.operators.nodes.enter_outer(arguments)
 
     def after(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
@@ -364,13 +362,13 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         try:
             kinds = {kind.__name__ for kind in types}
-            of_shards = "DTensor" in kinds
-            name = NotImplemented if of_shards else _name_of(operator)
+            sharded = "DTensor" in kinds
+            name = NotImplemented if sharded else _name_of(operator)
             if "FakeTensor" in kinds or (self._only is not None and name not in self._only):
-                return NotImplemented if of_shards else None  # by a FakeTensor, a DTensor learns the shape of a result
+                return NotImplemented if sharded else None  # by a FakeTensor, a DTensor learns the shape of a result
             if self._only is None:
                 by_values = _goes_by_values(operator, arguments)
-                self.watcher.before(arguments, of_shards=of_shards, by_values=by_values)
+                self.watcher.before(arguments, sharded=sharded, by_values=by_values)
         except Exception as error:
             self.watcher.fail(error)
             return None
@@ -378,7 +376,6 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_seen_by(watcher: ModelWatch) -> bool:
-    """Return whether a watch receives all operators of this thread."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
 

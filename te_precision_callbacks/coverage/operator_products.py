@@ -1,7 +1,7 @@
 """Products of torch's operators in a step, each with its module and weight.
 
-A product of a forward belongs to the innermost running module. A product of a backward belongs to the forward of its
-autograd node. A node of a compiled model can have many products; the operands then decide.
+A product of a forward belongs to the innermost running module; one of a backward, to the forward of its autograd node.
+Where a node has many, as in a compiled model, the operands decide.
 """
 
 from __future__ import annotations
@@ -90,30 +90,30 @@ class OperatorProducts:
         """The model call of the forward that runs in this thread, also of a forward recomputed in a backward."""
         if not in_backward():
             return self.calls.here
-        of_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
-        return of_node[0].call if of_node else None
+        at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
+        return at_node[0].call if at_node else None
 
     def look(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
-        of_backward = in_backward()
+        is_backward = in_backward()
         if operator in REDUCING:
-            if of_backward:
+            if is_backward:
                 self._state.note_reduced(operator, arguments)
             return
         left = why_not_counted(operator, arguments)
         if not left and not is_product(operator):
-            if not of_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
+            if not is_backward or torch.is_grad_enabled():  # so it is where a forward is computed again
                 self._follow(operator, arguments, result)
             return
         products = products_of(operator, arguments, result)
         if any(product.sequences is not None for product in products):
             self.note_sizes_by_values()
-        if not of_backward:
+        if not is_backward:
             if not in_evaluation():
                 self._note_forward(operator, products, arguments, result, left=left)
         elif is_computing_again():
             self._note_forward(operator, products, arguments, result, left=left, again=True)
         else:
-            self._note_backward(operator, products, arguments, result, left=left)
+            self._note_backward(operator, products, left=left)
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and scores of attention to their softmax and further."""
@@ -203,25 +203,22 @@ class OperatorProducts:
         )
 
     def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
-        """The class of the running module; in a compiled graph, where none runs, of the weight's module."""
-        of_weight = (module for path, module in self._modules.values() if path == weight.module)
-        module = next(of_weight, None) if inside is None else inside[1]
+        weight_modules = (module for path, module in self._modules.values() if path == weight.module)
+        module = next(weight_modules, None) if inside is None else inside[1]
         return "torch" if module is None else kind_of(module)
 
     def _note_backward(
         self,
         operator: str,
         products: Iterable[MatrixProduct],
-        arguments: Sequence[Any],
-        result: Any,
         *,
         left: str,
     ) -> None:
-        of_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
-        if not of_node:
+        at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
+        if not at_node:
             return  # of a product outside of the model
         if left:
-            of = of_node[0]
+            of = at_node[0]
             what = _words(operator, left)
             self.seen.append(
                 SeenProduct(
@@ -237,52 +234,38 @@ class OperatorProducts:
                 )
             )
         for product in products:
-            of = self._meant(product, of_node)
-            if self._is_again(product, of):
-                continue
+            of = self._meant(product, at_node)
             role: Role = product.role
-            weight = of.origin.weight
-            if weight is not None and not role:
-                role = self._role_in_backward(product, of, weight)
+            if of.weight is not None and not role:
+                role = self._role_in_backward(product, of, of.weight)
             of.gradients += role != "dgrad"
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
             seen = SeenProduct(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, call=of.call)
             seen.sequences = product.sequences
             self.seen.append(seen)
-            if torch.is_grad_enabled():  # with create_graph=True it has a node, too
-                self.nodes.note(seen, arguments, result)
 
-    def _is_again(self, product: MatrixProduct, of: SeenProduct) -> bool:
-        """Return whether a backward recomputes a product of the forward: equal weight and equal activation."""
-        if of.weight is None or self._weights.find(product.b) != of.weight:
-            return False
-        return product[2:6] == of.sizes and of in (self._activations.get(product.a) or ())
-
-    def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, of_forward: Weight) -> Role:
-        """``dgrad`` if a product of the backward multiplies by the weight, ``wgrad`` if by the activation."""
+    def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, forward_weight: Weight) -> Role:
         for operand in (product.a, product.b):
             weight = self._weights.find(operand)
-            if weight is not None and weight.module == of_forward.module:
+            if weight is not None and weight.module == forward_weight.module:
                 return "dgrad"
         rows, columns, *_ = of.sizes
         return "dgrad" if product.k == columns and product.k != rows else "wgrad"
 
-    def _meant(self, product: MatrixProduct, of_node: Sequence[SeenProduct]) -> SeenProduct:
-        """The forward product of a backward product, for a node with several.
-
-        In attention, the product with its role. Otherwise the product with the same weight or activation, or one of
-        fitting sizes that lacks gradients.
+    def _meant(self, product: MatrixProduct, at_node: Sequence[SeenProduct]) -> SeenProduct:
+        """The forward product of a backward product: for a node with several, by its role in attention, by weight or
+        activation, or else the first one of fitting sizes that lacks gradients.
         """
-        alike = [seen for seen in of_node if product.role in ("qk", "pv") and seen.role == product.role] or of_node
+        alike = [seen for seen in at_node if product.role in ("qk", "pv") and seen.role == product.role] or at_node
         if len(alike) == 1:
             return alike[0]
         operands = product.a, product.b
         weights = list(filter(None, map(self._weights.find, operands)))
         if weights:
-            of_weight = next((seen for seen in reversed(alike) if seen.weight == weights[0]), None)
-            return alike[0] if of_weight is None else of_weight
-        of_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
-        for seen in (*(seen for seen in of_activation if seen in alike), *alike):
+            by_weight = next((seen for seen in reversed(alike) if seen.weight == weights[0]), None)
+            return alike[0] if by_weight is None else by_weight
+        by_activation = [seen for operand in operands for seen in self._activations.get(operand) or ()]
+        for seen in (*(seen for seen in by_activation if seen in alike), *alike):
             wanted = 1 if seen.weight is not None else 2
             fits = sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
             if fits and seen.gradients < wanted:

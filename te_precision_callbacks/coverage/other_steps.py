@@ -6,7 +6,7 @@ for steps in other_steps(history.by_span(audit.spans(), {})):
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,10 +58,8 @@ class OtherSteps:
 
 
 def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
-    """The steps with other products in low precision than the last step, with one entry for equal steps.
-
-    Steps with an unknown precision are left out, and steps with the summary of the last one, for example because an
-    error ended them halfway.
+    """The steps with other products in low precision than the last step, with one entry for equal steps. Left out are
+    steps with an unknown precision, and steps with the summary of the last one.
     """
     spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
     for span in products:
@@ -75,20 +73,22 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     changed = {since for intervals in alike for since, _ in intervals}
     changed |= {until + 1 for intervals in alike for _, until in intervals if until is not None}
     firsts = sorted(changed)[-_MOST_CHANGES:]
-    holding: list[list[int]] = [[] for _ in firsts]
-    for held_in, number in alike.items():
-        for since, until in held_in:
-            end = len(firsts) if until is None else bisect_right(firsts, until)
-            for numbers in holding[bisect_left(firsts, since) : end]:
-                numbers.append(number)
+
+    def state_in(step: int) -> frozenset[int]:
+        return frozenset(
+            number
+            for held_in, number in alike.items()
+            if any(since <= step and (until is None or step <= until) for since, until in held_in)
+        )
+
     states: dict[frozenset[int], list[tuple[int, int]]] = {}
-    for first, following, numbers in zip(firsts, firsts[1:], holding, strict=False):
-        intervals = states.setdefault(frozenset(numbers), [])
+    for first, following in itertools.pairwise(firsts):
+        intervals = states.setdefault(state_in(first), [])
         begin = intervals.pop()[0] if intervals and intervals[-1][1] == first - 1 else first
         intervals.append((begin, following - 1))
     if not states:
         return []
-    last = frozenset(holding[-1])
+    last = state_in(firsts[-1])
     states.pop(last, None)
 
     def coverage_of(state: frozenset[int]) -> Coverage:

@@ -1,10 +1,9 @@
 """Plans the matrix products of a training step from a model's modules. Nothing runs; the model may be on ``meta``.
 
-Formats are taken from the quantizers that Transformer Engine makes for the recipe, changed by features of the config.
-Assumptions: each layer of Transformer Engine runs in ``te.autocast`` with the recipe, and its input needs a gradient;
-tensors in high precision have the dtype of the layer's weight; each token passes each layer once; the experts of a
-GroupedLinear share the tokens equally. Attention, which depends on the lengths of sequences, is not planned by tokens.
-For a step that was called, only the formats of Transformer Engine's layers are planned.
+Formats are those of the quantizers that Transformer Engine makes for the recipe, changed by features of the config.
+Assumptions: each layer of Transformer Engine runs in ``te.autocast``, and its input needs a gradient; high precision is
+the dtype of the layer's weight; each token passes each layer once; experts share the tokens equally. Attention is not
+planned by tokens. For a step that was called, only formats are planned.
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.
 reset_recipe_state``, which make a layer's quantizers.
@@ -63,10 +62,10 @@ class PlannedProducts:
     """The planned matrix products of a model.
 
     Attributes:
-        coverage: the products in the order of the module tree, or in the order of a called step.
+        coverage: in the order of the module tree, or of a called step.
         not_counted: the paths of modules with a matrix and of an unknown class.
         not_reached: the paths of modules with a matrix, and the layers, that were not called.
-        attention: the paths of outer modules with "Attention" in the name of a class, whose products are not planned.
+        attention: the paths of outer attention modules, whose products are not planned.
     """
 
     coverage: Coverage
@@ -183,10 +182,10 @@ class _ProductPlanner:
         left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
         recipe = self._recipe_of(layers)
         forward, backward = self._quantizers.of(module, recipe, 3 * len(layers), 2 * len(layers))
-        of_layers = quantizers_of_layers(forward, backward, len(layers))
+        layer_quantizers = quantizers_of_layers(forward, backward, len(layers))
         dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
         groups = getattr(module, "num_gemms", 1)
-        for layer, quantizers, sizes in zip(layers, of_layers, layer_features(module), strict=True):
+        for layer, quantizers, sizes in zip(layers, layer_quantizers, layer_features(module), strict=True):
             self._plan_layer(layer, "te", quantizers, dtype, sizes, groups, left_out)
 
     def _plan_operation(self, module: Any, layers: Sequence[str]) -> None:
@@ -281,7 +280,7 @@ def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -
 
 
 class MadeQuantizers:
-    """Cache of the quantizers that modules and operations make. They are kept alive so that their ids stay unique."""
+    """Cache of the quantizers that modules make, kept alive so that their ids stay unique."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[object, ...], list[list[Any]]] = {}
@@ -295,23 +294,18 @@ class MadeQuantizers:
             return [[], []]
         key = id(recipe), id(module) if recipe.custom() else type(module), forward, backward
         if key not in self._made:
-            self._made[key] = _made_quantizers(module, recipe, forward, backward)
+            from transformer_engine.pytorch.quantization import RecipeState
+
+            is_operation = hasattr(module, "num_quantizers")
+            made = self._made[key] = []
+            for mode, count in (("forward", forward), ("backward", backward)):
+                if is_operation:
+                    roles = module.get_quantizer_roles(mode)
+                else:
+                    roles = module.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
+                state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
+                made.append(state.make_quantizers())
         return self._made[key]
-
-
-def _made_quantizers(module: Any, recipe: Any, forward: int, backward: int) -> list[list[Any]]:
-    from transformer_engine.pytorch.quantization import RecipeState
-
-    is_operation = hasattr(module, "num_quantizers")
-    made = []
-    for mode, count in (("forward", forward), ("backward", backward)):
-        if is_operation:
-            roles = module.get_quantizer_roles(mode)
-        else:
-            roles = module.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
-        state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
-        made.append(state.make_quantizers())
-    return made
 
 
 def gemm_sizes(tokens: int, in_features: int, out_features: int) -> Mapping[GemmName, tuple[int, int, int]]:

@@ -1,9 +1,7 @@
 """Records the observed precision of each GEMM.
 
-The log of nvidia-dlfw-inspect has a plan ("Quantize", "High Precision", "modify_tensor()"). The audit has the types of
-the two tensors passed to the GEMM, which the tap (``tap.py``) sees in steps that observe the layer. For other steps it
-has the formats of the layer's quantizers after the step. A GEMM that a backward skips, such as the wgrad of a frozen
-weight, has a reason in ``not_run`` instead of formats.
+In steps that observe a layer the audit has the types of the two tensors passed to the GEMM (``tap.py``); in other steps
+the formats of the layer's quantizers after the step. A GEMM that a backward skips has a reason in ``not_run`` instead.
 
 The classes of storages and quantizers were read from Transformer Engine 2.20.2 (``pytorch/tensor``). An unknown class
 appears by its name.
@@ -72,7 +70,7 @@ class _Notes:
     """Observations of one layer in one iteration.
 
     Attributes:
-        formats: operand -> format -> whether it was seen; otherwise it was derived from quantizers.
+        formats: operand -> format -> whether it was seen, not derived from quantizers.
         expected: the GEMMs that the forward announced.
         left_out: the GEMMs that the backward skips, and why.
         had_backward: without one, as for a skipped batch, an expected GEMM proves nothing.
@@ -121,7 +119,6 @@ class PrecisionAudit:
         self._iteration, self._had_backward = iteration, False
 
     def leave(self, iteration: int) -> None:
-        """Record that an iteration ran, whatever was noted in it."""
         self.enter(iteration)
         self._history.ran(iteration)
         self._end()
@@ -144,10 +141,6 @@ class PrecisionAudit:
     def lacks_backward(self) -> bool:
         """Return whether layers ran forward in this iteration, and no backward is known."""
         return bool(self._now) and not self._had_backward
-
-    @property
-    def has_backward(self) -> bool:
-        return self._had_backward
 
     def note_backward(self) -> None:
         """Record that a backward ran; expected GEMMs that were not seen were then not reached."""
@@ -203,7 +196,6 @@ class PrecisionAudit:
             notes.put(operand, made, seen=False)
 
     def expect(self, gemms: Iterable[LayerGemm]) -> None:
-        """Note GEMMs that a forward announces; if no operand of one is seen, it did not run."""
         for layer, gemm in gemms:
             self._now[layer].expected[gemm] = None
 
@@ -251,7 +243,6 @@ def format_of(tensor: Any, *, columnwise: bool) -> str:
 
 
 def format_of_data(data: Any) -> str:
-    """The format of a GEMM's operand, as :attr:`GemmOperand.data` has it."""
     if type(data) is torch.Tensor:  # the most frequent, of which asking for attributes is slow
         return dtype_name(data.dtype)
     return _known(data) or _named(data)
@@ -261,8 +252,8 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise:
     """The format that a quantizer makes; ``high_precision`` is the dtype of a tensor that is not quantized."""
     names = class_names(quantizer)
     if HYBRID_QUANTIZER in names:
-        of_direction = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
-        return quantizer_format(of_direction, high_precision, columnwise=columnwise)
+        own = quantizer.columnwise_quantizer if columnwise else quantizer.rowwise_quantizer
+        return quantizer_format(own, high_precision, columnwise=columnwise)
     if quantizer is None or IDENTITY_QUANTIZER in names:
         return dtype_name(high_precision)
     return _known(quantizer) or type(quantizer).__name__
@@ -276,9 +267,9 @@ def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> d
     recipe = recipe_in_force(module, fp8=fp8)
     quantizers = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
     formats: dict[LayerOperand, Format] = {}
-    for layer, of_tensor in zip(layers, quantizers_of_layers(*quantizers, len(layers)), strict=True):
+    for layer, layer_quantizers in zip(layers, quantizers_of_layers(*quantizers, len(layers)), strict=True):
         formats |= formats_of_layer(
-            layer, of_tensor if fp8 else {}, module.activation_dtype, recipe=recipe, backward_override=override
+            layer, layer_quantizers if fp8 else {}, module.activation_dtype, recipe=recipe, backward_override=override
         )
     return formats
 
@@ -360,7 +351,6 @@ def backward_override(module: Any) -> str | None:
 
 
 def recipe_text(recipe: Any) -> str:
-    """The recipe as spelled in names of statistics, or the class of a custom one; empty for None, high precision."""
     return "" if recipe is None else name_of_recipe(recipe) or type(recipe).__name__
 
 

@@ -50,7 +50,7 @@ class SeenProduct:
         layer: the path of its module, with the name of the weight unless it is ``weight``.
         role: its purpose, if known; ``wgrad`` and ``dgrad`` only if the forward has a weight.
         kind: the kernel or class, for a reason.
-        of: the product of the forward, for a backward by torch, which also has its mask_share.
+        of: the product of the forward, for a backward by torch.
         gradients: the number of its products in the backward, except dgrad.
         not_counted: the operator and the reason if it is not counted.
     """
@@ -95,8 +95,7 @@ class SeenProduct:
 
     @property
     def origin(self) -> SeenProduct:
-        """The product of the forward, also for a product of a double backward."""
-        return self if self.of is None else self.of.origin
+        return self.of or self
 
     @property
     def gemm(self) -> ProductName:
@@ -148,7 +147,6 @@ def summed(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
 
 
 def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
-    """The share that masks keep of the multiply-adds of calls; None if one is unknown."""
     left = whole = 0.0
     for call, times in calls:
         share = call.origin.mask_share
@@ -209,7 +207,6 @@ class CountedKinds:
         return self._counted[kind].sizes == self._counted[other].sizes
 
     def put_failed(self, kind: Kind, seen: Iterable[SeenProduct]) -> None:
-        """Keep the products of a step where counting failed; the form of the kind is the reason."""
         self._put(kind, seen, 1, 1, False)
 
     def _put(self, kind: Kind, products: Iterable[SeenProduct], calls: int, backwards: int, lacks: bool) -> None:
@@ -235,8 +232,8 @@ class CountedKinds:
             else:
                 alike = [counted]
                 lacking += backwards * counted.may_lack_backward
-            for of_kind in alike:
-                weighted += [(seen, times / len(alike) / steps) for seen, times in of_kind.in_step(forwards, backwards)]
+            for known in alike:
+                weighted += [(seen, times / len(alike) / steps) for seen, times in known.in_step(forwards, backwards)]
             if isinstance(kind.form, str) and kind.form != OUTSIDE:
                 texts[kind.form] = None
         whole = sum(forwards for forwards, _ in parts.values())

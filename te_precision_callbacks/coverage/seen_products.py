@@ -28,9 +28,8 @@ class ModelProducts(ModelWatch):
 
     Attributes:
         attentions: id of a module of Transformer Engine's attention -> its path.
-        recomputed_outside: the layers that a reentrant checkpoint recomputed without a recipe after a first forward
-            with one. Such a checkpoint of torch does not restore autocast. If autocast surrounds the checkpointed part,
-            as in Accelerate, the backward belongs to a forward in high precision.
+        recomputed_outside: the layers that a reentrant checkpoint of torch recomputed without the recipe of their first
+            forward, since it does not restore autocast.
     """
 
     def __init__(
@@ -69,14 +68,14 @@ class ModelProducts(ModelWatch):
             return None
         try:
             is_first = self.calls.is_first
-            of_step = self.calls.end_step()
+            step_calls = self.calls.end_step()
             parts: Parts
             if self.failure:
                 kind = Kind(self.failure)
                 parts = {kind: (1, 1)}
                 self._kinds.put_failed(kind, [seen for seen in self._seen if seen.family in ("te", "te_ops")])
             else:
-                parts = self._keep_products(of_step)
+                parts = self._keep_products(step_calls)
             state = self.state.rows() if is_first and parts else None
             return CountedStep(parts, self._kinds, state) if parts else None
         finally:
@@ -84,14 +83,14 @@ class ModelProducts(ModelWatch):
             if not self.counting:
                 self._first_in_recipe = set()
 
-    def _keep_products(self, of_step: Sequence[ModelCall]) -> Parts:
+    def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
         calls = self.calls
         by_call: dict[ModelCall | None, list[SeenProduct]] = {}
         for seen in self._seen:
             by_call.setdefault(seen.call, []).append(seen)
         parts: dict[Kind, tuple[int, int]] = {}
         counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
-        for call in of_step:
+        for call in step_calls:
             forwards, backwards = parts.get(call.kind, (0, 0))
             parts[call.kind] = forwards + 1, backwards + call.may_have_backward
             if call.is_counted:
@@ -123,7 +122,6 @@ class ModelProducts(ModelWatch):
     # ------------------------------------------------------------------ what runs
 
     def note(self, event: GemmEvent) -> None:
-        """Count a GEMM of a layer of Transformer Engine; a listener of the tap."""
         if not self.counting:
             return
         if event.gemm == "fprop":
@@ -171,7 +169,6 @@ class ModelProducts(ModelWatch):
 
     @contextmanager
     def masked(self, share: float | None) -> Iterator[None]:
-        """Surround operators of attention with a mask that keeps ``share``."""
         begun = len(self._seen)
         yield
         for seen in self._seen[begun:]:
@@ -206,7 +203,6 @@ class ModelProducts(ModelWatch):
             self.see_attention(event.layer, event.sizes, (query, key), (probabilities, value), FUSED, call=call)
 
     def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
-        """Count the products of attention without an operator or event, by their sizes."""
         if not self.counting or not is_seen_by(self):
             return
         call = self.operators.call_of_forward()
@@ -246,9 +242,9 @@ class ModelProducts(ModelWatch):
             ("qk", qk, (rows, columns, size, batch)),
             ("pv", pv, (rows, size_v, columns, batch)),
         )
-        for role, formats, of_forward in products:
+        for role, formats, forward_sizes in products:
             for _ in range(2 if backward else 1):  # a gradient for each of two operands, with as many multiply-adds
-                seen = SeenProduct(layer, "attention", role, formats, of_forward, kind, backward=backward)
+                seen = SeenProduct(layer, "attention", role, formats, forward_sizes, kind, backward=backward)
                 seen.mask_share, seen.call = mask_share, call
                 self._seen.append(seen)
 

@@ -1,9 +1,8 @@
 """Adds the layer to an exception of Transformer Engine; for an unsupported shape also the GEMM and the dimension.
 
-Transformer Engine raises deep inside, and names at most the operand. The frames of the traceback show the layer, so
-nothing is recorded in a healthy run. Read from Transformer Engine 2.20.2: the forwards and backwards of
-``pytorch/module/*.py`` (``self``, ``inp``, ``m_splits``, ``ctx``, ``bwd_args``, ``grad_output``, ``grad_outputs``), and
-``layout`` of ``pytorch/cpp_extensions/gemm.py``.
+The frames of the traceback show the layer, so a healthy run records nothing. Read from Transformer Engine 2.20.2: the
+forwards and backwards of ``pytorch/module/*.py`` (``self``, ``inp``, ``m_splits``, ``ctx``, ``bwd_args``,
+``grad_output``, ``grad_outputs``), and ``layout`` of ``pytorch/cpp_extensions/gemm.py``.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ def explain_checkpoint(error: BaseException | None, modules: Sequence[NamedModul
 
 
 def _was_shown(error: BaseException | None) -> bool:
-    """Return whether Python has shown the traceback of an exception that ends the process."""
     return error is not None and error is getattr(sys, "last_value", None)
 
 
@@ -133,11 +131,11 @@ def _explanation(place: _Failed) -> str | None:
         )
         first = next((refusal for refusal in refused if refusal.gemm in gemms), None)
         if first is not None:
-            return _in_words(layer.name, first, refused)
+            return _describe_refusal(layer.name, first, refused)
     return None
 
 
-def _in_words(layer: str, first: Refusal, refused: Sequence[Refusal]) -> str:
+def _describe_refusal(layer: str, first: Refusal, refused: Sequence[Refusal]) -> str:
     works = max(refusal.next_size for refusal in refused if refusal.dimension == first.dimension)
     what = " (all dimensions of the input but the last, multiplied)" if first.dimension == "tokens" else ""
     return (
@@ -148,23 +146,23 @@ def _in_words(layer: str, first: Refusal, refused: Sequence[Refusal]) -> str:
 
 
 def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Failed | None:
-    of_module = {id(named.module): named for named in modules}
+    by_module = {id(named.module): named for named in modules}
     # The objects in a backward that belong to one module alone.
-    of_part = {id(part): named for named in modules for part in named.module.parameters(recurse=False)}
+    by_part = {id(part): named for named in modules for part in named.module.parameters(recurse=False)}
     for named in modules:
         quantizers: Any = named.module.quantizers
-        of_part |= {id(part): named for parts in quantizers.values() for part in parts or ()}
+        by_part |= {id(part): named for parts in quantizers.values() for part in parts or ()}
     place: _Failed | None = None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         if not frame.f_globals.get("__name__", "").startswith("transformer_engine.pytorch."):
             continue
         local = frame.f_locals
-        layer = of_module.get(id(local.get("self")))
+        layer = by_module.get(id(local.get("self")))
         if layer is not None and (place is not None or frame.f_code.co_name == "forward"):
             place = _Failed(layer, in_backward=False)
         elif "ctx" in local or "bwd_args" in local:
-            owner = next((of_part[key] for key in map(id, _held(local)) if key in of_part), None)
+            owner = next((by_part[key] for key in map(id, _held(local)) if key in by_part), None)
             if frame.f_code.co_name in ("backward", "_linear_backward_impl") and owner is not None:
                 same = place is not None and place.named is owner and place.in_backward
                 place = place if same else _Failed(owner, in_backward=True)

@@ -52,7 +52,7 @@ def diagnose_command(
     """Print the problems of a run: the findings of the rules, root causes first, each with its remedy."""
     from te_precision_callbacks.diagnosis.known import read_known
     from te_precision_callbacks.diagnosis.replay import diagnose
-    from te_precision_callbacks.runs.answers import outcome_in_words
+    from te_precision_callbacks.runs.answers import outcome_notes
     from te_precision_callbacks.runs.reading import chosen_run
 
     chosen = None if known is None else read_known(known)
@@ -66,17 +66,17 @@ def diagnose_command(
             notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
         notes += [f"{known}:{line}: no finding is left out by {text!r}." for line, text in unused]
     if as_json:
-        lacks = [recorded.lacks_in_words] if recorded.lacks_in_words else []
+        lacks = [recorded.missing_contents] if recorded.missing_contents else []
         terminal.show_json(
             {
                 **verdict.as_json(),
-                "outcome": outcome_in_words(recorded),
+                "outcome": outcome_notes(recorded),
                 "unread": recorded.unread,
                 "notes": [*lacks, *recorded.unread, *notes],
             }
         )
     else:
-        for text in outcome_in_words(recorded):
+        for text in outcome_notes(recorded):
             terminal.show_text(text)
         _show_limits(recorded)
         _show(verdict)
@@ -132,8 +132,8 @@ def _explain(rule: Rule) -> None:
 
 def _show_limits(run: RecordedRun) -> None:
     """Print what limits the verdict: that the run is a text log, and what cannot be read of it."""
-    if run.lacks_in_words:
-        terminal.show_text(f"{run.path} has no records. {run.lacks_in_words} Rules that need them are not checked.")
+    if run.missing_contents:
+        terminal.show_text(f"{run.path} has no records. {run.missing_contents} Rules that need them are not checked.")
         terminal.show_text("")
     if run.unread:
         terminal.show_text("A part of the run cannot be read. The verdict is on the rest:")

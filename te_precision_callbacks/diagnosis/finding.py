@@ -23,6 +23,8 @@ NO_CONFIG = "or no config at all"
 
 ADD_DEFAULT = "add the section default_statistics to the config"
 
+FAILED_OBSERVATION = "observation"
+
 _MOST_REASONS = 2
 
 
@@ -272,7 +274,7 @@ class Verdict(Sequence[Finding]):
     @property
     def _lacks(self) -> str:
         lacking: dict[str, list[str]] = {}
-        for rule in self.not_judged:
+        for rule in sorted(self.not_judged, key=lambda rule: rule.rule != FAILED_OBSERVATION):  # it explains others
             if rule.essential:
                 collect = ADD_DEFAULT if NO_CONFIG in rule.collect else rule.collect and f"collect {rule.collect}"
                 lacking.setdefault(f"data ({collect})" if collect else rule.why, []).append(rule.rule)

@@ -79,7 +79,7 @@ class _Record:
     """
 
     def __init__(self, run: RecordedRun) -> None:
-        self.plain: PlainLog | None = read_plain_log(run) if run.lacks_in_words else None
+        self.plain: PlainLog | None = read_plain_log(run) if run.missing_contents else None
         self.rank_of_series = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
         self.ends: list[tuple[int, Event]] = []
         events = [row for row in run.events.to_pylist() if row["iteration"] is not None]
@@ -132,7 +132,7 @@ def _check(
     run: RecordedRun, record: _Record, ranks: tuple[int, ...], rank: int | None, rules: Sequence[Rule]
 ) -> Diagnosis:
     diagnosis = Diagnosis(rules)
-    diagnosis.has_run = bool(len(run.steps) or run.unread or run.lacks_in_words)
+    diagnosis.has_run = bool(len(run.steps) or run.unread or run.missing_contents)
     for iteration, file in record.saved:
         diagnosis.note_checkpoint(iteration, file)
     logged = deque(record.logged if REDUCED in ranks else ())

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.installed import installed_version
+from te_precision_callbacks.base.environment import installed_version
 from te_precision_callbacks.base.numerics.layouts import (
     NVFP4,
     PER_TENSOR,

@@ -31,7 +31,6 @@ from te_precision_callbacks.config.conditions import (
 )
 from te_precision_callbacks.config.dumping import (
     Collected,
-    is_of_the_layers_recipe,
     missing_statistic,
     no_detection,
     read_by,
@@ -286,7 +285,7 @@ class Recorder:
         return nonfinite, tuple(statistics), overflow
 
     def _statistic(self, condition: Threshold, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:
-        statistic = read_by(condition, collected, _recipe_of_quantized(seen))
+        statistic = read_by(condition, collected)
         if statistic is None:
             self._complain(condition, seen, missing_statistic(condition, collected, [seen.layer], seen.tensor))
             return None
@@ -360,15 +359,12 @@ class Recorder:
             if value is None:
                 self._warn_once(
                     ("not had", condition),
-                    "DumpTensors: the condition %r of %s of %s is not met in iteration %s: %s. This is logged once, and"
-                    " further tensors are not named.",
+                    "DumpTensors: the condition %r of %s of %s is not met in iteration %s: the statistic was due, but"
+                    " could not be computed. This is logged once, and further tensors are not named.",
                     str(condition),
                     header.tensor,
                     header.layer,
                     header.iteration,
-                    is_of_the_layers_recipe(condition, collected.request.label, header.recipe)
-                    if collected.of_own_recipe
-                    else "the statistic was due, but could not be computed",
                 )
             elif condition.holds(value):
                 return f"{condition} ({value:.4g} of {header.tensor} of {header.layer})"
@@ -392,13 +388,6 @@ def _read(flags: Sequence[torch.Tensor | None]) -> list[bool]:
     there = [flag for flag in flags if flag is not None]
     read = iter(torch.stack([flag.to(there[0].device) for flag in there]).tolist() if there else ())
     return [flag is not None and next(read) for flag in flags]
-
-
-def _recipe_of_quantized(seen: Watched) -> str | None:
-    quantized, _ = _quantized_form(seen)
-    if quantized is None or not kind_is_known(quantized):
-        return None
-    return recipe_of(getattr(quantized, "_quantizer", None)) or recipe_of(seen.quantizer)
 
 
 def _quantized_form(watched: Watched) -> tuple[Any, Any]:

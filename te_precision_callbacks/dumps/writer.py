@@ -42,7 +42,7 @@ class Writer:
         self.files = self.nbytes = 0
         self.written: deque[Header] = deque(maxlen=_MOST_HEADERS)
         self._run = new_run_id()
-        self._thread: WriterThread[Job] = WriterThread("tensor dumps", self, unit="bytes")
+        self._thread: WriterThread[Job] = WriterThread("tensor dumps", self)
         self._budget: Budget | None = None
         self._exhausted: set[Limits] = set()
         self._failure: Exception | None = None

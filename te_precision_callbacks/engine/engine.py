@@ -32,7 +32,6 @@ from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSetti
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.blockwise import largest_range
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.engine.kernels import eager_blocks
 from te_precision_callbacks.engine.kernels.columns import (
@@ -52,7 +51,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     Pending,
 )
 from te_precision_callbacks.engine.kernels.eager import scale_columns
-from te_precision_callbacks.engine.kernels.eager_blocks import SumsAndMaxima
+from te_precision_callbacks.engine.kernels.eager_blocks import SumsAndMaxima, largest_range
 from te_precision_callbacks.engine.quantization import (
     PerTensor,
     QuantizationError,
@@ -239,7 +238,7 @@ class StatisticsEngine:
             if passes is not None:
                 left.setdefault(passes[0].device, []).append((measuring, *passes))
         for device, together in left.items():
-            kernels.add([one for _, _, pending in together for one in pending], *self._slots.on(device))
+            kernels.add([single for _, _, pending in together for single in pending], *self._slots.on(device))
             for measuring, ready, _ in together:
                 measuring.end(ready)
         if failure is not None:
@@ -267,15 +266,15 @@ class StatisticsEngine:
         with _ready():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         readings = [(self._reading(table.rows), table) for table in tables]
-        found = [
+        measured = [
             numbers
             for reading, table in readings
             for numbers in (reading.numbers(table), reading.lost(table, self._broken))
         ]
         return Measured(
             self.series,
-            np.concatenate([np.empty(0, np.int32), *(series for series, _ in found)]),
-            np.concatenate([np.empty(0), *(values for _, values in found)]),
+            np.concatenate([np.empty(0, np.int32), *(series for series, _ in measured)]),
+            np.concatenate([np.empty(0), *(values for _, values in measured)]),
             dict(histogram for reading, table in readings for histogram in reading.histograms(table)),
             local=self._reduction.local,
         )
@@ -564,7 +563,7 @@ class _Measuring:
             return None
         if not rest and len(self._wanted) == len(plan.wanted):
             plan.ready[key] = ready
-        return ready, self._all_pending(ready.passes, held)
+        return ready, [self._pending(pass_, None if pass_.form is None else held[pass_.form]) for pass_ in ready.passes]
 
     def end(self, ready: _Ready) -> None:
         for segment, requests in ready.asked:
@@ -578,32 +577,27 @@ class _Measuring:
         if self._watched.tensor == _WEIGHT and any(segment.key in seen for segment, _ in ready.asked):
             return None
         pending: list[Pending] = []
-        for one in ready.passes:
+        for pass_ in ready.passes:
             try:
-                held = None if one.form is None else self._held(one.form)
+                held = None if pass_.form is None else self._held(pass_.form)
             except Exception:  # the retry reports it
                 return None
-            if one.form is not None and not self._suits(one, held):
+            if pass_.form is not None and not self._suits(pass_, held):
                 return None
-            pending.append(self._pending(one, held))
+            pending.append(self._pending(pass_, held))
         return pending
 
-    def _suits(self, one: _Pass, held: PerTensor | InBlocks | None) -> bool:
-        if one.of_blocks is None:
+    def _suits(self, pass_: _Pass, held: PerTensor | InBlocks | None) -> bool:
+        if pass_.of_blocks is None:
             return isinstance(held, PerTensor)
         return isinstance(held, InBlocks) and held.fits(self._values)
 
-    def _all_pending(
-        self, passes: Iterable[_Pass], held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
-    ) -> Sequence[Pending]:
-        return [self._pending(single, None if single.form is None else held[single.form]) for single in passes]
-
-    def _pending(self, one: _Pass, held: PerTensor | InBlocks | None) -> Pending:
+    def _pending(self, pass_: _Pass, held: PerTensor | InBlocks | None) -> Pending:
         if isinstance(held, PerTensor):
-            return Pending(self._values, held.codes, held.scale_inv, held.e5m2, one.places)
-        if held is not None and one.of_blocks is not None:
-            return Pending(self._values, None, None, False, one.places, held, one.of_blocks)
-        return Pending(self._values, None, None, False, one.places)
+            return Pending(self._values, held.codes, held.scale_inv, held.e5m2, pass_.places)
+        if held is not None and pass_.of_blocks is not None:
+            return Pending(self._values, None, None, False, pass_.places, held, pass_.of_blocks)
+        return Pending(self._values, None, None, False, pass_.places)
 
     def _fused(
         self, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]
@@ -617,28 +611,16 @@ class _Measuring:
         at = {kind.form: {} for kind in fused if kind.form is not None} or {None: {}}
         first = next(iter(at))  # its pass also covers kinds without a form
         slots, device = self._engine._slots, self._values.device
-        is_elsewhere = self._is_elsewhere(fused)
-        here = Segments() if is_elsewhere else slots
         for kind in fused:
             segment = self._segment(kind)
-            if is_elsewhere:
-                segment = here.segment(segment.key, segment.sums, segment.maxima, device, contributes=True)
+            if segment.device != device:
+                raise QuantizationError("the layer has moved to another device within a step")
             at[first if kind.form is None else kind.form][kind.of] = segment
         passes = [
             _pass(form, of, in_blocks=form is not None and isinstance(held[form], InBlocks)) for form, of in at.items()
         ]
         ready = _Ready(slots.moves, device, passes, [(self._segment(kind), self._wanted[kind]) for kind in fused])
-        if not is_elsewhere:
-            return ready, rest
-        # Earlier micro-batches of the step were measured on another device.
-        kernels.add(self._all_pending(passes, held), *here.on(device))
-        for segment, _ in ready.asked:
-            slots.merge(segment, *here.parts(here.segments[segment.key]))
-        self.end(ready)
-        return None, rest
-
-    def _is_elsewhere(self, kinds: Iterable[_SegmentKind]) -> bool:
-        return any(self._segment(kind).device != self._values.device for kind in kinds)
+        return ready, rest
 
     def _is_fusable(self, kind: _SegmentKind, held: Mapping[_QuantizedForm, PerTensor | InBlocks | None]) -> bool:
         if kind.form is None:
@@ -682,17 +664,16 @@ class _Measuring:
             raise QuantizationError(f"the quantized tensor has the shape {sizes}")
         return held
 
-    def _compare(self, form: _QuantizedForm, found: PerTensor | InBlocks | None, wanted: Set[Of]) -> None:
-        """Merge the wanted kinds of a form, and report kinds that cannot be measured."""
+    def _compare(self, form: _QuantizedForm, held: PerTensor | InBlocks | None, wanted: Set[Of]) -> None:
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
         refused: dict[str, Set[Of]] = {}
         if self._watched.values is None:
-            refused["the tensor exists in its quantized form only"] = wanted - (OF_SCALES if found else set())
-        if isinstance(found, PerTensor) or (found is None and its_recipe == "fp8_current_scaling"):
+            refused["the tensor exists in its quantized form only"] = wanted - (OF_SCALES if held else set())
+        if isinstance(held, PerTensor) or (held is None and its_recipe == "fp8_current_scaling"):
             refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & OF_BLOCKS
         wanted = wanted - set().union(*refused.values())
         try:
-            columns = self._columns(form._replace(recipe=its_recipe), found, wanted) if wanted else {}
+            columns = self._columns(form._replace(recipe=its_recipe), held, wanted) if wanted else {}
         except Exception as error:
             self._failed(form, error)
             return
@@ -703,12 +684,12 @@ class _Measuring:
                 self._failed(form, QuantizationError(reason), kinds)
 
     def _columns(
-        self, form: _QuantizedForm, found: PerTensor | InBlocks | None, wanted: Set[Of]
+        self, form: _QuantizedForm, held: PerTensor | InBlocks | None, wanted: Set[Of]
     ) -> Mapping[Of, SumsAndMaxima]:
-        if isinstance(found, PerTensor):
-            return {Of.SCALES: scale_columns(found.scale_inv)}
-        if isinstance(found, InBlocks):
-            return eager_blocks.columns(found, self._watched.values, wanted)
+        if isinstance(held, PerTensor):
+            return {Of.SCALES: scale_columns(held.scale_inv)}
+        if isinstance(held, InBlocks):
+            return eager_blocks.columns(held, self._watched.values, wanted)
         finite = torch.where(self._values.isfinite(), self._values.abs(), 0.0)
         settings = self._settings(form)
         return simulate(form.recipe, self._values, finite.amax().double(), wanted, settings, columnwise=form.columnwise)

@@ -4,20 +4,14 @@ Segments are matched by name, so ranks may hold different layers, and a layer ma
 are exchanged only when a rank has a segment outside the common layout, which a flag in the vector of maxima shows
 without a further message.
 
-The maxima also carry each rank's :class:`Stamp` and its negative, so all ranks see in the same message whether the
-largest stamp is also the smallest. If not, the ranks are in different iterations, and the merged values are dropped. So
-are they if counts of optimizer steps that were equal begin to differ: a rank has missed a step(). Counts that differ
-from the start, as with different optimizers, are only reported. If they were equal once, as after the first step of two
-optimizers with different intervals, the next steps decide; until then values are not merged.
+The maxima also carry each rank's :class:`Stamp` and its negative. If the largest stamp is not the smallest, the ranks
+are in different iterations, and the merged values are dropped; so are they if counts of optimizer steps that were equal
+begin to differ: a rank has missed a step(). Counts that differ from the start, as with different optimizers, are only
+reported. If they were equal once, the next steps decide; until then values are not merged.
 
-A rank that cannot pack its message, for example without free GPU memory, sends marked neutral values of the agreed
-length: only its values are missing from this step. After any other failure the rank leaves the others
-(:mod:`te_precision_callbacks.base.ranks`), and each rank reports local values.
-
-Parts of a tensor on different ranks are added. Replicas (weights of a data-parallel group) are merged by maximum, which
-is any replica's value, even if some did not run the layer; tensor-parallel shards stay separate in the message and are
-added on the host. Different tensors under one name, such as different experts, would be mixed: use separate process
-groups.
+Parts of a tensor on different ranks are added. Replicas (weights of a data-parallel group) are merged by maximum, even
+if some did not run the layer; tensor-parallel shards stay separate in the message and are added on the host. Different
+tensors under one name would be mixed: use separate process groups.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.ranks import in_words
+from te_precision_callbacks.base.ranks import format_by_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
@@ -44,10 +38,6 @@ logger = logging.getLogger(__name__)
 
 class ReductionError(PrecisionDebugError, RuntimeError):
     """Statistics could not be reduced."""
-
-
-class NumbersMissingError(ReductionError):
-    """A rank's values are missing from a step."""
 
 
 class RanksDifferError(ReductionError):
@@ -132,7 +122,6 @@ class Reduction:
         self._meeting = 0
         self._agreements = self._last_agreement = 0
         self._is_undecided = False
-        self._failure: Exception | None = None
 
     def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
         """Return the measurements since the last call; with ``reduce`` all ranks of the group must call this.
@@ -154,7 +143,7 @@ class Reduction:
         except BaseException as error:
             messages.leave(error)
             raise
-        self._tell(messages, layout, stamp)
+        self._note_optimizers(messages, layout, stamp)
         if self._is_undecided:
             return self._collect_own(slots)
         self.local = False
@@ -179,7 +168,7 @@ class Reduction:
                 if self._layout_version != slots.version and not news:
                     self._lay_out(slots)  # new here, but known from other ranks
                 layout = self._layout
-                self._pack(messages, layout, slots, stamp, changed=bool(news))
+                layout.pack(slots, stamp, changed=bool(news), requests=messages.requests)
                 messages.merge("statistics", why, layout.merged, layout.split)
                 if not layout.has_one_stamp() or self._has_missed_a_step(layout, stamp):
                     self._part(messages, stamp)
@@ -203,34 +192,18 @@ class Reduction:
         self._is_undecided = self._agreements == 1 and since < _DECISIVE
         return not self._is_undecided and (self._agreements > 1 or 2 * apart < since)
 
-    def _pack(self, messages: Messages, layout: _Layout, slots: Segments, stamp: Stamp, *, changed: bool) -> None:
-        """Pack the message; a neutral one after a failure."""
-        try:
-            layout.pack(slots, stamp, changed=changed, requests=messages.requests)
-        except Exception as error:
-            layout.pack_nothing(stamp, changed=changed, requests=messages.requests, rank=messages.rank)
-            self._failure = error
-
-    def _tell(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
-        of, own = f"iteration {stamp.iteration}", self._failure
-        self._failure = None
+    def _note_optimizers(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
         if layout.optimizer_steps_apart() and not self.optimizers_differ and not self._is_undecided:
             self.optimizers_differ = True
-            if messages.leads:
+            if messages.rank == 0:
                 logger.warning(
                     "The ranks have done different numbers of optimizer steps up to iteration %d. That is correct with"
                     " different optimizers. Otherwise a rank has missed a step(): call it for each optimizer step on"
                     " all ranks.",
                     stamp.iteration,
                 )
-        if own is not None:
-            self._on_failure("packing the statistics of", of, own)
-        elif (failed := layout.failed()) is not None and messages.leads:
-            text = f"{messages.name(failed)} could not send its values (see its log); they are missing from this step"
-            self._on_failure("reducing the statistics of", of, NumbersMissingError(text))
 
     def _news(self, slots: Segments) -> list[Described]:
-        """Return segments and outputs that are not agreed yet."""
         news: list[Described] = []
         for described in map(_describe, slots.segments.values()):
             known = self._agreed.get(described.key)
@@ -266,12 +239,13 @@ def _out_of_step(stamps: Mapping[int, Stamp]) -> RanksDifferError:
         names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in of("schedule").items()}
         return RanksDifferError(
             "The ranks have different configs, whose statistics are due in different iterations:"
-            f" {in_words(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local values."
+            f" {format_by_rank(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local"
+            " values."
         )
-    parts = [in_words({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
+    parts = [format_by_rank({rank: f"iteration {number}" for rank, number in of("iteration").items()})]
     if len(set(of("optimizer_steps").values())) > 1:
         done = {rank: f"{number} optimizer steps" for rank, number in of("optimizer_steps").items()}
-        parts.append(f"done since the start: {in_words(done)}")
+        parts.append(f"done since the start: {format_by_rank(done)}")
     return RanksDifferError(
         f"The ranks are out of step: {'; '.join(parts)}. Every rank must call step() for the same optimizer steps, and"
         f" begin at the same start_step. {local}, until the ranks have met again."
@@ -287,17 +261,11 @@ def _order(described: Described) -> tuple[str, str, str, int]:
     return layer, tensor, kind, -1 if shard is None else shard
 
 
-def _home(slots: Segments) -> torch.device:
-    return next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
-
-
 _PARTS = len(Stamp._fields)
 _REQUESTS = len(Requests._fields)
-_TRAILER = 2 * _PARTS + 2 + _REQUESTS
-"""Elements after the maxima: a stamp, its negative, a flag for segments outside the layout, the requests, and the
-number of a rank that could not pack its values.
-"""
-_CHANGED, _FAILED = -2 - _REQUESTS, -1
+_TRAILER = 2 * _PARTS + 1 + _REQUESTS
+"""Elements after the maxima: a stamp, its negative, a flag for segments outside the layout, and the requests."""
+_CHANGED = -1 - _REQUESTS
 _DECISIVE = 3
 """Iterations after which a missed step() is distinguishable from an optimizer that steps less often."""
 _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
@@ -320,7 +288,7 @@ class _Layout:
     """
 
     def __init__(self, described: Iterable[Described], slots: Segments, *, all_of_them: bool) -> None:
-        self._device = _home(slots)
+        self._device = next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
         entries = list(described)
         self._due = sum(len(entry.outputs) for entry in entries)
         self.split = self._due + sum(len(entry.sums) for entry in entries if entry.key.shard is None)
@@ -352,23 +320,17 @@ class _Layout:
         self.merged = np.empty(largest + _TRAILER)
         self._host = torch.from_numpy(self.merged)
         self._moves = [
-            (on, of, _places(sources, widths), _places(targets, widths))
+            (on, of, _places(sources, widths).to(on), _places(targets, widths).to(self._device))
             for (on, of), ranges in moves.items()
             for sources, targets, widths in [np.array(ranges).T]
             if widths.any()
         ]
-        self._are_there = False
 
     def has_changed(self) -> bool:
         return bool(self.merged[_CHANGED] > 0)
 
     def requested(self) -> Requests:
-        """Return what any rank asks of all."""
-        return Requests(*(self.merged[_CHANGED + 1 : _FAILED] > 0).tolist())
-
-    def failed(self) -> int | None:
-        """Return the last rank that could not pack its values."""
-        return int(self.merged[_FAILED]) if self.merged[_FAILED] >= 0 else None
+        return Requests(*(self.merged[_CHANGED + 1 :] > 0).tolist())
 
     def has_one_stamp(self) -> bool:
         largest, smallest = self._stamps()[:, :_PARTS_COMPARED]
@@ -379,7 +341,6 @@ class _Layout:
         return 0 if largest == NOTHING else int(largest + smallest)
 
     def has_one_optimizer_count(self) -> bool:
-        """Return whether all ranks have the same positive number of optimizer steps."""
         return not self.optimizer_steps_apart() and bool(self._stamps()[0, -1] > 0)
 
     def _stamps(self) -> npt.NDArray[np.float64]:
@@ -387,11 +348,6 @@ class _Layout:
 
     def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, requests: Requests) -> None:
         """Pack this rank's message on its device and copy it to the host; neutral where it has no values."""
-        if not self._are_there:
-            self._moves = [
-                (on, of, sources.to(on), targets.to(self._device)) for on, of, sources, targets in self._moves
-            ]
-            self._are_there = True
         message = torch.full((len(self.merged) - _TRAILER,), NOTHING, dtype=torch.float64, device=self._device)
         message[: self.split] = 0.0
         due: list[float] = []
@@ -408,21 +364,11 @@ class _Layout:
             message.index_fill_(0, torch.tensor(resting).to(self._device, non_blocking=True), NOTHING)
         self._host[:-_TRAILER].copy_(message)
         self.merged[: self._due] = due
-        self._end(stamp, changed=changed, requests=requests, rank=None)
-
-    def pack_nothing(self, stamp: Stamp, *, changed: bool, requests: Requests, rank: int) -> None:
-        """Pack a message without values, in existing memory."""
-        self.merged[: self.split] = 0.0
-        self.merged[self.split :] = NOTHING
-        self._end(stamp, changed=changed, requests=requests, rank=rank)
-
-    def _end(self, stamp: Stamp, *, changed: bool, requests: Requests, rank: int | None) -> None:
         trailer = self.merged[-_TRAILER:]
         for place, part in enumerate(stamp):
             trailer[place] = part if part >= 0 else NOTHING
             trailer[_PARTS + place] = -part if part >= 0 else NOTHING
-        trailer[_CHANGED], trailer[_CHANGED + 1 : _FAILED] = changed, requests
-        trailer[_FAILED] = -1 if rank is None else rank
+        trailer[_CHANGED], trailer[_CHANGED + 1 :] = changed, requests
 
     def unpack(self, values: Values) -> list[Table]:
         """Return segments with an output due on any rank, with replicas' shards added up."""

@@ -1,11 +1,11 @@
 """Slots for a step's statistics: ranges of two float64 vectors on each device.
 
-Every watched tensor has segments: its moments, its exponents, one for each compared recipe, and so on. A segment has
-columns for sums and for maxima; micro-batches merge in place, without a copy to the host before the end of the step.
+Every watched tensor has segments: its moments, its exponents, one for each compared recipe, and so on, each with
+columns for sums and for maxima. Micro-batches merge in place.
 
 Each GPU stream has its own vectors, created, filled and added to on that stream alone, so streams never wait for each
-other, and no addition precedes the filling. Vectors that become too short keep their values, and longer ones take later
-additions. Reading at the end of the step waits for all streams and merges their vectors.
+other. Vectors that become too short keep their values, and longer ones take later additions. Reading at the end of the
+step waits for all streams and merges their vectors.
 """
 
 from __future__ import annotations
@@ -152,7 +152,6 @@ class Segments:
         *,
         contributes: bool,
     ) -> SlotRange:
-        """Return a segment, created at its first use."""
         segment = self.segments.get(key)
         if segment is None or (segment.device != device and not segment.measured):
             on = self._devices.get(device)
@@ -182,7 +181,6 @@ class Segments:
             self.version += 1
 
     def merge(self, segment: SlotRange, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
-        """Add a measurement to a segment, on the segment's device."""
         segment.measured = True
         kept_sums, kept_maxima = self.parts(segment)
         # Checking a tensor's device costs less than a torch call that does nothing.

@@ -1,10 +1,10 @@
 """Models of how a device sums the products of a GEMM, and bounds on its error.
 
-A tensor core adds the products of a group of k at once. It aligns them, and the sum so far, to their largest exponent,
-truncates the bits below the last one, and adds. Hopper keeps about 14 bits of FP8 products (DeepSeek-V3, arXiv
-2412.19437, section 3.3: errors up to 2 % at K = 4096), which are 13 fraction bits after the leading one
-(SageAttention2, arXiv 2411.10958: "FP22" on Ada and Hopper). With ``split_accumulator=True`` the partial sums are added
-in float32 outside of the tensor core; the interval is not documented, and 128 is DeepSeek's.
+A tensor core aligns a group of products and the sum so far to their largest exponent, truncates the bits below the last
+one, and adds. Hopper keeps about 14 bits of FP8 products (DeepSeek-V3, arXiv 2412.19437, section 3.3: errors up to 2 %
+at K = 4096), which are 13 fraction bits after the leading one (SageAttention2, arXiv 2411.10958: "FP22" on Ada and
+Hopper). With ``split_accumulator=True`` partial sums are added in float32 outside of the tensor core; the interval is
+not documented, and 128 is DeepSeek's.
 """
 
 from __future__ import annotations

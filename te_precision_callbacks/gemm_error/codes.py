@@ -131,9 +131,9 @@ def _window(extent: int, size: int, number: int) -> slice:
     return slice(first, min(first + size, extent))
 
 
-def _of_window(of_blocks: torch.Tensor, rows: slice, columns: slice, block: tuple[int, int]) -> torch.Tensor:
+def _of_window(blocked: torch.Tensor, rows: slice, columns: slice, block: tuple[int, int]) -> torch.Tensor:
     height, width = block
-    return of_blocks[rows.start // height : -(-rows.stop // height), columns.start // width : -(-columns.stop // width)]
+    return blocked[rows.start // height : -(-rows.stop // height), columns.start // width : -(-columns.stop // width)]
 
 
 def distance(y: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
@@ -194,11 +194,11 @@ def _scales(
         return _counted((scales == low) | (scales == high), use)
     if part.amax is None or part.largest_scale is None:
         return _none(scales)
-    of_tensor = part.amax.reshape(-1, 1)
-    wanted = nvfp4_block_scales(amaxes, nvfp4_encode_scale(of_tensor, part.largest_scale)).double()
+    tensor_amax = part.amax.reshape(-1, 1)
+    wanted = nvfp4_block_scales(amaxes, nvfp4_encode_scale(tensor_amax, part.largest_scale)).double()
     wanted = wanted.clamp(max=E4M3.max)
     right = (scales.double() - wanted).abs() <= distance(wanted, E4M3) * (0.5 + SLACK)
-    return _counted(right, use & of_tensor.isfinite())
+    return _counted(right, use & tensor_amax.isfinite())
 
 
 def _fp8_scale(amaxes: torch.Tensor, part: Stored, rules: RoundingRules, largest: float) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Judges the result of a GEMM by products with random vectors, without waiting for the device.
 
 C x - expected x sums, for each row, the errors of the row's elements times x. It is compared with the standard
-deviation of the rounding error of this sum, so an error of 1 % of the norm in one row of 8,192 is significant; C^T y
-does the same for columns. Columns of results are merged over micro-batches and ranks by adding, and by the maximum.
+deviation of the rounding error of this sum; C^T y does the same for columns. Columns of results are merged over
+micro-batches and ranks by adding, and by the maximum.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ def product_and_operands(
     left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, g: ProbedOperands, alpha: float = 1.0
 ) -> tuple[Thin, ProbedOperands]:
     """Return :func:`product`, and from the same sweeps ``left @ g.left`` and ``right @ g.right``; g is [k, probes]."""
-    of_right = right.sweep(from_rows=x, squares=True)
-    u, right_squares = _there(of_right.to_k, of_right.squares_to_k)
-    of_left = left.sweep(from_k=torch.cat([u, g.left], 1), from_rows=y, squares_from_k=right_squares, squares=True)
-    rows, w, row_terms, left_squares = _there(*of_left)
+    right_swept = right.sweep(from_rows=x, squares=True)
+    u, right_squares = _there(right_swept.to_k, right_swept.squares_to_k)
+    left_swept = left.sweep(from_k=torch.cat([u, g.left], 1), from_rows=y, squares_from_k=right_squares, squares=True)
+    rows, w, row_terms, left_squares = _there(*left_swept)
     again: Swept = right.sweep(from_k=torch.cat([w, g.right], 1), squares_from_k=left_squares)
     columns, column_terms = _there(again.to_rows, again.squares_to_rows)
     rows, left_g = torch.split(rows, [x.shape[1], g.left.shape[1]], 1)
@@ -171,8 +171,8 @@ class Judged(NamedTuple):
         error_square: |C x - expected|^2 over all probes, of finite rows.
         expected_square: |expected|^2, of the product alone.
         gain_dot: <the product in C, expected>. Divided by ``expected_square`` it is the gain.
-        ratio: the largest ratio to the tolerance: of all rows together, of each row, of each column. Above 1 the error
-            is more than rounding.
+        ratio: the largest ratio to the tolerance, of the whole, each row and each column. Above 1 is more than
+        rounding.
         rows, columns: the ratio of each row and column, [n] and [m].
         counts: 1 if the product is checked; 0 if the rounding of the previous sum hides it, or if no row of the
             expected product is finite. All other values are 0 then.
@@ -318,9 +318,9 @@ def kernel_columns(kernel: Judged, rank: int) -> tuple[torch.Tensor, torch.Tenso
     for ratios in (kernel.rows, kernel.columns):
         index = torch.arange(len(ratios), device=ratios.device, dtype=torch.float64)
         places += [torch.where(ratios > 1, sign * index, -math.inf).amax() for sign in (1, -1)]
-    of_rank = torch.where(kernel.ratio > 1, torch.full_like(kernel.ratio, rank), -math.inf)
+    bad_rank = torch.where(kernel.ratio > 1, torch.full_like(kernel.ratio, rank), -math.inf)
     # A float32 as a float64 has 29 zero bits, with room for the rank.
     ranked = (kernel.ratio.float().double().view(torch.int64) | rank).view(torch.float64)
     counts = [(ratios > 1).double().sum() for ratios in (kernel.rows, kernel.columns)]
     negated = torch.where(kernel.ratio > 1, torch.full_like(kernel.ratio, -rank), -math.inf)
-    return sums, torch.stack([kernel.ratio, ranked, *counts, *places, of_rank, negated])
+    return sums, torch.stack([kernel.ratio, ranked, *counts, *places, bad_rank, negated])

@@ -6,7 +6,6 @@ Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.is_debug_iter
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
@@ -14,11 +13,18 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.coverage.precision_audit import (
+    LayerGemm,
+    PrecisionAudit,
+    backward_override,
+    formats_of_fused_path,
+    gemms_left_out,
+    of_fprop,
+)
+from te_precision_callbacks.engine.quantization import QuantizationError
+from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
-from te_precision_callbacks.instrumentation.forward_notes import ForwardNotes
 from te_precision_callbacks.instrumentation.refusals import (
     CUDA_GRAPH,
     DebugForward,
@@ -36,17 +42,13 @@ from te_precision_callbacks.instrumentation.watched import WatchedModules
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
 from te_precision_callbacks.statistics.schedule import Schedule
 
-logger = logging.getLogger(__name__)
-
-MOST_FORWARDS = 100
-"""Training forwards of a module in one iteration after which the loop has probably forgotten to step."""
-
 
 class Answers:
     """The replacements of ``is_debug_iter`` and ``no_debug_features_active``.
 
     Attributes:
         unwatched: other modules with a training forward.
+        ran: ids of modules with training forwards in this iteration.
         current: the current forward of each thread.
         refused: the layers that Transformer Engine's debug path refuses.
     """
@@ -57,34 +59,26 @@ class Answers:
         failures: ObservationFailures,
         audit: PrecisionAudit,
         scalars: ScalarBuffer,
-        notices: Notices,
         *,
         strict: bool,
-        trainer_steps: bool,
     ) -> None:
         self.watched = WatchedModules(self.is_debug_iter, classify, audit, failures)
         self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self.notes = ForwardNotes(self.watched, audit, failures)
+        self.delayed_scaling = DelayedScalingLayers()
         self.current = CurrentForward()
         self.refused = RefusedLayers(strict=strict)
+        self._audit = audit
         self._classify = classify
         self._scalars = scalars
-        self._trainer_steps = trainer_steps
-        self._notices = notices
         self._own_is_debug_iter: Callable[[Any], bool] = bool
-        self._forwards: dict[int, int] = {}
+        self.ran: set[int] = set()
         self._checked_cache: set[int] = set()
         self._failures = failures
         self._idle_in_evaluation: dict[int, int] = {}
         self._captured: dict[int, tuple[torch.nn.Module, tuple[Schedule, ...] | None]] = {}
 
-    @property
-    def ran(self) -> Collection[int]:
-        """Ids of modules with training forwards in this iteration."""
-        return self._forwards.keys()
-
     def forget_forwards(self) -> None:
-        self._forwards.clear()
+        self.ran.clear()
         self._checked_cache.clear()
 
     def forget_modules(self) -> None:
@@ -100,10 +94,7 @@ class Answers:
     def is_debug_iter(self, module: Any) -> bool:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        name = self.watched.names[id(module)]
-        if module.name != name:
-            other, module.__dict__["name"] = module.name, name
-            self._warn_renamed(name, str(other))
+        module.__dict__["name"] = self.watched.names[id(module)]  # the script may have renamed it
         kind = self._classify(module)
         self.current.kind = kind
         self.current.module = module
@@ -115,9 +106,7 @@ class Answers:
         if kind is ForwardKind.UNTOUCHED:
             return False
         if kind is ForwardKind.OBSERVED:
-            count = self._forwards[id(module)] = self._forwards.get(id(module), 0) + 1
-            if count == MOST_FORWARDS:
-                self._warn_of_many_forwards(module)
+            self.ran.add(id(module))
             self._check_cached(module, frame)
         if self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
             if is_captured():
@@ -137,30 +126,6 @@ class Answers:
                 self._scalars.add(name, share)
         except Exception as error:
             self._failures.report("looking at the cached weights of", str(module.name), error)
-
-    def _warn_of_many_forwards(self, module: Any) -> None:
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
-        if not self._trainer_steps and own_rank() == 0 and self._notices.first("forgotten"):
-            logger.warning(
-                "%s has run %d forwards in training without a step(). A debug iteration lasts from step() to step(),"
-                " called after each step of the optimizer: without it every forward belongs to iteration %d, and no"
-                " statistics are logged. Ignore this warning if one optimizer step has that many micro-batches.",
-                module.name,
-                MOST_FORWARDS,
-                TEDebugState.get_iteration(),
-            )
-
-    def _warn_renamed(self, name: str, other: str) -> None:
-        if own_rank() == 0 and self._notices.first("renamed"):
-            logger.warning(
-                "The script has renamed a layer while the session is running: %s was named %r. The layer has the"
-                " session's name again, and no statistics were lost. To select layers by names of your own, assign them"
-                " before attach(). layer_names='upstream' uses the names of nvidia-dlfw-inspect's"
-                " infer_and_assign_layer_names.",
-                name,
-                other,
-            )
 
     def make_is_debug_iter(self, upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
         self._own_is_debug_iter = upstream
@@ -186,17 +151,11 @@ class Answers:
             if kind is not ForwardKind.EVALUATION:
                 idle = self._is_left_alone(forward, idle=bool(upstream(module, quantizers)))
                 if kind is not ForwardKind.UNTOUCHED:
-                    self.notes.note_plan(
-                        module,
-                        quantizers,
-                        idle,
-                        fprop_only=kind is ForwardKind.SILENT,
-                        input_needs_gradient=self.current.input_needs_gradient,
-                    )
+                    self.note_plan(module, quantizers, kind, idle=idle)
                     if not idle:
-                        self.notes.check_scales(module, TEDebugState.get_iteration())
+                        self.check_scales(module, TEDebugState.get_iteration())
                     if not idle and forward.has_quantized_input and _acts_on_activation(quantizers):
-                        self.notes.report_quantized_input(module)
+                        self.report_quantized_input(module)
                 return idle
             # Evaluation must not change training's schedule.
             idle = not any_feature_enabled(quantizers)
@@ -205,6 +164,56 @@ class Answers:
             return self._is_left_alone(forward, idle=idle)
 
         return no_debug_features_active
+
+    def note_plan(self, module: Any, quantizers: Iterable[Any], kind: ForwardKind, *, idle: bool) -> None:
+        """Record the GEMMs that a forward and its backward will run, with their precision if no feature acts."""
+        fprop_only = kind is ForwardKind.SILENT
+        try:
+            self.watched.resting.note_training(module, idle=idle)
+            layers, left_out = self.watched.layers[id(module)], dict[LayerGemm, str]()
+            if not fprop_only:
+                left_out = gemms_left_out(module, layers, input_needs_gradient=self.current.input_needs_gradient)
+                self._audit.leave_out(left_out)
+            gemms = [LayerGemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
+            self._audit.expect(gemm for gemm in gemms if gemm not in left_out)
+            if idle:
+                formats = formats_of_fused_path(module, layers, fp8=module.fp8)
+                formats = of_fprop(formats) if fprop_only else formats
+                self._audit.expect_unseen(
+                    {
+                        operand: made
+                        for operand, made in formats.items()
+                        if LayerGemm(operand.layer, operand.gemm) not in left_out
+                    }
+                )
+                return
+        except Exception as error:
+            self._failures.report("reading the precision of", str(module.name), error)
+        without_effect = dict.fromkeys(quantizer.tensor_name for quantizer in quantizers if quantizer.is_left_out())
+        if without_effect:
+            self._report_unreached(
+                module,
+                ", ".join(without_effect),
+                f"the recipe has backward_override={backward_override(module)!r}, with which Transformer Engine runs"
+                " the backward in high precision and outside its debug path, where no feature is called",
+            )
+
+    def check_scales(self, module: Any, iteration: int) -> None:
+        try:
+            self.delayed_scaling.look(module, iteration)
+        except Exception as error:
+            self._failures.report("reading the scales of", str(module.name), error)
+
+    def report_quantized_input(self, module: Any) -> None:
+        self._report_unreached(
+            module,
+            "activation",
+            "its input is already quantized, by a layer with fp8_output or by FP8 attention, so Transformer Engine does"
+            " not quantize it, and calls no feature for it",
+        )
+
+    def _report_unreached(self, module: Any, tensors: str, why: str) -> None:
+        self._failures.report(f"What features do with {tensors}", f"of {module.name}", QuantizationError(why))
 
     def _is_left_alone(self, forward: DebugForward, *, idle: bool) -> bool:
         module, refusal = forward.module, refusal_of(forward)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +33,6 @@ class AttentionTap:
         layer = self.names[id(module)]
         try:
             entered = Forward((layer,), self._classify(module), "", halves=False)
-            entered.handled = id(sys.exc_info()[1])
             if self._listener is not None:
                 self._listener.enter_attention(layer, entered.kind)
         except Exception as error:
@@ -43,8 +41,7 @@ class AttentionTap:
         return entered
 
     def leave(self, module: Any, entered: Forward) -> None:
-        """Report the end of a forward, unless an error ended it."""
-        if self._listener is None or id(sys.exc_info()[1]) != entered.handled:
+        if self._listener is None:
             return
         try:
             self._listener.leave_attention(entered.layers[0], entered.kind, arguments_of_forward(module))

@@ -1,8 +1,7 @@
 """The state of delayed scaling: layers that ran before they had a scale, and layers that only a CUDA graph runs.
 
-Delayed scaling derives the scale from the amaxes of earlier steps. In a layer's first step the scale is 1, so most of a
-small gradient underflows. The layer's state before its first forward shows this: a resumed run may have the scales of
-its checkpoint.
+In a layer's first step the scale is 1, so most of a small gradient underflows. The layer's state before its first
+forward shows this: a resumed run may have the scales of its checkpoint.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class DelayedScalingLayers:
         device = next(iter(new.values())).device
         empty = torch.stack([flag.to(device) for flag in new.values()]).tolist()
         without = {key for key, is_empty in zip(new, empty, strict=True) if is_empty}
-        found = frozenset(name for name, key in ours.items() if key in without)
-        return found.union(layer for layer in layers if layer not in ours) if found else found
+        unscaled = frozenset(name for name, key in ours.items() if key in without)
+        return unscaled.union(layer for layer in layers if layer not in ours) if unscaled else unscaled
 
 
 def _is_empty(state: Any) -> torch.Tensor:

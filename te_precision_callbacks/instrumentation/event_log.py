@@ -60,11 +60,9 @@ class EventLog(logging.Handler):
             self._thread.put((record.levelno, f"{line}\n"), 1)
 
     def hurry(self) -> Callable[[], bool]:
-        """Flush the queue at once; see :meth:`WriterThread.hurry`."""
         return self._thread.hurry()
 
     def take_failure(self) -> BaseException | None:
-        """Return, once, the error that ended the writing."""
         return self._thread.take_failure()
 
     def close(self) -> None:

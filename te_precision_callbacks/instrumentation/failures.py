@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from te_precision_callbacks.base.devices import is_lost, lost_in_words
+from te_precision_callbacks.base.devices import is_lost, lost_message
 from te_precision_callbacks.base.errors import FeatureError, ObservationError, PrecisionDebugError, ResumeAuditError
 from te_precision_callbacks.base.ranks.group import INTERFACE
 from te_precision_callbacks.base.ranks.messages import RanksLostError
@@ -54,7 +54,6 @@ class ObservationFailures:
         self._new: list[tuple[int, str]] = []
 
     def take(self) -> list[tuple[int, str]]:
-        """Return iterations and texts of failures since the last call."""
         new, self._new = self._new, []
         return new
 
@@ -81,7 +80,7 @@ class ObservationFailures:
                 raise error
             if not self._lost:
                 self._lost = True
-                logger.warning("%s", lost_in_words(error, "Observation"))
+                logger.warning("%s", lost_message(error, "Observation"))
             return
         if self._strict:
             raise ObservationError(f"{where}: {_text(error)}") from error
@@ -100,21 +99,14 @@ class ObservationFailures:
         if isinstance(error, (RanksLostError, RanksDifferError)):
             if not known:
                 self._report_apart(where, error)
-        elif self._count == 1:
+        elif self._count == 1 or not known:
             logger.error(
                 "Precision debugging failed on rank %d: %s: %s. Training goes on without what failed. The same failure"
                 " is not reported again. strict=True would end the run here.",
                 self._rank,
                 where,
                 _text(error).removesuffix("."),
-                exc_info=error,
-            )
-        elif not known:
-            logger.error(
-                "Precision debugging also failed on rank %d: %s: %s.",
-                self._rank,
-                where,
-                _text(error).removesuffix("."),
+                exc_info=error if self._count == 1 else None,
             )
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
@@ -132,7 +124,7 @@ class ObservationFailures:
         if error is not None:
             logger.error(
                 "log_dir=%r cannot be written to: %s. Training goes on. Rank %d writes no records, statistics log, log"
-                " of events, dumps, summary and report; loggers and sinks get the numbers. Give a writable folder."
+                " of events, dumps and report; loggers and sinks get the numbers. Give a writable folder."
                 " strict=True would end the run here.",
                 str(self._lost_folder),
                 error,
@@ -144,7 +136,7 @@ class ObservationFailures:
         text = str(error).removesuffix(".")
         if self._leads():
             logger.error(
-                "%s: the ranks no longer exchange statistics. %s. Training goes on. Until they are connected again,"
+                "%s: the ranks no longer exchange statistics. %s. Training goes on. Until all call attach() again,"
                 " rank %d alone writes its own numbers, which are marked as such. If a rank has ended, its output says"
                 " why. If ranks cannot connect, %s=<interface> names the network interface to use.",
                 where,

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.errors import SessionError
-from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
@@ -33,7 +32,6 @@ from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.answers import Answers
 from te_precision_callbacks.instrumentation.delayed_scaling import scales_in_graph
-from te_precision_callbacks.instrumentation.execution_order import ExecutionOrder
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors
@@ -47,7 +45,7 @@ from te_precision_callbacks.instrumentation.running import Running
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
-from te_precision_callbacks.layers.gemm_events import Listener
+from te_precision_callbacks.layers.gemm_events import GemmEvent, Listener
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -62,18 +60,16 @@ class ForwardHooks:
         audit: PrecisionAudit,
         scalars: ScalarBuffer,
         engine: StatisticsEngine,
-        notices: Notices,
         *,
         strict: bool,
-        trainer_steps: bool,
     ) -> None:
         self._classify = classify
         self._failures = failures
         self._audit = audit
         self._scalars = scalars
-        self.answers = Answers(classify, failures, audit, scalars, notices, strict=strict, trainer_steps=trainer_steps)
+        self.answers = Answers(classify, failures, audit, scalars, strict=strict)
         self._watched = self.answers.watched
-        self._regions = AutocastRegions()
+        self.regions = AutocastRegions()
         self._fused_observation = FusedObservation(engine, failures.report)
         self.gemm_errors = GemmErrors(engine, failures.report)
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
@@ -94,7 +90,6 @@ class ForwardHooks:
         self._has_ranges = self._is_capturing = self._paused_before = False
 
     def put_ranges(self, *, wanted: bool) -> None:
-        """See :meth:`Running.range_of_gemm`."""
         if wanted != self._has_ranges:
             self._has_ranges = wanted
             self._listen()
@@ -143,9 +138,9 @@ class ForwardHooks:
         self._graphs.restore(self._watched.armed, self.answers.ran)
         self.answers.forget_forwards()
         self.gemm_errors.begin_iteration()
-        other_regions = self._regions.end_step()
+        other_regions = self.regions.end_step()
         ran = self.products.take_ran()
-        self._watched.begin(iteration, ran, all_at_once=other_regions, excluded=self._regions.excludes_more)
+        self._watched.begin(iteration, ran, all_at_once=other_regions, excluded=self.regions.excludes_more)
         self._classify.was_paused = False
         self._tap.begin_iteration(all_operations=other_regions)
         self._listen()
@@ -202,14 +197,7 @@ class ForwardHooks:
         if not self._watched.is_on_fused_path(module, iteration):
             self._fused_observation.leave(layers)
             return ()
-        notes, current = self.answers.notes, self.answers.current
-        notes.note_plan(
-            module,
-            (),
-            idle=True,
-            fprop_only=kind is ForwardKind.SILENT,
-            input_needs_gradient=current.input_needs_gradient,
-        )
+        self.answers.note_plan(module, (), kind, idle=True)
         if kind is ForwardKind.SILENT:
             return ()
         upcoming = self._fused_observation.query(layers, iteration), self._watched.next_change(module, iteration)
@@ -218,20 +206,10 @@ class ForwardHooks:
         wanted = self._fused_observation.wanted(layers)
         if not wanted:
             return ()
-        notes.check_scales(module, iteration)
-        if current.has_quantized_input and (0, "activation") in wanted:
-            notes.report_quantized_input(module)
+        self.answers.check_scales(module, iteration)
+        if self.answers.current.has_quantized_input and (0, "activation") in wanted:
+            self.answers.report_quantized_input(module)
         return wanted
-
-    @property
-    def has_entered_regions(self) -> bool:
-        """Return whether the iteration has entered a ``te.autocast`` region."""
-        return self._regions.has_entered
-
-    @property
-    def has_enabled_regions(self) -> bool:
-        """Return whether any ``te.autocast(enabled=True)`` region was entered so far."""
-        return self._regions.has_enabled
 
     def install(self) -> None:
         """Install the replacements.
@@ -266,7 +244,7 @@ class ForwardHooks:
             self.answers.make_no_debug_features_active(module_class.no_debug_features_active),
         )
         manager = quantization.FP8GlobalStateManager
-        self._seams.replace(manager, "autocast_enter", staticmethod(self._regions.around(manager.autocast_enter)))
+        self._seams.replace(manager, "autocast_enter", staticmethod(self.regions.around(manager.autocast_enter)))
         self._seams.replace(Fp8Padding, "forward", self.padding.around(Fp8Padding.forward))
         # torch.distributed.pipelining (2.13) runs each stage once before its micro-batches, on uninitialized memory.
         pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
@@ -350,6 +328,26 @@ def require(owner: Any, *names: str) -> None:
             f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, which the session needs."
             " Install Transformer Engine 2.20, or a te-precision-callbacks made for your version."
         )
+
+
+class ExecutionOrder:
+    """Layer -> position of its first ``forward`` and ``backward``: a listener of the tap."""
+
+    def __init__(self) -> None:
+        self.forward: dict[str, int] = {}
+        self.backward: dict[str, int] = {}
+        self._has_grown = False
+
+    def __call__(self, event: GemmEvent) -> None:
+        places = self.forward if event.gemm == "fprop" else self.backward
+        if event.layer not in places and event.kind in (ForwardKind.OBSERVED, ForwardKind.SILENT):
+            places[event.layer] = len(places)
+            self._has_grown = True
+
+    def take_grown(self) -> bool:
+        """Return whether layers were added since the last call."""
+        grown, self._has_grown = self._has_grown, False
+        return grown
 
 
 class _NotDebugging:

@@ -1,8 +1,8 @@
 """Observes layers on Transformer Engine's fused path.
 
-Transformer Engine calls features only on its debug path, which is unfused and rounds some tensors differently. With
-``observe="fused"`` or ``"auto"`` a layer stays on its fused path, and observing features receive its GEMMs' operands
-from the tap (``tap.py``), quantized and unquantized. Training stays bit-identical.
+Transformer Engine calls features only on its debug path, which rounds some tensors differently. With
+``observe="fused"`` or ``"auto"`` features receive the GEMMs' operands from the tap (``tap.py``), quantized and
+unquantized, and training stays bit-identical.
 
 Values that a fused norm or activation function writes only in the GEMM's format are recomputed (``unfused.py``).
 :data:`HIGH_PRECISION_ON_FUSED_PATH` lists the available tensors. Read from Transformer Engine 2.20.2
@@ -19,7 +19,7 @@ import torch
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe, class_names
 from te_precision_callbacks.config.checking import ReadOptions
-from te_precision_callbacks.config.effects import NAMESPACE, Effect
+from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import Dumped, LoggedTensor
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.planning import LayerPlan, Plan
@@ -31,7 +31,7 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.layers.watched import Watched
-from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
+from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 from te_precision_callbacks.statistics.table import OF_SCALES
 
@@ -108,7 +108,7 @@ def _why_not(name: str, options: Any, available: frozenset[str], module: Any, on
     if isinstance(schema, LogGemmError):
         return ""  # statistics of unavailable tensors are skipped
     if not isinstance(schema, ObservingFeatureSchema):
-        if _always_changes(schema.effect()):
+        if EVERY_STEP in (schema.effect().schedules.values() or (EVERY_STEP,)):
             return f"{name} changes precision, which Transformer Engine does on its debug path only"
         return ""
     for target in schema.targets:
@@ -120,29 +120,25 @@ def _why_not(name: str, options: Any, available: frozenset[str], module: Any, on
         if isinstance(item, Dumped) and item.high_precision_tensor:
             return f"{name}: {_never(tensor, module)}"
         if isinstance(item, LoggedTensor):
-            needing = [request.label for request in item.requests if _needs_high_precision(request)]
+            needing = [
+                request.label
+                for request in item.requests
+                if request.recipe != OWN_RECIPE or request.statistic.of not in OF_SCALES
+            ]
             if needing:
                 return f"{name}: {_never(tensor, module)}, which {needing[0]!r} needs"
     return ""
 
 
-def _always_changes(effect: Effect) -> bool:
-    return EVERY_STEP in (effect.schedules.values() or (EVERY_STEP,))
-
-
 def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tuple[Schedule, ...]:
     entries = (planned[layer.name] for layer in named.layers if layer.name in planned)
-    options = (each for entry in entries for each in entry.features.get(NAMESPACE, {}).values())
-    schemas = (each.schema for each in options if isinstance(each, ReadOptions))
+    options = (feature_options for entry in entries for feature_options in entry.features.get(NAMESPACE, {}).values())
+    schemas = (feature_options.schema for feature_options in options if isinstance(feature_options, ReadOptions))
     return tuple(dict.fromkeys(schedule for schema in schemas for schedule in schema.effect().schedules.values()))
 
 
 def _never(tensor: str, module: Any) -> str:
     return f"the fused path of {type(module).__name__} never has its {tensor} in high precision"
-
-
-def _needs_high_precision(request: Request) -> bool:
-    return request.recipe != OWN_RECIPE or request.statistic.of not in OF_SCALES
 
 
 def choose(
@@ -251,7 +247,10 @@ class FusedObservation:
             except Exception as error:
                 self._report("finding what to observe of", layer, error)
                 return _Due({}, None)
-            key = tuple((tensor, *((each.name, id(each.options)) for each in found)) for tensor, found in of_tensors)
+            key = tuple(
+                (tensor, *((watcher.name, id(watcher.options)) for watcher in watchers))
+                for tensor, watchers in of_tensors
+            )
             watchers = self._watchers[layer] = self._shared.setdefault(key, of_tensors)
         answer = self._answers.get(id(watchers))
         if answer is None:
@@ -259,7 +258,6 @@ class FusedObservation:
         return answer
 
     def wanted(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
-        """Return the tensors observed in the last queried iteration, as layer number and tensor name."""
         return frozenset(
             (number, tensor) for number, layer in enumerate(layers) for tensor in self._due[layer].watchers
         )

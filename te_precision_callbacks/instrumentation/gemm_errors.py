@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 _OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, Wanted)
 
-_OF_FORWARD: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
+_FORWARD_OPERAND: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
 """GEMM -> its operand A, which exists in high precision in the forward."""
 
 _FORMAT = "the format: "
@@ -110,7 +110,7 @@ class SelectedGemms(Generic[_OptionsT]):
 
         api = debug_api.transformer_engine
         all_options = (watcher.options for tensor in ROWWISE for watcher in api.watchers(layer, tensor))
-        return {each.gemm: each for each in all_options if isinstance(each, self._kind) and each.gemm}
+        return {options.gemm: options for options in all_options if isinstance(options, self._kind) and options.gemm}
 
 
 class GemmErrors:
@@ -203,7 +203,7 @@ class GemmErrors:
     def _prepare(self, event: GemmEvent) -> None:
         """Multiply the forward's operands with the probes of all GEMMs with this operand A."""
         layer = event.layer
-        for gemm, tensor in _OF_FORWARD.items():
+        for gemm, tensor in _FORWARD_OPERAND.items():
             due = self._selected.due(layer, gemm, event.kept)
             if due is None:
                 continue
@@ -269,9 +269,9 @@ class GemmErrors:
                 return
             run = thin(matrix, x, y)
             call = GemmCall(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added(event))
-            found = judged(run, expected, call)
+            judgement = judged(run, expected, call)
             tensor = RESULT[event.gemm]
-            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(found, own_rank()))
+            self._engine.add(event.layer, tensor, iteration, Of.GEMM, *kernel_columns(judgement, own_rank()))
             self._note_measured(event.layer, event.gemm)
             kept: _Kept | None = event.kept.pop((event.layer, event.gemm), None)
             high = high_of(self.operands, event.layer, event.b)
@@ -285,7 +285,7 @@ class GemmErrors:
             if kept is not None and kept.codes is not None:
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_CODES_A, kept.codes)
             if high is None or kept is None or kept.to_k.shape[0] != k or kept.to_rows.shape[0] != m:
-                which = OPERANDS[event.gemm][0] if high is None else _OF_FORWARD[event.gemm]
+                which = OPERANDS[event.gemm][0] if high is None else _FORWARD_OPERAND[event.gemm]
                 self.skip(event.layer, event.gemm, f"{_FORMAT}{which} does not exist in high precision")
                 return
             exact = factor_of(high, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
@@ -299,7 +299,7 @@ class GemmErrors:
                     *squares_of_difference(operands.right, kept.to_rows),
                     *squares_of_difference(operands.left, left_g),
                 )
-                counted = torch.stack(errors) * found.counts
+                counted = torch.stack(errors) * judgement.counts
                 self._engine.add(event.layer, tensor, iteration, Of.GEMM_FORMAT, counted)
                 self._note_measured(event.layer, event.gemm, of_format=True)
 

@@ -33,8 +33,6 @@ _BEFORE = "recorded before"
 
 
 class GemmRecords:
-    """See the module docstring."""
-
     def __init__(self, operands: GemmOperands, report: Callable[[str, str, Exception], None]) -> None:
         self._operands = operands
         self._report = report

@@ -20,7 +20,7 @@ import torch
 
 _MAKERS = frozenset({"transformer_engine.pytorch.graph", "torch.cuda.graphs"})
 
-_OF_STREAMS = ("cuda_graph_stream", "cuda_graph_event")
+_STREAM_KEYWORDS = ("cuda_graph_stream", "cuda_graph_event")
 
 
 def why_not_bypassed(module: Any) -> str | None:
@@ -116,7 +116,9 @@ class _Bypass:
         if not self._captured.is_in_force:
             self._report()
             return self.graphed(*arguments, **keywords)
-        return self.original(*arguments, **{name: value for name, value in keywords.items() if name not in _OF_STREAMS})
+        return self.original(
+            *arguments, **{name: value for name, value in keywords.items() if name not in _STREAM_KEYWORDS}
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give a copy of the module the forward that it would have without a session."""

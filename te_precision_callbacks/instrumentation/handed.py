@@ -1,4 +1,4 @@
-"""The parameters of Transformer Engine's functions, and the tensors in them.
+"""The parameters of Transformer Engine's functions, the tensors in them, and the modules that call them.
 
 Read from Transformer Engine 2.20.2: ``general_gemm`` and its siblings (``pytorch/cpp_extensions/gemm.py``), and the
 arguments of the modules' autograd Functions (``pytorch/module``).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,9 +51,13 @@ def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
         TypeError: a parameter is missing, as in another TE version.
     """
     parameters = list(inspect.signature(function).parameters.values())
-    fixed = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
-    missing = ", ".join(sorted(_READ.intersection(known) - {each.name for each in parameters}))
+    fixed = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    rest = next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL), None)
+    missing = ", ".join(sorted(_READ.intersection(known) - {parameter.name for parameter in parameters}))
     if missing and rest is not None:
         return lambda arguments: dict(zip(known, arguments, strict=False))
     if missing:
@@ -66,11 +71,11 @@ def by_name(function: Callable[..., Any], known: Sequence[str]) -> Named:
     return named
 
 
-def of_one(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def one_gemm(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
     return [(taken["A"], taken["B"], result[0])]
 
 
-def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def gemms_of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
     outs = taken["out"]
     if taken.get("single_output"):
         whole, rows = outs[0], taken["m_splits"]
@@ -79,7 +84,7 @@ def of_experts(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any
     return zip(taken["A"], taken["B"], outs, strict=True)
 
 
-def of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def gemms_of_grouped_tensors(taken: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
     return zip(*(_matrices(taken[name]) for name in GROUPED_TENSOR_GEMM), strict=True)
 
 
@@ -127,7 +132,6 @@ def _rows(splits: Any) -> list[int]:
 
 
 def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any]:
-    """Return the gradient of a module's output before quantization."""
     if not isinstance(gradient, torch.Tensor):
         return {}
     matrix = gradient.reshape(-1, gradient.shape[-1])
@@ -137,9 +141,9 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any
     return _plain({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
 
 
-def _plain(found: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+def _plain(tensors: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
     return {
-        key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
+        key: tensor for key, tensor in tensors.items() if isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
     }
 
 
@@ -149,9 +153,41 @@ def methods_of_operations(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
     from transformer_engine.pytorch.ops.op import FusedOperation
 
     def below(parent: Any) -> list[Any]:
-        return [found for child in parent.__subclasses__() for found in (child, *below(child))]
+        return [kind for child in parent.__subclasses__() for kind in (child, *below(child))]
 
     basic = [BasicLinear, GroupedLinear]
     derived = [kind for parent in (*basic, FusedOperation) for kind in below(parent)]
     own = [(kind, name) for kind in derived for name in names if name in vars(kind)]
     return [(kind, name, getattr(kind, name)) for kind, name in [*itertools.product(basic, names), *own]]
+
+
+class Callers:
+    """Finds the Python modules that have imported a function of ``cpp_extensions``, and its name there."""
+
+    def __init__(self) -> None:
+        self._callers: list[tuple[Any, str]] = []
+        self._modules = 0  # their number at the last search
+
+    def find(self, functions: Mapping[Any, Sequence[str]]) -> list[tuple[Any, str]]:
+        """Return the importing modules, with their names of the functions; searches again after new imports.
+
+        ``functions``: Python module of ``cpp_extensions`` -> names of functions.
+        """
+        if len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            originals = {name: getattr(origin, name) for origin, names in functions.items() for name in names}
+            self._callers = [
+                (module, name)
+                for module in list(sys.modules.values())
+                if not originals.keys().isdisjoint(getattr(module, "__dict__", ()))
+                for name, original in originals.items()
+                if _is_caller(module, vars(module).get(name), original)
+            ]
+        return self._callers
+
+
+def _is_caller(module: Any, function: Any, original: Any) -> bool:
+    """Return whether a module has the function, or belongs to Transformer Engine and has a user's replacement."""
+    return function is original or (
+        callable(function) and str(getattr(module, "__name__", "")).startswith("transformer_engine.")
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -21,10 +22,9 @@ class ModuleRanges:
     def put(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
         self.remove()
         for name, module in modules:
-            hook = _Hook(name)
             self._handles += [
-                module.register_forward_pre_hook(hook.enter, prepend=True),
-                module.register_forward_hook(hook.leave, always_call=True),
+                module.register_forward_pre_hook(functools.partial(_enter, layer_range(name)), prepend=True),
+                module.register_forward_hook(_leave, always_call=True),
             ]
 
     def remove(self) -> None:
@@ -33,35 +33,28 @@ class ModuleRanges:
 
 
 class _Open(threading.local):
+    """A thread's open ranges, each with its module."""
+
     def __init__(self) -> None:
-        self.ranges: list[tuple[_Hook, record_function]] = []
+        self.ranges: list[tuple[torch.nn.Module, record_function]] = []
 
 
-class _Hook:
-    """Hooks of one module; no-ops in a copy of it."""
+_open = _Open()
 
-    _open = _Open()
 
-    def __init__(self, name: str) -> None:
-        self._name = layer_range(name) if name else ""
+@outside_of_dynamo
+def _enter(name: str, module: torch.nn.Module, inputs: Any) -> None:
+    around = record_function(name)
+    around.__enter__()  # type: ignore[no-untyped-call]
+    _open.ranges.append((module, around))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ("",)
 
-    @outside_of_dynamo
-    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        if not self._name:
-            return
-        around = record_function(self._name)
-        around.__enter__()  # type: ignore[no-untyped-call]
-        self._open.ranges.append((self, around))
-
-    @outside_of_dynamo
-    def leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        ranges = self._open.ranges
-        if any(hook is self for hook, _ in ranges):  # an exception in another hook left inner ranges open
-            while ranges:
-                hook, around = ranges.pop()
-                around.__exit__(None, None, None)
-                if hook is self:
-                    return
+@outside_of_dynamo
+def _leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    ranges = _open.ranges
+    if any(owner is module for owner, _ in ranges):  # an exception in another hook left inner ranges open
+        while ranges:
+            owner, around = ranges.pop()
+            around.__exit__(None, None, None)
+            if owner is module:
+                return

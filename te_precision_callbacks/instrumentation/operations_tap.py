@@ -49,9 +49,8 @@ class OperationsTap:
         self.has_new = bool(self._operations)
 
     def check_recipes(self, *, of_all: bool) -> None:
-        """Check whether the next few (or all) operations ran in another recipe."""
         checked = self._operations.values() if of_all else self._turns.take()
-        self.has_new = any(_recipe_of(each) != self._recipes[id(each.module)] for each in checked)
+        self.has_new = any(_recipe_of(operation) != self._recipes[id(operation.module)] for operation in checked)
         if self.has_new:
             self._recipes = self._recipes_now()
 
@@ -73,7 +72,7 @@ class OperationsTap:
             for context in contexts:
                 context.te_precision_forward = forward
             before = forward.events
-            result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
+            result = self._running.call(forward, False, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
                 self._report_silent(forward, type(operation).__name__, False)
             return result
@@ -89,7 +88,7 @@ class OperationsTap:
                 named = tuple(name for layer in layers for name in layer)
                 forward = Forward(named, forward.kind, forward.recipe, halves=False, has_events=False)
             before = forward.events
-            result = self._running.call_backward(forward, upstream, operation, contexts, *arguments, **keywords)
+            result = self._running.call(forward, True, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
                 self._report_silent(forward, type(operation).__name__, True)
             return result
@@ -98,7 +97,7 @@ class OperationsTap:
 
     def _layers_in(self, operation: Any) -> list[Sequence[str]]:
         basic = [operation, *getattr(operation, "basic_ops", ())]
-        return [self._operations[id(one)].layers for one in basic if id(one) in self._operations]
+        return [self._operations[id(part)].layers for part in basic if id(part) in self._operations]
 
     def _of_operation(self, operation: Any) -> Forward:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager

@@ -86,8 +86,7 @@ class _Gap:
 
     Attributes:
         called: steps before which the module ran in training.
-        reached, ran: whether a backward reached the parameter, and its module ran, since the last step.
-        hooks: hooks that set both.
+        reached, ran: set by the hooks, since the last step.
     """
 
     since: int
@@ -403,7 +402,6 @@ class ParameterWatch:
         return is_due(self._ended - self._first)
 
     def _check_without_optimizer(self) -> None:
-        """For models without a known torch optimizer."""
         if not self._parameters:
             self._refresh()
         trained = [state for state in self._parameters.values() if state.weight.requires_grad]
@@ -414,7 +412,7 @@ class ParameterWatch:
             return
         self._reading()
         self._reading = None
-        if any(each.has_moved or each.moves for each in self._parameters.values()):
+        if any(parameter.has_moved or parameter.moves for parameter in self._parameters.values()):
             self.checked.add("frozen-weight")
 
     # ------------------------------------------------------------------ problems
@@ -432,20 +430,24 @@ class ParameterWatch:
 
     @property
     def _trains(self) -> bool:
-        return bool(self._optimizer_steps) or any(each.has_gradient for each in self._parameters.values())
+        return bool(self._optimizer_steps) or any(parameter.has_gradient for parameter in self._parameters.values())
 
     def _without_gradient(self) -> list[tuple[_Parameter, _Gap]]:
         """Return the parameters in optimizers that have no gradient; without a known optimizer, all of them."""
         held = self._held_parameters()
-        gaps = [(each, each.gap) for each in self._parameters.values() if each.gap is not None]
-        return [(each, gap) for each, gap in gaps if id(each) in held or not held] if self._trains else []
+        gaps = [(parameter, parameter.gap) for parameter in self._parameters.values() if parameter.gap is not None]
+        return (
+            [(parameter, gap) for parameter, gap in gaps if id(parameter) in held or not held] if self._trains else []
+        )
 
     def _held_parameters(self) -> set[int]:
-        return {id(each.parameter) for _, held in self._held.values() for each in held}
+        return {id(entry.parameter) for _, held in self._held.values() for entry in held}
 
     def _problems(self) -> Iterator[Problem]:
         without = self._without_gradient()
-        similar = Counter(form_of(each.name) for each in self._parameters.values() if each.has_gradient and without)
+        similar = Counter(
+            form_of(parameter.name) for parameter in self._parameters.values() if parameter.has_gradient and without
+        )
         for parameter, gap in without:
             may_idle = similar[form_of(parameter.name)] and gap.called < WITHOUT_GRADIENT - 1
             if parameter.has_gradient:
@@ -458,7 +460,7 @@ class ParameterWatch:
                 yield Problem(what, parameter.name, gap.since, gap.steps)
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:
-                yield from _of_weight(parameter)
+                yield from _weight_problems(parameter)
         if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
             yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
         yield from self._whole_model()
@@ -469,45 +471,51 @@ class ParameterWatch:
         """Find problems of nearly all matrices: gradients of 0 at the optimizer's step, and float32 weights that hardly
         change. A bias of 0 is excluded, since any update changes it.
         """
-        trained = [each for each in self._parameters.values() if each.has_gradient and each.weight.dim() > 1]
+        trained = [
+            parameter
+            for parameter in self._parameters.values()
+            if parameter.has_gradient and parameter.weight.dim() > 1
+        ]
         zeroed = [
-            each for each in trained if len(each.zeroed) >= UNCHANGED and each.zeroed[-1] - each.zeroed[0] >= SPAN
+            parameter
+            for parameter in trained
+            if len(parameter.zeroed) >= UNCHANGED and parameter.zeroed[-1] - parameter.zeroed[0] >= SPAN
         ]
         if zeroed and len(zeroed) >= NEARLY_ALL * len(trained):
-            for each in zeroed:
-                yield Problem("zeroed", each.name, each.zeroed[0], len(each.zeroed))
-        sampled = [each for each in trained if each.still_since >= 0]
+            for parameter in zeroed:
+                yield Problem("zeroed", parameter.name, parameter.zeroed[0], len(parameter.zeroed))
+        sampled = [parameter for parameter in trained if parameter.still_since >= 0]
         still = [
-            each
-            for each in sampled
-            if not each.moves
-            and each.reference is not None
-            and each.reference.dtype == torch.float32
-            and each.still_until - each.still_since >= SPAN
+            parameter
+            for parameter in sampled
+            if not parameter.moves
+            and parameter.reference is not None
+            and parameter.reference.dtype == torch.float32
+            and parameter.still_until - parameter.still_since >= SPAN
         ]
         if still and len(still) >= NEARLY_ALL * len(sampled):
-            for each in still:
-                yield Problem("still", each.name, each.still_since, each.still_until - each.still_since)
+            for parameter in still:
+                yield Problem(
+                    "still", parameter.name, parameter.still_since, parameter.still_until - parameter.still_since
+                )
 
     def _not_held(self) -> Iterator[Problem]:
-        """In any optimizer of the process."""
         held = self._held_parameters()
         unheld = [
-            each
-            for each in self._parameters.values()
-            if each.weight.requires_grad and each.has_gradient and id(each) not in held
+            parameter
+            for parameter in self._parameters.values()
+            if parameter.weight.requires_grad and parameter.has_gradient and id(parameter) not in held
         ]
-        if not unheld or all(("not_held", each.name) in self._reported for each in unheld):
+        if not unheld or all(("not_held", parameter.name) in self._reported for parameter in unheld):
             return
-        stepped = {held for each in optimizers_of_process() for held in held_ids(each)}
-        for each in unheld:
-            master = getattr(each.weight, "main_param", None)
-            if id(each.weight) not in stepped and id(master) not in stepped:
-                yield Problem("not_held", each.name, each.held_until + 1, len(unheld))
+        stepped = {held for optimizer in optimizers_of_process() for held in held_ids(optimizer)}
+        for parameter in unheld:
+            master = getattr(parameter.weight, "main_param", None)
+            if id(parameter.weight) not in stepped and id(master) not in stepped:
+                yield Problem("not_held", parameter.name, parameter.held_until + 1, len(unheld))
 
     @torch.no_grad()
     def end(self, iteration: int) -> list[Problem]:
-        """Return the remaining problems, and weights with inf or nan."""
         self._read()
         self._reading = self._batches.copied()
         self._read()
@@ -535,8 +543,7 @@ def _note_forward(gap: _Gap) -> Callable[..., None]:
     return note
 
 
-def _of_weight(parameter: _Parameter) -> Iterator[Problem]:
-    """Weights that do not change, or differ from their master weight."""
+def _weight_problems(parameter: _Parameter) -> Iterator[Problem]:
     shown = [what for what, _, _ in parameter.checks]
     # At first, a weight that is never copied is as far from its master as one copied late.
     is_late = set(shown) == {"late"}
@@ -555,7 +562,7 @@ def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
     Read from Megatron-Core 0.16.1, ``optimizer/distrib_optimizer.py``.
     """
     sharded: list[Any] = [weight for weight in weights if getattr(weight, "main_param_sharded", False)]
-    owners = [each for each in gc.get_objects() if hasattr(type(each), _RANGES)] if sharded else []
+    owners = [owner for owner in gc.get_objects() if hasattr(type(owner), _RANGES)] if sharded else []
     starts: dict[int, int] = {}
     for owner, weight in itertools.product(owners, sharded):
         if weight.main_param is not None and weight in owner.model_param_gbuf_map:
@@ -662,7 +669,7 @@ def _nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
             plain.setdefault((codes.device, codes.dtype), []).append((name, codes))
     broken: list[str] = []
     for named in plain.values():
-        largest = torch._foreach_norm([each for _, each in named], float("inf"))
+        largest = torch._foreach_norm([codes for _, codes in named], float("inf"))
         finite = torch.stack(largest).isfinite().tolist()
         broken += [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite]
     return broken

@@ -37,15 +37,27 @@ OVERRIDDEN = (
 _FORWARD_TENSORS = frozenset({"activation", "weight", "output"})
 
 
-class QueryingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
+class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
+    """Observes a tensor if its forward is observed; failures of observation do not reach training."""
+
     _current: ClassVar[CurrentForward]
     _failures: ClassVar[ObservationFailures]
 
     @outside_of_dynamo
     def __init__(self, layer_name: str, tensor_name: str, *arguments: Any, **keywords: Any) -> None:
         self.kind = self._current.kind
-        self._override = backward_override(self._current.module)
+        self._module = self._current.module
+        self._override = backward_override(self._module)
+        self._high_precision = self._module.activation_dtype
+        self._graph_task = torch._C._current_graph_task_id()
+        self._shown_first: SessionQuantizer | None = None
+        self._own_wgrad: torch.Tensor | None = None
+        self._accumulates = False
         super().__init__(layer_name, tensor_name, *arguments, **keywords)
+        if tensor_name == "dgrad":
+            self._pair_dgrads_of_mlp()
+
+    # ------------------------------------------------------------------ queries of features
 
     def get_enabled_look_at_tensors(self) -> tuple[bool, bool, bool]:
         if self.kind is ForwardKind.EVALUATION:
@@ -127,21 +139,7 @@ class QueryingQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc
             return True
         return bool(self.columnwise_tensor_plan == modifies)
 
-
-class SessionQuantizer(QueryingQuantizer):
-    """Observes a tensor if its forward is observed; failures of observation do not reach training."""
-
-    @outside_of_dynamo
-    def __init__(self, layer_name: str, tensor_name: str, *arguments: Any, **keywords: Any) -> None:
-        self._module = self._current.module
-        self._high_precision = self._module.activation_dtype
-        self._graph_task = torch._C._current_graph_task_id()
-        self._shown_first: SessionQuantizer | None = None
-        self._own_wgrad: torch.Tensor | None = None
-        self._accumulates = False
-        super().__init__(layer_name, tensor_name, *arguments, **keywords)
-        if tensor_name == "dgrad":
-            self._pair_dgrads_of_mlp()
+    # ------------------------------------------------------------------ tensors
 
     def _pair_dgrads_of_mlp(self) -> None:
         """Fix that LayerNormMLP 2.20.2 shows fc2's dgrad, which its backward computes first, as fc1's.

@@ -10,7 +10,6 @@ which drop them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,16 +60,6 @@ def _scales(recipe: Any) -> set[bool]:
     return {getattr(recipe, name).power_2_scale for name in _QUANTIZERS}
 
 
-def _changed_later(argument: str, attribute: str, *tensors: str) -> Callable[[Any], bool]:
-    """Return whether NVFP4BlockScaling's ``disable_...`` was set after the recipe was created."""
-
-    def holds(recipe: Any) -> bool:
-        active = {getattr(getattr(recipe, f"fp4_quant_{tensor}"), attribute) for tensor in tensors}
-        return _is_set(recipe, argument) and active == {getattr(recipe, argument)}
-
-    return holds
-
-
 _AT_IMPORT = (
     "the layers read power_2_scale of fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad, which are made"
     " when Transformer Engine is imported"
@@ -106,75 +95,34 @@ IGNORED: Sequence[Ignored] = (
         "pytorch.quantization:Float8BlockScalingRecipeState.make_quantizers",
         "force_pow_2_scales=qparams.power_2_scale",
     ),
-    *(
-        Ignored(
-            "NVFP4BlockScaling",
-            argument,
-            _changed_later(argument, attribute, *tensors),
-            "the recipe reads it once, when it is made, and it was changed later",
-            f"Make the recipe with NVFP4BlockScaling({argument}=...)",
-            "common.recipe:NVFP4BlockScaling.__post_init__",
-            f"{attribute}=not self.{argument}",
-        )
-        for argument, attribute, *tensors in (
-            ("disable_rht", "random_hadamard_transform", "fwd_inp", "bwd_grad"),
-            ("disable_stochastic_rounding", "stochastic_rounding", "bwd_grad"),
-            ("disable_2d_quantization", "fp4_2d_quantization", "fwd_weight"),
-        )
-    ),
 )
-
-VARIABLES: Mapping[str, tuple[str, str]] = {
-    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("Float8CurrentScaling", "use_power_2_scales"),
-    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("Float8BlockScaling", "use_f32_scales"),
-    "NVTE_NVFP4_DISABLE_RHT": ("NVFP4BlockScaling", "disable_rht"),
-    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": ("NVFP4BlockScaling", "disable_stochastic_rounding"),
-    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": ("NVFP4BlockScaling", "disable_2d_quantization"),
-    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": ("NVFP4BlockScaling", "row_scaled_activation"),
-    "NVTE_NVFP4_4OVER6": ("NVFP4BlockScaling", "nvfp4_4over6"),
-}
-"""Environment variable -> recipe class and argument that it sets. ``common/recipe`` reads them on import."""
 
 
 def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
     """Return ignored arguments, deduplicated, as rows with ``recipe``, ``argument``, ``value``, ``why`` and
     ``instead``.
     """
-    rows = [row for recipe in recipes for row in (*_of_recipe(recipe), *_of_variables(recipe))]
+    rows = [
+        {
+            "recipe": ignored.recipe,
+            "argument": ignored.argument,
+            "value": str(getattr(recipe, ignored.argument)),
+            "why": ignored.why,
+            "instead": ignored.instead,
+        }
+        for recipe in recipes
+        for ignored in IGNORED
+        if ignored.recipe in class_names(recipe) and ignored.holds(recipe)
+    ]
     return list({tuple(row.values()): row for row in rows}.values())
-
-
-def _of_recipe(recipe: Any) -> Iterator[Row]:
-    classes = class_names(recipe)
-    for each in IGNORED:
-        if each.recipe in classes and each.holds(recipe):
-            value = str(getattr(recipe, each.argument))
-            yield _row(each.recipe, each.argument, value, each.why, each.instead)
-
-
-def _of_variables(recipe: Any) -> Iterator[Row]:
-    """Find environment variables that changed since TE was imported."""
-    for variable, (kind, argument) in VARIABLES.items():
-        now = os.environ.get(variable)
-        if now is None or kind not in class_names(recipe) or _is_set(recipe, argument):
-            continue
-        at_import = getattr(type(recipe), argument)
-        if at_import != ((now == "1") if isinstance(at_import, bool) else now):
-            why = "Transformer Engine reads it when it is imported, and it was set later"
-            yield _row(kind, variable, now, why, "Set it before Transformer Engine is imported")
-
-
-def _row(recipe: str, argument: str, value: str, why: str, instead: str) -> Row:
-    return {"recipe": recipe, "argument": argument, "value": value, "why": why, "instead": instead}
 
 
 # ---------------------------------------------------------------------- the state of modules
 
 
 def computing(modules: Iterable[NamedModule], operations: Iterable[NamedOperation]) -> list[_Computing]:
-    """Return a model's modules and operations with their layers' names."""
-    named = [(each.module, tuple(layer.name for layer in each.layers)) for each in modules]
-    return [*named, *((each.module, each.layers) for each in operations)]
+    named = [(named.module, tuple(layer.name for layer in named.layers)) for named in modules]
+    return [*named, *((operation.module, operation.layers) for operation in operations)]
 
 
 def recipes_of(modules: Iterable[_Computing]) -> list[Any]:
@@ -183,7 +131,6 @@ def recipes_of(modules: Iterable[_Computing]) -> list[Any]:
 
 
 def computes_in_float16(modules: Iterable[_Computing]) -> bool:
-    """In activations or parameters."""
     return any(
         getattr(module, "activation_dtype", None) is torch.float16
         or any(parameter.dtype is torch.float16 for parameter in module.parameters(recurse=False))

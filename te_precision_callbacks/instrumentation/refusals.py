@@ -1,10 +1,7 @@
 """Options that Transformer Engine's debug path refuses, and the layers that use them.
 
-With these options, which the ordinary path supports, the debug path raises or silently skips features. A session keeps
-such a layer on the ordinary path, unobserved and without features.
-
-Some refusals are known before the first step, others only in the forward. Each row of :data:`REFUSALS` names its place
-in Transformer Engine 2.20.2.
+With these options the debug path raises or silently skips features. A session keeps such a layer on the ordinary path,
+unobserved and without features. Each row of :data:`REFUSALS` names its place in Transformer Engine 2.20.2.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from te_precision_callbacks.layers.naming import Model, NamedModule, named_roots
 logger = logging.getLogger(__name__)
 
 MOST_NAMED = 20
-"""Maximum number of layers in a warning per reason; ``session.layers`` and the summary list all."""
+"""Maximum number of layers in a warning per reason; ``session.layers`` lists all."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class DebugRefusal:
     place: str
     source: str
     of_module: Callable[[Any], bool] | None = None
-    of_effects: Callable[[Any, Iterable[Effect]], bool] | None = None
+    of_effects: Callable[[Any, Collection[Effect]], bool] | None = None
     of_forward: Callable[[DebugForward], bool] | None = None
     lasts: bool = False
 
@@ -83,14 +80,10 @@ def _has_quantized_weights(module: torch.nn.Module) -> bool:
     return any(isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor) for weight in own)
 
 
-def _changes_quantized_weights(module: torch.nn.Module, effects: Iterable[Effect]) -> bool:
-    return _has_quantized_weights(module) and any(
-        gemm in ("fprop", "dgrad") for effect in effects for gemm in (*effect.high_precision, *_of_weights(effect))
-    )
-
-
-def _of_weights(effect: Effect) -> Iterator[str]:
-    return (gemm for gemm, tensor in effect.modifies if tensor == "weight")
+def _changes_quantized_weights(module: torch.nn.Module, effects: Collection[Effect]) -> bool:
+    gemms = {gemm for effect in effects for gemm in effect.high_precision}
+    gemms |= {gemm for effect in effects for gemm, tensor in effect.modifies if tensor == "weight"}
+    return not gemms.isdisjoint(("fprop", "dgrad")) and _has_quantized_weights(module)
 
 
 def _changes_quantized_weights_now(forward: DebugForward) -> bool:
@@ -271,9 +264,9 @@ class RefusedLayers:
                 if layer.name in planned:
                     acting = [effect for section in planned[layer.name].sections for effect in effects[section]]
                     of_layer = (row for row in REFUSALS if row.of_effects and row.of_effects(module, acting))
-                    found = refusal or next(of_layer, None)
-                    if found is not None:
-                        before[layer.name] = found
+                    layer_refusal = refusal or next(of_layer, None)
+                    if layer_refusal is not None:
+                        before[layer.name] = layer_refusal
         if self.strict and before:
             raise _error(before)
         self.modules = of_modules
@@ -291,10 +284,10 @@ class RefusedLayers:
 
     def note(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         self._note_graph(module, refusal)
-        found = dict.fromkeys(self._acting.get(id(module), ()), refusal)
-        if self.strict and found:
-            raise _error(found)
-        for layer in found:
+        refused = dict.fromkeys(self._acting.get(id(module), ()), refusal)
+        if self.strict and refused:
+            raise _error(refused)
+        for layer in refused:
             self._refused.setdefault(layer, {})[refusal] = None
 
     def _note_graph(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
@@ -338,7 +331,6 @@ def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
 
 
 def refusal_of(forward: DebugForward) -> DebugRefusal | None:
-    """Return why a forward must not take the debug path; None if it may."""
     return next((row for row in REFUSALS if row.of_forward is not None and row.of_forward(forward)), None)
 
 

@@ -83,8 +83,8 @@ class Replicas:
             if merged[0] <= 0:
                 break
             entries = self._ranks.pool([*names, *self._news], "names of parameters", str | Problem)
-            self._agreed = sorted({*self._agreed, *(each for each in entries if isinstance(each, str))})
-            pooled += [each for each in entries if isinstance(each, Problem)]
+            self._agreed = sorted({*self._agreed, *(entry for entry in entries if isinstance(entry, str))})
+            pooled += [entry for entry in entries if isinstance(entry, Problem)]
             self._news, new_names = [], False
         return pooled + list(self._compare(merged[3:].reshape(-1, _COLUMNS), iteration))
 
@@ -138,12 +138,11 @@ class Replicas:
 
     def _is_reduced(self) -> bool:
         """Return whether this process has a wrapper that reduces gradients, attached or not."""
-        return any(cls.__name__ in _WRAPPERS for each in gc.get_objects() for cls in type(each).__mro__[:-1])
+        return any(cls.__name__ in _WRAPPERS for owner in gc.get_objects() for cls in type(owner).__mro__[:-1])
 
     def _sums(self) -> Sums:
-        """Checksums of parameters not marked as sharded."""
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
-        kept = [(name, each) for name, each, _ in self._model.named_parameters() if id(each) not in sharded]
+        kept = [(name, weight) for name, weight, _ in self._model.named_parameters() if id(weight) not in sharded]
         codes = [(name, raw(weight)) for name, weight in kept]
         samples = [(name, view(tensor)) for name, tensor in codes if tensor.numel()]
         on_devices: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
@@ -171,8 +170,8 @@ def _sharded(module: Any) -> Iterator[torch.nn.Parameter]:
         yield from module.parameters()
     sizes = (getattr(module, name, None) for name in ("tp_size", "tensor_parallel_size"))
     is_split = next((size for size in sizes if size is not None), 2) > 1  # None in models of transformers
-    for weight in (each for each in module._parameters.values() if each is not None):
-        is_shard = not all(each.is_replicate() for each in getattr(weight, "placements", ()))
+    for weight in (weight for weight in module._parameters.values() if weight is not None):
+        is_shard = not all(placement.is_replicate() for placement in getattr(weight, "placements", ()))
         is_shard |= is_split and getattr(weight, "tensor_model_parallel", False)
         is_experts = getattr(weight, "allreduce", True) is False
         if is_shard or is_experts or hasattr(weight, "ds_id") or not local(weight).numel():

@@ -36,7 +36,6 @@ class RestingLayers:
         layers: Mapping[int, tuple[str, ...]],
         refused: Collection[int],
     ) -> None:
-        """Reset, and set the modules and their layers' names by id; ``refused`` may grow."""
         self._modules = modules
         self._layers = layers
         self._refused = refused
@@ -59,7 +58,6 @@ class RestingLayers:
             self._seen_in[id(module)] = state
 
     def add(self, module: torch.nn.Module) -> None:
-        """It rests from the next step on."""
         self._new.append(module)
 
     def take_new(self, armed: Collection[int]) -> list[torch.nn.Module]:
@@ -152,9 +150,9 @@ class RestingLayers:
         for module in checked:
             now = _trainable(module)
             if self._trainable.setdefault(id(module), now) != now:
-                for each in self._modules.values():
-                    self._trainable[id(each)] = _trainable(each)
-                    self._query_again(each)
+                for other in self._modules.values():
+                    self._trainable[id(other)] = _trainable(other)
+                    self._query_again(other)
 
 
 class _State(NamedTuple):

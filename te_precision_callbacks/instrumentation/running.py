@@ -30,7 +30,6 @@ class Forward:
         high: (layer number, tensor) -> tensor before quantization; None if ``wanted`` is empty.
         recomputed: keys of tensors recomputed because a fused kernel quantized them.
         kept: storage of listeners until the backward has run.
-        handled: id of the exception being handled when the forward began.
     """
 
     __slots__ = (
@@ -38,7 +37,6 @@ class Forward:
         "_read",
         "events",
         "half",
-        "handled",
         "has_events",
         "high",
         "kept",
@@ -61,7 +59,6 @@ class Forward:
         self.high: dict[tuple[int, str], Any] | None = None
         self.recomputed: set[tuple[int, str]] = set()
         self.kept: dict[Any, Any] = {}
-        self.handled = id(None)
         self._halves = halves
         self.half = 0
         self._read: set[tuple[int, str]] = set()
@@ -141,23 +138,12 @@ class Running:
         """Return whether this thread runs a layer's GEMMs: all products inside have events."""
         return self.here.inside or self.here.running is not None
 
-    def call(self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a function as part of a forward. Its products have events, so dispatch modes skip it."""
-        return self._call(forward, False, function, arguments, keywords)
-
-    def call_backward(
-        self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any
+    def call(
+        self, forward: Forward | None, backward: bool, function: Callable[..., Any], *arguments: Any, **keywords: Any
     ) -> Any:
-        return self._call(forward, True, function, arguments, keywords)
-
-    def _call(
-        self,
-        forward: Forward | None,
-        backward: bool,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
+        """Call a function as part of a forward, or of its backward. Its products have events, so dispatch modes skip
+        it.
+        """
         here = self.here
         before, here.running = here.running, forward
         try:

@@ -48,7 +48,6 @@ def is_scalar(value: object) -> bool:
 
 
 def is_on_host(value: object) -> bool:
-    """Return whether a scalar is readable without waiting for a device."""
     return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
 
 

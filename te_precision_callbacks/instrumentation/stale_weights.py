@@ -48,5 +48,5 @@ def _share(weight: torch.Tensor, codes: Any) -> torch.Tensor | None:
     if now.shape != then.shape:
         return None
     size = now.abs()
-    found: torch.Tensor = 100 * ((then - now).abs() > _ROUNDING[name] * size + _SMALL[name] * size.max()).float().mean()
-    return found
+    share: torch.Tensor = 100 * ((then - now).abs() > _ROUNDING[name] * size + _SMALL[name] * size.max()).float().mean()
+    return share

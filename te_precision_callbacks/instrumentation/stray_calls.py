@@ -1,9 +1,7 @@
 """Ignores, with a warning, a script's calls of nvidia-dlfw-inspect's API during a session.
 
-A script written for nvidia-dlfw-inspect initializes it, names layers, sets a group and calls ``step``. The session does
-that; a second ``step()`` would silently skip every other iteration. A script's layer names count until the session
-assigns its own. Read from
-nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
+A second ``step()``, for example, would silently skip every other iteration. A script's layer names count until the
+session assigns its own. Read from nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ _NAMING = "infer_and_assign_layer_names"
 
 
 class StrayCalls:
-    """Replaces the functions while a session runs."""
-
     def __init__(self, manager: Any) -> None:
         import nvdlfw_inspect.api as debug_api
 

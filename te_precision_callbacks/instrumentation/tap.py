@@ -12,17 +12,13 @@ Read from Transformer Engine 2.20.2. While installed, the tap replaces:
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``unfused.py``).
 - The modules' ``materialize_weight_for_forward``, which gathers distributed weights.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
-- ``te.Linear.forward``, which ``torch.compile`` (torch 2.15) makes one operator of the graph, so that Python never
-  calls its GEMMs. It now runs outside the graph, as all other modules' forwards do.
+- ``te.Linear.forward``, which ``torch.compile`` (torch 2.15) makes one operator of the graph without Python's calls. It
+  now runs outside the graph, as all other modules' forwards do.
 - ``OperationFuser.__call__``, and ``fuser_forward`` and ``fuser_backward`` of the operations of ``te.ops`` with GEMMs.
-
-Nothing is installed without listeners or torch.profiler ranges.
 
 With ``fuse_wgrad_accumulation=True`` the wgrad GEMM adds to ``main_grad``, so a micro-batch's product never exists, and
 a difference of two sums is not exact. If a feature needs it, the same GEMM first runs into a separate tensor of
 ``main_grad``'s type, without effect on training.
-
-The experts' numbers of rows in grouped tensors are on the device; the host reads them only in steps with listeners.
 """
 
 from __future__ import annotations
@@ -42,22 +38,22 @@ from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, cla
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.instrumentation.attention_tap import AttentionTap
-from te_precision_callbacks.instrumentation.callers import Callers
 from te_precision_callbacks.instrumentation.handed import (
     GEMM,
     GROUPED_GEMM,
     GROUPED_TENSOR_GEMM,
+    Callers,
     Gemms,
     Named,
     Sources,
     by_name,
     functions_of_modules,
+    gemms_of_experts,
+    gemms_of_grouped_tensors,
     gradients,
     is_grouped_tensor,
     methods_of_operations,
-    of_experts,
-    of_grouped_tensors,
-    of_one,
+    one_gemm,
 )
 from te_precision_callbacks.instrumentation.operations_tap import OperationsTap
 from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
@@ -166,10 +162,10 @@ class GemmTap:
 
         self._running.forget()
         around_functions = {
-            "general_gemm": lambda own: self._around(_with_own_wgrad(own), GEMM, of_one),
-            "general_grouped_gemm": lambda own: self._around(own, GROUPED_GEMM, of_experts, grouped=True),
+            "general_gemm": lambda own: self._around(_with_own_wgrad(own), GEMM, one_gemm),
+            "general_grouped_gemm": lambda own: self._around(own, GROUPED_GEMM, gemms_of_experts, grouped=True),
             "general_grouped_gemm_for_grouped_tensor": lambda own: self._around(
-                own, GROUPED_TENSOR_GEMM, of_grouped_tensors, grouped=True
+                own, GROUPED_TENSOR_GEMM, gemms_of_grouped_tensors, grouped=True
             ),
         }
         wrapped: dict[int, Any] = {}
@@ -269,7 +265,6 @@ class GemmTap:
             return None
 
     def _around_forward(self, upstream: Callable[..., Any], sources: Sources) -> Callable[..., Any]:
-        """Wrap an autograd Function's forward, which has tensors before quantization."""
         named = self._named(upstream, sources.parameters)
 
         @functools.wraps(upstream)
@@ -284,7 +279,7 @@ class GemmTap:
             elif entered.high is not None:
                 entered.high = self._sources(entered, lambda: sources.find(named((ctx, *arguments))))
             try:
-                result = self._running.call(entered, upstream, ctx, *arguments)
+                result = self._running.call(entered, False, upstream, ctx, *arguments)
             finally:
                 entered.high = None if entered.high is None else {}
             if entered.events == before:
@@ -299,10 +294,10 @@ class GemmTap:
             entered = getattr(ctx, "te_precision_forward", None) or unobserved()
             entered.half = 2
             if entered.high is None:
-                return self._running.call_backward(entered, upstream, ctx, *arguments)
+                return self._running.call(entered, True, upstream, ctx, *arguments)
             entered.high = self._sources(entered, lambda: gradients(ctx, arguments[0], len(entered.layers)))
             try:
-                return self._running.call_backward(entered, upstream, ctx, *arguments)
+                return self._running.call(entered, True, upstream, ctx, *arguments)
             finally:
                 entered.high = {}
 
@@ -336,7 +331,7 @@ class GemmTap:
                 running.half = half
                 running.high, before = high, running.high
                 try:
-                    return self._running.call_backward(running, function, *arguments)
+                    return self._running.call(running, True, function, *arguments)
                 finally:
                     running.high = before
 

@@ -1,7 +1,6 @@
 """Recomputes in high precision the tensors that a fused kernel writes only in low precision.
 
-If a kernel fuses a norm, an activation function or its derivative with quantization, and a feature needs the
-unquantized values, the same TE function runs again without a quantizer. Training uses the first result.
+The same TE function runs again without a quantizer; training uses the first result.
 
 Read from Transformer Engine 2.20.2 (``pytorch/module``): the modules call ``apply_normalization``, and the functions
 returned by ``_act_func``: the activation function, its derivative, and the derivative fused with the bias gradient.
@@ -19,8 +18,6 @@ _QUANTIZER_OF_NORM = 5
 
 
 class UnfusedTensors:
-    """Stores these tensors in the current forward or backward."""
-
     def __init__(self, running: Running, report: Callable[[str, str, Exception], None]) -> None:
         self._running = running
         self._report = report

@@ -114,7 +114,6 @@ class UpdateWatch:
 
 
 def _adds_eps(group: Mapping[str, Any]) -> bool:
-    """Return whether a group's optimizer adds ``eps`` as Adam does."""
     return "betas" in group and bool(group.get("eps"))
 
 
@@ -122,7 +121,6 @@ _Sampled = tuple[torch.Tensor, torch.Tensor]
 
 
 def _sampled(weights: Iterable[torch.Tensor]) -> Iterator[_Sampled]:
-    """Yield each contiguous weight with a sample of its gradient."""
     for weight in weights:
         gradient = weight.grad
         if gradient is None or gradient.layout is not torch.strided:

@@ -16,7 +16,6 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from te_precision_callbacks.base.errors import (
     TransformerEngineUnavailableError,
 )
 from te_precision_callbacks.base.replaced import Replaced
-from te_precision_callbacks.config.checking import ReadOptions
-from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.instrumentation.event_log import FORMAT, EventLog
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
@@ -72,15 +69,10 @@ def import_transformer_engine() -> None:
         raise TransformerEngineUnavailableError(error) from error
 
 
-@cache
-def _imported_version() -> str:
-    return importlib.metadata.version("transformer_engine")
-
-
 def warn_unless_supported() -> None:
     from packaging.version import Version
 
-    installed = _imported_version()
+    installed = importlib.metadata.version("transformer_engine")
     low, high = (Version(bound) for bound in SUPPORTED_TE)
     if not low <= Version(Version(installed).base_version) < high:
         logger.warning(
@@ -115,14 +107,14 @@ class Snapshot:
             for name in names:
                 self._globals.replace(owner, name, copy.copy(getattr(owner, name)))
         loggers = map(logging.getLogger, _PYTHON_LOGGERS)
-        self._loggers = [(each, list(each.handlers), each.level, each.propagate) for each in loggers]
+        self._loggers = [
+            (python_logger, list(python_logger.handlers), python_logger.level, python_logger.propagate)
+            for python_logger in loggers
+        ]
+        for python_logger, *_ in self._loggers:  # handlers of an earlier upstream run write into its files
+            python_logger.handlers.clear()
         self._timestamp = os.environ.get(_TIMESTAMP_VARIABLE)
         self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
-
-    def detach_handlers(self) -> None:
-        """Detach log handlers of an earlier upstream run, which write into its files, until :meth:`restore`."""
-        for python_logger, *_ in self._loggers:
-            python_logger.handlers.clear()
 
     def remember_module(self, module: torch.nn.Module) -> None:
         """Only the first call for a module counts."""
@@ -220,7 +212,6 @@ class Inspector:
             )
         self._make_folder()
         self._snapshot = Snapshot()
-        self._snapshot.detach_handlers()
         SingleMessageLogger.logged_messages.clear()
         with warnings.catch_warnings():
             # Registering TE's deprecated aliases warns, used or not; a warning as an error would end the process.
@@ -236,7 +227,6 @@ class Inspector:
         TEDebugState.debug_enabled = True
 
     def _make_folder(self) -> None:
-        """Create the log folder. A strict run raises if that fails."""
         folder = self._log_dir / EVENTS_FOLDER if self._options.strict else self._log_dir
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -269,7 +259,6 @@ class Inspector:
             self._failures.report("writing", _EVENTS, error)
 
     def report_events(self) -> None:
-        """Warns once."""
         failure = self.events.take_failure()
         if failure is not None:
             self._failures.report("writing", _EVENTS, failure)
@@ -331,20 +320,6 @@ class Inspector:
         own = isinstance(feature, ScheduledFeature)
         return own and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
 
-    def that_change_precision(self, features: NamespacedFeatures) -> tuple[str, ...]:
-        """Return a layer's features that can change a GEMM's operands, with their steps if restricted."""
-        from nvdlfw_inspect.registry import Registry
-
-        return tuple(
-            f"{name}{_steps_of(options)}"
-            for namespace, named in features.items()
-            for name, options in named.items()
-            if any(
-                hasattr(Registry.data[namespace].features[name], method)
-                for method in ("fp8_gemm_enabled", "modify_tensor_enabled")
-            )
-        )
-
     def configure(self, config: Mapping[str, Any], source: str, sections: Sequence[NamespacedFeatures]) -> None:
         """Replace the config.
 
@@ -370,7 +345,6 @@ class Inspector:
         get_logger().log_message(message)
 
     def name_module(self, module: torch.nn.Module, name: str) -> None:
-        """Set a module's name, and reset its schedule."""
         if self._snapshot is None or self._stray_calls is None:
             raise SessionError("The session is not running.")
         self._stray_calls.keep_names()
@@ -379,7 +353,6 @@ class Inspector:
         reset_schedule(module)
 
     def forget_names(self) -> None:
-        """Restore the modules' own names, to inspect the model again."""
         if self._snapshot is not None:
             self._snapshot.restore_module_names()
 
@@ -409,7 +382,6 @@ class Inspector:
         self._api.log_local_buffers()
 
     def stop(self) -> None:
-        """End upstream and restore its state; no-op if not started."""
         if self._snapshot is None:
             return
         import nvdlfw_inspect.api as debug_api
@@ -429,12 +401,6 @@ class Inspector:
             self._snapshot = None
             with contextlib.suppress(ObservationError):  # with strict=True; the session has ended
                 self.report_events()
-
-
-def _steps_of(options: Mapping[str, Any]) -> str:
-    """Return the steps of a precision feature in parentheses; empty for all steps."""
-    effect = options.schema.effect() if isinstance(options, ReadOptions) else Effect()
-    return f" ({effect.steps_in_words()})" if effect.schedules else ""
 
 
 def reset_schedule(module: torch.nn.Module) -> None:

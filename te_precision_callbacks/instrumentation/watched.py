@@ -72,7 +72,6 @@ class WatchedModules:
         return min((step for step in upcoming if step is not None), default=None)
 
     def release(self) -> None:
-        """Let all modules run as without a session."""
         for module in self.modules.values():
             module.__dict__.pop("is_debug_iter", None)
         self.armed.clear()
@@ -85,7 +84,6 @@ class WatchedModules:
             self.query_again(module)
 
     def rest_all(self) -> None:
-        """Let all armed modules rest, until :meth:`arm_all`."""
         for module in list(self.armed.values()):
             self._rest(module)
 
@@ -134,7 +132,6 @@ class WatchedModules:
         self.query_again(module)
 
     def leave_alone(self, module: torch.nn.Module) -> None:
-        """Let a module run as in a process without debugging."""
         self._refused.add(id(module))
         self.fused.pop(id(module), None)
         self.armed.pop(id(module), None)
@@ -142,7 +139,7 @@ class WatchedModules:
 
     def _arm(self, module: torch.nn.Module) -> None:
         self.armed[id(module)] = module
-        module.__dict__["is_debug_iter"] = _OfOneModule(self._answer, module)
+        module.__dict__["is_debug_iter"] = _ModuleAnswer(self._answer, module)
 
     def _rest(self, module: torch.nn.Module) -> None:
         del self.armed[id(module)]
@@ -150,16 +147,16 @@ class WatchedModules:
         module.__dict__["is_debug_iter"] = _never(module)
 
 
-class _OfOneModule(functools.partial):  # type: ignore[type-arg]
+class _ModuleAnswer(functools.partial):  # type: ignore[type-arg]
     """A watched module's ``is_debug_iter``, as fast as a method. A copy of the module is not watched."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[bool]:
         return functools.partial(_as_its_class, copy.deepcopy(self.args[0], memo))
 
 
-def _never(module: torch.nn.Module) -> _OfOneModule:
+def _never(module: torch.nn.Module) -> _ModuleAnswer:
     """``is_debug_iter`` of a resting module: always False, without a Python call."""
-    return _OfOneModule(operator.is_, module, None)
+    return _ModuleAnswer(operator.is_, module, None)
 
 
 def _as_its_class(module: Any) -> bool:

@@ -2,8 +2,6 @@
 
 folded(["layers.0.fc", "layers.1.fc", "layers.4.fc", "head"])     # ["layers.{0-1,4}.fc", "head"]
 folded(f"h.{i}.experts.gemm_{e}" for i in range(32) for e in range(8))   # ["h.{0-31}.experts.gemm_{0-7}"]
-
-A text represents exactly its names, unless it has more than a few ranges of numbers.
 """
 
 from __future__ import annotations

@@ -49,9 +49,9 @@ class ForwardClassifier:
     """Decides the kind of a forward.
 
     Attributes:
-        paused, was_paused: set by an integration while it evaluates; and whether it was, since last reset.
+        paused, was_paused: whether an integration evaluates, and whether it did since :meth:`begin`.
         eval_mode_counts: whether a module in eval mode is evaluated. False if the integration reports evaluations: a
-            model may be trained in eval mode, or left in it by a validation that failed.
+            model may be trained in eval mode.
         abandoned: whether the loop that started the session has ended without stopping it.
     """
 

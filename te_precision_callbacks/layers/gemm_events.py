@@ -26,13 +26,11 @@ class GemmOperand(NamedTuple):
 
     Attributes:
         tensor: ``activation``, ``weight`` or ``gradient``.
-        given: the object that Transformer Engine's Python passed: a plain or quantized tensor, or the wrapper of its
-            debug path.
+        given: what Transformer Engine's Python passed: a plain or quantized tensor, or the wrapper of its debug path.
         columnwise: whether the GEMM reads columnwise data.
         high: the tensor before its quantization, if it exists and a listener requested it.
         first: whether no GEMM of the same forward, or of its backward, has read the tensor before.
-        recomputed: whether ``high`` was recomputed because a fused kernel had quantized it. The kernel may not have
-            rounded its values to this dtype, so the codes of ``high`` may differ.
+        recomputed: whether ``high`` was recomputed, since a fused kernel had quantized it; its codes may differ.
     """
 
     tensor: OperandName
@@ -64,12 +62,12 @@ class GemmEvent:
         expert: the number of the expert in its module; None outside of grouped GEMMs.
         a, b: the operands, as the extension names them: it multiplies B by A.
         out: the result, high-precision or quantized, including the addend. None if a grouped GEMM wrote the results of
-            all experts into one buffer that cannot be split.
+            all experts into one buffer.
         order: the number of the GEMM in the iteration, in order of execution.
         recipe: the recipe of its forward, as spelled in names of statistics; empty in high precision.
         arguments: the other arguments of the call (``transformer_engine/pytorch/cpp_extensions/gemm.py``).
         gelu_input: the result before GELU, if the GEMM applies it.
-        before: the return value of the :data:`BeforeSum` listener for the addend; None without one.
+        before: the return value of the :data:`BeforeSum` listener; None without an addend.
         kept: data that listeners keep from the forward until its backward.
     """
 
@@ -124,11 +122,11 @@ class AttentionSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionEvent:
-    """The products of fused attention, in a forward or its backward: queries by keys, and probabilities by values.
+    """The products of fused attention, in a forward or its backward.
 
-    ``gradient`` is the gradient of the result in a backward. ``probabilities`` and ``scores`` are the quantizers of the
-    probabilities and of the scores' gradient, or None. ``arguments`` are those of ``fused_attn_fwd`` or
-    ``fused_attn_bwd`` (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
+    ``gradient`` is the gradient of the result. ``probabilities`` and ``scores`` are the quantizers of the probabilities
+    and of the scores' gradient, or None. ``arguments`` are those of ``fused_attn_fwd`` or ``fused_attn_bwd``
+    (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
     """
 
     layer: str

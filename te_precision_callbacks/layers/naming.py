@@ -8,7 +8,6 @@ A *module* is a Transformer Engine module with observable GEMMs: Linear, LayerNo
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,12 +35,6 @@ PEFT_WRAPPERS = {"PeftModel": "base_model", "PeftMixedModel": "base_model", "Bas
 _BASE_LAYER = "BaseTunerLayer", "base_layer"
 """PEFT's class that adds adapters to a layer, and the attribute with that layer: ``tuners/tuners_utils.py`` 0.21."""
 
-_MODULES_TO_SAVE = "ModulesToSaveWrapper", "modules_to_save"
-"""PEFT's class that trains a copy of a layer for each adapter, and the attribute with them: ``utils/other.py`` 0.21."""
-
-_DEFAULT_ADAPTER = "default"
-"""PEFT's name of an adapter without a given name."""
-
 _OLD_SPELLINGS = (
     ("self_attention", "self_attn"),
     ("inter_attention", "inter_attn"),
@@ -67,17 +60,14 @@ class Layer:
     Attributes:
         name: the name in logs, records and metric names.
         aliases: other names that select the layer: the script's own name, the path without a LightningModule's own
-            attribute, the path with PEFT's parts, the other paths of a shared module, and the spellings of TE's
-            documentation.
+            attribute, and the spellings of TE's documentation.
         types: the layer's class and TE base classes, as ``LayerNormLinear`` and ``layernorm_linear``.
         given: the full name from the script, passed to the constructor or assigned by ``infer_and_assign_layer_names``.
-        upstream: the names that nvidia-dlfw-inspect's ``infer_and_assign_layer_names`` assigns for this model, and for
-            the model inside its wrappers.
-        by_number: the path with numbers that distinguish layers of different ranks at one path, as in Megatron: the
-            attribute ``layer_number``, from 0, instead of the index in a pipeline stage's ModuleList; the first and
-            last of ``local_expert_indices`` for experts (``experts_2_3``); otherwise a scope before the path.
-        scope: the prefix of the name that distinguishes the layer from others at its path; see
-            :mod:`te_precision_callbacks.layers.scopes`.
+        upstream: the names of :func:`upstream_names`.
+        by_number: the path with numbers that distinguish layers of different ranks at one path, as in Megatron:
+            ``layer_number``, from 0, instead of the index in a pipeline stage's ModuleList; the first and last of
+            ``local_expert_indices`` for experts (``experts_2_3``); otherwise a scope before the path.
+        scope: the prefix of the name that distinguishes ranks; see :mod:`te_precision_callbacks.layers.scopes`.
     """
 
     name: str
@@ -92,8 +82,7 @@ class Layer:
 @dataclass(frozen=True, eq=False)
 class NamedModule:
     """A Transformer Engine module with observable GEMMs, or attention, its path without wrapper parts, and its layers.
-
-    The module's attribute ``name`` is not changed here.
+    The attribute ``name`` is not changed here.
     """
 
     module: torch.nn.Module
@@ -117,12 +106,10 @@ def named_te_modules(
     """Find and name the Transformer Engine modules of a model, in the order of the module tree.
 
     The name is the path in the tree without the parts of wrappers (DDP, FSDP, torch.compile, checkpoint wrappers,
-    PEFT); for a shared module, its first path. The modules of a list of models get ``chunk0.``, ``chunk1.`` and so on
-    as prefix, the modules of a mapping its keys. If a root is itself a Transformer Engine module, its class is the
-    prefix: ``transformer_layer.layernorm_mlp``.
+    PEFT); for a shared module, its first path. Prefixes are ``chunk0.``, ``chunk1.`` and so on in a list of models, the
+    keys of a mapping, and the class of a root of Transformer Engine: ``transformer_layer.layernorm_mlp``.
 
     Args:
-        model: the model.
         layer_names: ``"upstream"`` for names from :func:`upstream_names`; a count distinguishes equal names.
         by_number: with ``"path"``, whether the names are :attr:`Layer.by_number`.
         scope: the user's scope for this rank's layers, a prefix of the names.
@@ -132,40 +119,27 @@ def named_te_modules(
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    by_id: dict[int, _Found] = {}
+    named: dict[int, NamedModule] = {}
     taken: set[str] = set()
-    others: list[tuple[str, str]] = []
-    of_upstream = upstream_names(model)
-    for prefix, root in named_roots(model) or ():
+    names_upstream = upstream_names(model)
+    for place, root in _named_places(model):
+        module, path = place.module, place.by_number if by_number else place.path
+        parts = _gemm_parts(module) if isinstance(module, TransformerEngineBaseModule) else None
+        if parts is None or id(module) in named:
+            continue
+        upstream = names_upstream[id(module)]
+        given_scope, rank_scope = scope_of(scope, place.path), found_scope(module)
+        # Without the parts that numbers in its path already show.
+        missing = "" if place.has_number else rank_scope.stage, "" if place.has_experts else rank_scope.experts
+        untold = given_scope or ".".join(filter(None, missing))
+        own_scope = untold if by_number else given_scope
+        name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
         is_lightning = any(base.__name__ == "LightningModule" for base in type(root).__mro__)
-        for place in _places(root, prefix, others=others, through_adapters=True):
-            module, path = place.module, place.by_number if by_number else place.path
-            if not isinstance(module, TransformerEngineBaseModule):
-                continue
-            if id(module) in by_id:
-                others.append((by_id[id(module)].name, path))
-                continue
-            parts = _gemm_parts(module)
-            if parts is None:
-                continue
-            upstream = of_upstream[id(module)]
-            given_scope, rank_scope = scope_of(scope, place.path), found_scope(module)
-            # Without the parts that numbers in its path already show.
-            missing = "" if place.has_number else rank_scope.stage, "" if place.has_experts else rank_scope.experts
-            untold = given_scope or ".".join(filter(None, missing))
-            own_scope = untold if by_number else given_scope
-            name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
-            by_id[id(module)] = _Found(module, name, own_scope, untold, place, upstream, parts, is_lightning)
-    named = []
-    for entry in by_id.values():
-        name, also = entry.name, [_NUMBERED_EXPERTS.sub("experts", entry.name) if by_number else entry.place.full_path]
-        also += [again + name[len(first) :] for first, again in others if f"{name}.".startswith(f"{first}.")]
-        layers = tuple(
-            _layer_of_upstream(entry, part) if layer_names == "upstream" else _layer(entry, part, also)
-            for part in entry.parts
-        )
-        named.append(NamedModule(entry.module, _joined(entry.scope, name), layers))
-    return tuple(named)
+        entry = _Found(module, name, own_scope, untold, place, upstream, is_lightning)
+        make_layer = _layer_of_upstream if layer_names == "upstream" else _layer
+        layers = tuple(make_layer(entry, part) for part in parts)
+        named[id(module)] = NamedModule(module, _joined(own_scope, name), layers)
+    return tuple(named.values())
 
 
 def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") -> dict[int, str]:
@@ -173,17 +147,15 @@ def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") ->
     class in snake case.
     """
     names: dict[int, str] = {}
-    for prefix, root in named_roots(model) or ():
-        for place in _places(root, prefix, through_adapters=True):
-            path = place.by_number if by_number else place.path
-            name = path or snake_case(_own_class(root))
-            names.setdefault(id(place.module), _joined(scope_of(scope, place.path), name))
+    for place, root in _named_places(model):
+        path = (place.by_number if by_number else place.path) or snake_case(_own_class(root))
+        names.setdefault(id(place.module), _joined(scope_of(scope, place.path), path))
     return names
 
 
 def named_attention(model: Model, names: Mapping[int, str]) -> dict[int, str]:
-    """Id of a module -> its name, for Transformer Engine's attention modules in a model and derived classes, such as
-    Megatron's. Modules without a name in ``names`` are left out.
+    """Id of a module -> its name, for Transformer Engine's attention modules and derived classes that have a name in
+    ``names``.
     """
     modules = dict.fromkeys(module for _, root in named_roots(model) or () for module in root.modules())
     return {
@@ -205,19 +177,18 @@ class NamedOperation(NamedTuple):
 def named_operations(model: Model, *, by_number: bool = False, scope: Scope = "") -> list[NamedOperation]:
     """Find and name the operations of ``te.ops`` in a model that have GEMMs.
 
-    The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` around it. Each group of a ``GroupedLinear``
-    is a layer, ``.gemm_0`` and so on, as in :func:`named_te_modules`.
+    The name is the path of a ``BasicLinear``, or of the ``te.ops.Linear`` around it; groups of a ``GroupedLinear`` are
+    layers, ``.gemm_0`` and so on.
     """
     operations = []
-    for prefix, root in named_roots(model) or ():
-        for place in _places(root, prefix, through_adapters=True):
-            kind = type(place.module)
-            if kind.__module__.startswith("transformer_engine.pytorch.ops.") and kind.__name__ in _GEMM_OPERATIONS:
-                path = (place.by_number if by_number else place.path).removesuffix(".basic_ops.0")
-                name = _joined(scope_of(scope, place.path), path)
-                groups = getattr(place.module, "num_groups", None)
-                layers = (name,) if groups is None else tuple(f"{name}.gemm_{n}" for n in range(groups))
-                operations.append(NamedOperation(place.module, layers))
+    for place, _ in _named_places(model):
+        kind = type(place.module)
+        if kind.__module__.startswith("transformer_engine.pytorch.ops.") and kind.__name__ in _GEMM_OPERATIONS:
+            path = (place.by_number if by_number else place.path).removesuffix(".basic_ops.0")
+            name = _joined(scope_of(scope, place.path), path)
+            groups = getattr(place.module, "num_groups", None)
+            layers = (name,) if groups is None else tuple(f"{name}.gemm_{n}" for n in range(groups))
+            operations.append(NamedOperation(place.module, layers))
     return operations
 
 
@@ -239,7 +210,6 @@ class _Found(NamedTuple):
     untold: str
     place: _Node
     upstream: tuple[str, ...]
-    parts: tuple[str, ...]
     is_lightning: bool
 
 
@@ -247,9 +217,9 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
     """The names that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` assigns to each module, by its id.
 
     Read from nvidia-dlfw-inspect 0.2.2, ``api.py``: the root is ``model``, even if there are several; the children of a
-    ModuleList have their attribute ``layer_number`` instead of their index; the last path of a shared module counts. A
-    module has a second name in the model without wrappers such as DDP, since scripts call the function before or after
-    they wrap the model. If the script has called it, only the name from that call is used.
+    ModuleList have ``layer_number`` instead of their index; the last path of a shared module counts. A module has a
+    second name without wrappers such as DDP, since scripts call the function before or after they wrap the model; if
+    the script has called it, it has only the name from that call.
     """
     roots = [root for _, root in named_roots(model) or ()]
     # The script has called the function for a model, or inside of its wrappers.
@@ -285,9 +255,7 @@ def _wrapped(
     module: torch.nn.Module, is_part: Callable[[torch.nn.Module, str], bool] | None = None
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield a module and the modules it wraps, outermost first, each with its attribute in the module before it.
-
-    A module may be registered below itself. ``is_part`` is whether a module wraps its child of this name; None for DDP
-    and similar wrappers.
+    ``is_part`` is whether a module wraps its child of this name; None for DDP and similar wrappers.
     """
     is_part = is_part or _is_process_wrapper_part
     name, seen = "", set[torch.nn.Module]()
@@ -296,10 +264,6 @@ def _wrapped(
         yield name, module
         parts = ((name, child) for name, child in module.named_children() if is_part(module, name))
         name, module = next(parts, (name, module))
-
-
-def _with_part(names: tuple[str, ...], part: str) -> tuple[str, ...]:
-    return tuple(name + part for name in names)
 
 
 def different_at_one_path(layers: Iterable[Layer]) -> dict[str, list[str]]:
@@ -370,7 +334,6 @@ def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
 
 
 def _unique(path: str, scope: str, taken: set[str]) -> str:
-    """Return ``path``, with a count if the scope already has it because wrapper parts are left out."""
     name, count = path, 1
     while _joined(scope, name) in taken:
         count += 1
@@ -395,16 +358,21 @@ def module_paths(
 
 
 class _Node(NamedTuple):
-    """A module in the tree: its path without wrapper parts, with PEFT's parts, and as :attr:`Layer.by_number` without a
-    scope; and whether numbers in that show the module's stage, and its experts.
+    """A module in the tree: its path without wrapper parts, and as :attr:`Layer.by_number` without a scope; and whether
+    numbers in that show the module's stage, and its experts.
     """
 
     path: str
-    full_path: str
     by_number: str
     module: torch.nn.Module
     has_number: bool = False
     has_experts: bool = False
+
+
+def _named_places(model: Model) -> Iterator[tuple[_Node, torch.nn.Module]]:
+    for prefix, root in named_roots(model) or ():
+        for place in _places(root, prefix, through_adapters=True):
+            yield place, root
 
 
 def _places(
@@ -412,47 +380,38 @@ def _places(
     prefix: str,
     *,
     opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
-    others: list[tuple[str, str]] | None = None,
     through_adapters: bool = False,
 ) -> Iterator[_Node]:
-    """See :func:`module_paths`; with the other paths of each module.
+    """See :func:`module_paths`.
 
     Args:
         root, prefix, opaque: as there; a root of Transformer Engine adds its class to ``prefix``.
-        others: receives, for each further path of a module, its first path and that further path.
-        through_adapters: whether layers with PEFT's adapters or trained copies have the path of the replacement.
+        through_adapters: whether a layer with PEFT's adapters has the path of its replacement.
     """
-    seen: dict[int, str] = {}
-    root, full_prefix = _unwrapped(root, opaque, prefix)
+    seen: set[int] = set()
+    *_, (_, root) = _wrapped(root, lambda parent, name: is_wrapper_part(parent, name) and not opaque(parent))
     if any(base.__module__.startswith("transformer_engine.") for base in type(root).__mro__):
-        prefix, full_prefix = (_joined(path, snake_case(_own_class(root))) for path in (prefix, full_prefix))
-    stack = [_Node(prefix, full_prefix, prefix, root)]
+        prefix = _joined(prefix, snake_case(_own_class(root)))
+    stack = [_Node(prefix, prefix, root)]
     while stack:
         place = stack.pop()
-        path, full_path, by_number, module = place[:4]
+        module = place.module
         if id(module) in seen:
-            if others is not None and path != seen[id(module)]:
-                others.append((seen[id(module)], path))
             continue
-        seen[id(module)] = path
+        seen.add(id(module))
         yield place
         if opaque(module):
             continue
         children = []
-        for child_name, child in _children(module, through_adapters):
-            if _is_process_wrapper_part(module, child_name):
+        for child_name, child in module.named_children():
+            if is_wrapper_part(module, child_name) or (through_adapters and is_adapted(module, child_name)):
                 children.append(place._replace(module=child))
-                continue
-            full = _joined(full_path, child_name)
-            if _is_peft_part(module, child_name) or (through_adapters and is_adapted(module, child_name)):
-                children.append(place._replace(full_path=full, module=child))
             else:
                 number, experts = _layer_number(module, child), _expert_numbers(module, child_name)
                 children.append(
                     _Node(
-                        _joined(path, child_name),
-                        full,
-                        _joined(by_number, number or experts or child_name),
+                        _joined(place.path, child_name),
+                        _joined(place.by_number, number or experts or child_name),
                         child,
                         has_number=place.has_number or bool(number),
                         has_experts=place.has_experts or bool(experts),
@@ -481,21 +440,8 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _children(module: torch.nn.Module, through_adapters: bool) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The children of a module and their names. Copies of a layer by PEFT are children of the replacement."""
-    for child_name, child in module._modules.items():  # named_children() leaves out a second path
-        if child is None:
-            continue
-        if through_adapters and child_name == _MODULES_TO_SAVE[1] and _is_peft(module, _MODULES_TO_SAVE[0]):
-            yield from ((f"{child_name}.{adapter}", copy) for adapter, copy in child.named_children())
-        else:
-            yield child_name, child
-
-
 def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
-    if child_name == _BASE_LAYER[1]:
-        return _is_peft(parent, _BASE_LAYER[0])
-    return child_name == f"{_MODULES_TO_SAVE[1]}.{_DEFAULT_ADAPTER}" and _is_peft(parent, _MODULES_TO_SAVE[0])
+    return child_name == _BASE_LAYER[1] and _is_peft(parent, _BASE_LAYER[0])
 
 
 def _is_peft(module: torch.nn.Module, class_name: str) -> bool:
@@ -513,30 +459,17 @@ def is_wrapper(module: torch.nn.Module) -> bool:
     return any(is_wrapper_part(module, child_name) for child_name, _ in module.named_children())
 
 
-def _unwrapped(
-    module: torch.nn.Module, opaque: Callable[[torch.nn.Module], bool], full_prefix: str
-) -> tuple[torch.nn.Module, str]:
-    chain = [*_wrapped(module, lambda parent, name: is_wrapper_part(parent, name) and not opaque(parent))]
-    for (_, parent), (name, _) in itertools.pairwise(chain):
-        full_prefix = _joined(full_prefix, name) if _is_peft_part(parent, name) else full_prefix
-    return chain[-1][1], full_prefix
-
-
 def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
     """Return whether a module wraps the child of this name, which then adds no part to paths."""
-    return _is_process_wrapper_part(parent, child_name) or _is_peft_part(parent, child_name)
+    return _is_process_wrapper_part(parent, child_name) or any(
+        child_name == attribute and _is_peft(parent, class_name) for class_name, attribute in PEFT_WRAPPERS.items()
+    )
 
 
 def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
     if child_name in WRAPPER_CHILDREN:
         return True
     return child_name == "module" and any(base.__name__ in MODULE_WRAPPERS for base in type(parent).__mro__)
-
-
-def _is_peft_part(parent: torch.nn.Module, child_name: str) -> bool:
-    return any(
-        child_name == attribute and _is_peft(parent, class_name) for class_name, attribute in PEFT_WRAPPERS.items()
-    )
 
 
 def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
@@ -553,21 +486,24 @@ def _gemm_parts(module: torch.nn.Module) -> tuple[str, ...] | None:
 
 
 def _layer_of_upstream(entry: _Found, part: str) -> Layer:
-    upstream = _with_part(entry.upstream, part)
+    upstream = tuple(name + part for name in entry.upstream)
     kind = type(entry.module).__name__
     name = _joined(entry.scope, entry.name) + part
     return Layer(name, (), (kind,), given=upstream[0], upstream=upstream, scope=entry.scope)
 
 
-def _layer(entry: _Found, part: str, also: Sequence[str]) -> Layer:
+def _layer(entry: _Found, part: str) -> Layer:
     module, name = entry.module, entry.name
     bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine.pytorch")]
     classes = dict.fromkeys([type(module).__name__, *(base for base in bases if base != "TransformerEngineBaseModule")])
     given = str(getattr(module, "name", None) or "")
     is_whole = bool(given) and not _AUTOMATIC_NAME.match(given)
     without_attribute = name.partition(".")[2] if entry.is_lightning else ""
+    all_experts = _NUMBERED_EXPERTS.sub("experts", name)
     candidates = [
-        alias + part for alias in (_AUTOMATIC_NAME.sub("", given), without_attribute, *also) if alias and alias != name
+        alias + part
+        for alias in (_AUTOMATIC_NAME.sub("", given), without_attribute, all_experts)
+        if alias and alias != name
     ]
     for old, new in _OLD_SPELLINGS:
         candidates += [
@@ -584,7 +520,7 @@ def _layer(entry: _Found, part: str, also: Sequence[str]) -> Layer:
         aliases=aliases,
         types=spellings(classes),
         given=given + part if is_whole else "",
-        upstream=_with_part(entry.upstream, part),
+        upstream=tuple(upstream + part for upstream in entry.upstream),
         by_number=_joined(entry.untold, entry.place.by_number) + part,
         scope=entry.scope,
     )

@@ -13,8 +13,6 @@ MANY = 4_000
 
 
 class RoundRobin(Generic[Thing]):
-    """Returns a few of many objects at a time, round robin."""
-
     def __init__(self, things: Sequence[Thing]) -> None:
         self._things = things
         self._next = 0

@@ -35,7 +35,8 @@ class FoundScope(NamedTuple):
 def found_scope(module: torch.nn.Module) -> FoundScope:
     parameters = [p for p in module._parameters.values() if p is not None]  # as parameters(recurse=False)
     stage, experts = _of_megatron(parameters)
-    for mesh in {id(mesh): mesh for mesh in map(_mesh, parameters) if mesh is not None}.values():
+    meshes: list[Any] = [p.device_mesh for p in parameters if hasattr(p, "device_mesh")]
+    for mesh in {id(mesh): mesh for mesh in meshes}.values():
         # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a part of that of the whole job.
         root = mesh._get_root_mesh()
         stage = stage or _place(root, _PIPELINE, "pp")
@@ -57,14 +58,10 @@ def _of_megatron(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
     stage = experts = ""
     if state.get_pipeline_model_parallel_world_size() > 1:
         stage = f"pp{state.get_pipeline_model_parallel_rank()}"
-    of_experts = any(getattr(parameter, "allreduce", True) is False for parameter in parameters)
-    if of_experts and state.get_expert_model_parallel_world_size() > 1:
+    has_experts = any(getattr(parameter, "allreduce", True) is False for parameter in parameters)
+    if has_experts and state.get_expert_model_parallel_world_size() > 1:
         experts = f"ep{state.get_expert_model_parallel_rank()}"
     return stage, experts
-
-
-def _mesh(parameter: torch.nn.Parameter) -> Any:
-    return getattr(parameter, "device_mesh", None)
 
 
 def _place(mesh: Any, names: tuple[str, ...], prefix: str) -> str:

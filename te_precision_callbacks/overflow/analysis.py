@@ -7,18 +7,15 @@ import functools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.overflow import report as text
-from te_precision_callbacks.overflow.detector_options import DetectorOptions
-from te_precision_callbacks.overflow.errors import text_of
 from te_precision_callbacks.overflow.extreme_slots import Measured, Slot, Slots, Values
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
-from te_precision_callbacks.overflow.interval import Interval, Seen, TensorEvent, seen
+from te_precision_callbacks.overflow.journal import DetectorOptions, Interval, Seen, TensorEvent, seen
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +47,6 @@ class Find:
 
 
 class Reader:
-    """Checks the events of an interval."""
-
     def __init__(self, options: DetectorOptions) -> None:
         self.loss_scaled = False
         self.step: Callable[[], str] = str
@@ -108,7 +103,6 @@ class Reader:
         culprit = frames[-1]
         place = culprit.frame.place
         step = "" if evaluation else self.step()
-        weights = {} if place is None or self._options.parameters else self._weights_of(place.module, place.path)
         return Find(
             path="" if place is None else place.path,
             class_name="" if place is None else place.class_name,
@@ -117,20 +111,11 @@ class Reader:
             evaluation=evaluation,
             rank=own_rank(),
             sequence=before + index,
-            headline=text.headline(culprit),
-            advice=text.advice(culprit, events[index], loss_scale=scale, weights=weights),
-            report=text.report(frames, abs_min=self._options.abs_min, step=step, weights=weights),
+            headline=_headline(culprit),
+            advice=_advice(culprit, events[index], loss_scale=scale),
+            report=_report(frames, abs_min=self._options.abs_min, step=step),
             step=step,
         )
-
-    def _weights_of(self, module: torch.nn.Module, path: str) -> Mapping[str, float]:
-        """Return the largest magnitude of each parameter of a module. The host waits for the device."""
-        try:
-            extremes = _extremes_of(module.named_parameters(recurse=is_compiled(module)))
-        except Exception as error:  # the overflow must still be reported
-            logger.warning("Activation overflow: the parameters of %s could not be read (%s).", path, text_of(error))
-            return {}
-        return {name: text.amax(low, high) for name, (low, high) in extremes.items()}
 
     def forget(self) -> None:
         self._history.clear()
@@ -142,7 +127,7 @@ class Reader:
                 if (title := f"*** {batch} {event.batch} ***") != self._traced_last:
                     self._traced_last = title
                     lines.append(title)
-                lines += [text.line(frame, abs_min=self._options.abs_min) for frame in seen([event], values)]
+                lines += [_line(frame, abs_min=self._options.abs_min) for frame in seen([event], values)]
         if lines:
             logger.warning("%s", "\n".join(lines))
 
@@ -158,8 +143,7 @@ def first_bad(
 ) -> tuple[int, int] | None:
     """Return the index of the first bad event, and of its bad frame.
 
-    A nan or +inf is bad in any tensor. A -inf is bad if a module produces it from inputs without -inf. A mask with -inf
-    as an input or under a label is not bad.
+    A nan or +inf is bad in any tensor, a -inf only if a module produces it from inputs without -inf.
 
     Args:
         allow_neg_inf: patterns of the paths of modules that may produce -inf.
@@ -196,32 +180,92 @@ def first_bad(
     return None
 
 
-def _extremes_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[float, float]]:
-    slots = Slots(abs_min=False)
-    measured = {name: slots.measure(tensor) for name, tensor in named}
-    values = slots.read()
-    return {name: values.extremes(slot) for name, slot in measured.items() if isinstance(slot, Slot)}
-
-
-def broken_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> list[str]:
-    """Return the parameters with inf or nan, such as ``fc1.weight (nans)``, of the module at ``path`` first. The host
-    waits.
-    """
+def advice_on_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str) -> str:
+    """Name the parameters with inf or nan, first of the module at ``path``; empty if all are finite. The host waits."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for place, module in sorted(watched_modules(roots), key=lambda watched: watched[0] != path):
         for name, parameter in module.named_parameters(recurse=is_compiled(module)):
             named.setdefault(id(parameter), (f"{place}.{name}".removeprefix("."), parameter))
-    return [
-        f"{name} ({text.what(low, high)})"
-        for name, (low, high) in _extremes_of(named.values()).items()
-        if not (math.isfinite(low) and math.isfinite(high))
+    slots = Slots(abs_min=False)
+    measured = {slots.measure(parameter): name for name, parameter in named.values()}
+    values = slots.read()
+    broken = values.not_finite()
+    names = [
+        f"{name} ({_what(*values.extremes(slot))})"
+        for slot, name in measured.items()
+        if isinstance(slot, Slot) and slot in broken
     ]
-
-
-def advice_on_weights(broken: Sequence[str]) -> str:
-    more = f" and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
+    if not names:
+        return ""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return (
-        f"The weights are already broken, so another precision does not help: {', '.join(broken[:_LISTED])}{more}."
+        f"The weights are already broken, so another precision does not help: {', '.join(names[:_LISTED])}{more}."
         " A step of an optimizer, code that ran after it, the initialization or a loaded checkpoint has broken them."
         " Check the optimizer's learning rate, state and eps, and go back to an earlier checkpoint."
     )
+
+
+def _headline(culprit: Seen) -> str:
+    frame = culprit.frame
+    kind = _what(*culprit.values.extremes(frame.measured)) if isinstance(frame.measured, Slot) else ""
+    return f"{_where(culprit)} has {kind}"
+
+
+def _advice(culprit: Seen, event: TensorEvent, *, loss_scale: float | None) -> str:
+    frame = culprit.frame
+    if event.kind == "gradient":
+        scaler = (
+            " If something other than torch's GradScaler scales the loss, set loss_scaled of the detector to True."
+            if loss_scale is None
+            else f" The loss was scaled by only {loss_scale:g}, so the scale is not the cause, and a GradScaler would"
+            " skip every step from here on."
+        )
+        return f"The forward was finite: the gradient became inf or nan on its way back.{scaler}"
+    if event.kind == "forward" and frame.sign == ">":
+        return (
+            "It entered the module from outside the watched modules: from the data, or from code between modules,"
+            " which detect_overflow() can check."
+        )
+    if isinstance(frame.measured, Slot) and culprit.values.extremes(frame.measured)[1] < math.inf:
+        path = "" if frame.place is None else frame.place.path
+        return f"There is only -inf: if the module makes -inf on purpose, allow it with allow_neg_inf=[{path!r}]."
+    return (
+        "Go up from the last frame to where abs_max began to grow, and run that part in a higher precision, or make its"
+        " values smaller. parameters=True also shows the weights; detect_overflow() checks tensors inside a forward."
+    )
+
+
+def _report(frames: Sequence[Seen], *, abs_min: bool, step: str) -> str:
+    culprit = frames[-1]
+    lines = [_headline(culprit)]
+    lines += [f"batch {culprit.batch} is in {step}"] if step else []
+    lines += ["", "", f"last {len(frames)} frames:"]
+    return "\n".join([*lines, *(_line(frame, abs_min=abs_min) for frame in frames)])
+
+
+def _line(seen: Seen, *, abs_min: bool) -> str:
+    """Format a frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
+    frame, values = seen.frame, seen.values
+    columns = []
+    if abs_min:
+        least = f"{values.least(frame.measured):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
+        columns.append(f"abs_min={least:>9}")
+    largest = (
+        f"{_amax(*values.extremes(frame.measured)):.2e}" if isinstance(frame.measured, Slot) else frame.measured.why
+    )
+    columns.append(f"abs_max={largest:>9}")
+    return f"{' '.join(columns)} {_where(seen)}"
+
+
+def _where(seen: Seen) -> str:
+    frame = seen.frame
+    names = [] if frame.place is None else [frame.place.path, frame.place.class_name]
+    return f"{frame.sign} [{seen.batch}] {': '.join(name for name in [*names, frame.role] if name)}"
+
+
+def _amax(low: float, high: float) -> float:
+    return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
+
+
+def _what(low: float, high: float) -> str:
+    return "nans" if math.isnan(low) or math.isnan(high) else "infs"

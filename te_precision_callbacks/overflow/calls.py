@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.layers.forwards import NO_BACKWARD, ForwardClassifier, ForwardKind, outside_of_dynamo
-from te_precision_callbacks.overflow.detector_options import DetectorOptions
 from te_precision_callbacks.overflow.errors import STOPS
 from te_precision_callbacks.overflow.extreme_slots import Unmeasured
 from te_precision_callbacks.overflow.hooks import ModelHooks, WatchedModule
-from te_precision_callbacks.overflow.interval import Frame, Record, TensorEvent
-from te_precision_callbacks.overflow.journal import Journal, Pass
+from te_precision_callbacks.overflow.journal import DetectorOptions, Frame, Journal, Pass, Record, TensorEvent
 from te_precision_callbacks.overflow.looking import Looking
 
 _UNKNOWN = Unmeasured("unknown")
@@ -50,8 +47,7 @@ class ForwardCalls:
             return
         try:
             current = journal.thread.current
-            if current is None or (watched.is_root and current.frames and _calls_running(watched.module) == 1):
-                # The model is the outermost call: an interrupt, which calls no hooks, has left the last call open.
+            if current is None:
                 current = self._begin(watched)
             self._take(current, watched, inputs, keywords)
         except STOPS:
@@ -59,11 +55,13 @@ class ForwardCalls:
         except Exception as error:
             journal.fail(error)
 
-    def leave(self, watched: WatchedModule, output: Any, *, failed: bool) -> None:
+    def leave(self, watched: WatchedModule, inputs: tuple[Any, ...], output: Any) -> None:
         journal = self._journal
         current = journal.thread.current
         if current is None:
             return
+        # After an exception torch calls the hook without an output, from where it handles the exception.
+        failed = output is None and sys.exc_info()[0] is not None
         try:
             self._give(current, watched, output, failed=failed)
         except Exception as error:
@@ -123,7 +121,6 @@ class ForwardCalls:
     def _take(
         self, current: Pass, watched: WatchedModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
-        """Measure the inputs of a call, before the module can change them."""
         taken: list[Frame] = []
         current.open.append((watched, taken))
         interval = current.interval
@@ -186,18 +183,7 @@ class ForwardCalls:
         self._journal.due = True
 
 
-def _calls_running(module: torch.nn.Module) -> int:
-    """Count the calls of a module on the stack. A model may call itself, as with Lightning's training_step."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return count
-
-
 def _is_recorded() -> bool:
-    """Return whether code is traced for TorchScript or captured in a CUDA graph."""
     if torch._C._get_tracing_state() is not None:
         return True
     return is_capturing()

@@ -14,10 +14,6 @@ from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow.calls import ForwardCalls
-from te_precision_callbacks.overflow.detector_options import (
-    DetectorOptions,
-    OnFailure,
-)
 from te_precision_callbacks.overflow.errors import (
     DetectionFailedError,
     OverflowDetectorError,
@@ -25,10 +21,9 @@ from te_precision_callbacks.overflow.errors import (
     text_of,
 )
 from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
-from te_precision_callbacks.overflow.grad_scaler import journals
-from te_precision_callbacks.overflow.journal import Journal
+from te_precision_callbacks.overflow.grad_scaler import Steps, journals
+from te_precision_callbacks.overflow.journal import DetectorOptions, Journal
 from te_precision_callbacks.overflow.looking import Looking
-from te_precision_callbacks.overflow.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +66,6 @@ class DebugActivationOverflow:
         distributed: stop all ranks together, with the first culprit of any rank: each training look reduces one number,
             so all ranks must take part.
         process_group: the ranks that stop together; None for all.
-        on_failure: the reaction to a failure of detection itself: ``raise`` a :class:`DetectionFailedError` in the next
-            look on all ranks, since an overflow may have been missed; or ``warn`` and continue without detection.
         trace_batch_nums: ``trace_batches`` under its name in ``transformers.debug_utils.DebugUnderflowOverflow``.
         abort_after_batch_num: ``abort_after_batch`` under its name there.
 
@@ -98,7 +91,6 @@ class DebugActivationOverflow:
         allow_neg_inf: Iterable[str] = (),
         distributed: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
-        on_failure: OnFailure = "raise",
         trace_batch_nums: Iterable[int] = (),
         abort_after_batch_num: int | None = None,
     ) -> None:
@@ -115,7 +107,6 @@ class DebugActivationOverflow:
             allow_neg_inf=allow_neg_inf,
             distributed=distributed,
             process_group=process_group,
-            on_failure=on_failure,
         )
         self._journal = Journal(options)
         self._looking = Looking(roots, options, self._journal)
@@ -201,8 +192,7 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
         forwarded_states = self.layer_norm(hidden_states)
         detect_overflow(forwarded_states, "after layer_norm")
 
-    If a :class:`DebugActivationOverflow` watches the forward, its report gets a frame with the label. The host waits
-    for the tensor.
+    The report of a :class:`DebugActivationOverflow` gets a frame with the label. The host waits for the tensor.
 
     Args:
         tensor: any shape, dtype and device.

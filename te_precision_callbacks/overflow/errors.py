@@ -53,8 +53,8 @@ class DetectionFailedError(PrecisionDebugError, RuntimeError):
     def __init__(self, failure: str, *, rank: int) -> None:
         super().__init__(
             f"Activation overflow detection has failed on rank {rank} ({failure}), so an inf or nan since the last"
-            " look may have been missed. To continue training without detection, make the detector with"
-            ' DebugActivationOverflow(model, on_failure="warn"), and leave activation_overflow out of debug=.'
+            " look may have been missed. To train without detection, make no DebugActivationOverflow, and leave"
+            " activation_overflow out of debug=."
         )
         self.failure = failure
         self.rank = rank

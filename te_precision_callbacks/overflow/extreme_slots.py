@@ -1,7 +1,7 @@
 """Slots in device memory for the extremes of tensors, which the host reads all at once.
 
-A slot has the dtype of its tensor, so one call reads the tensor and writes the slot: torch's ``aminmax``, or a C++
-kernel on a CPU. Both keep inf and nan: a nan makes both extremes nan, even next to an inf.
+A slot has the dtype of its tensor, so torch's ``aminmax`` reads the tensor and writes the slot in one call. It keeps
+inf and nan: a nan makes both extremes nan.
 """
 
 from __future__ import annotations
@@ -133,7 +133,6 @@ class Slots:
         return slot
 
     def read(self) -> Values:
-        """Copy all slots to the host, with one copy from each device."""
         by_device: dict[torch.device, list[_Store]] = {}
         for store in self._stores.values():
             if store.used:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import logging
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,29 +68,20 @@ class WatchedModule:
 
 
 class _OverflowHook:
-    """A hook of one module; in a copy of the module it is a no-op."""
+    """A hook of one module, which calls a method of the receiver; in a copy of the module it is a no-op."""
 
-    __slots__ = ("_watched", "receiver")
+    __slots__ = ("_watched", "call")
 
-    def __init__(self, receiver: Any, watched: WatchedModule) -> None:
-        self.receiver = receiver
+    def __init__(self, call: Any, watched: WatchedModule) -> None:
+        self.call = call
         self._watched = watched
+
+    @outside_of_dynamo
+    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], last: Any) -> None:
+        self.call(self._watched, inputs, last)
 
     def __reduce__(self) -> tuple[object, ...]:
         return functools.partial, (not_watched,)
-
-
-class _Enter(_OverflowHook):
-    @outside_of_dynamo
-    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self.receiver.enter(self._watched, inputs, keywords)
-
-
-class _Leave(_OverflowHook):
-    @outside_of_dynamo
-    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        # After an exception torch calls the hook without an output, from where it handles the exception.
-        self.receiver.leave(self._watched, output, failed=output is None and sys.exc_info()[0] is not None)
 
 
 def not_watched(*args: Any) -> None:
@@ -120,7 +110,7 @@ class ModelHooks:
         hooks: list[object] = [
             hook for _, module in watched_modules(roots) for hook in module._forward_pre_hooks.values()
         ]
-        for former in {hook.receiver for hook in hooks if isinstance(hook, _OverflowHook)}:
+        for former in {hook.call.__self__ for hook in hooks if isinstance(hook, _OverflowHook)}:
             logger.warning("Activation overflow: this detector replaces another detector of the same model.")
             former.close(OverflowDetectorError("Another detector replaced this one."))
         self._tree: ModuleTree | None = None
@@ -148,7 +138,6 @@ class ModelHooks:
         return any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._watched.values())
 
     def steps(self, optimizer: Any) -> bool:
-        """Return whether an optimizer steps a parameter of the model; groups may be added to the optimizer."""
         if not isinstance(optimizer, torch.optim.Optimizer):  # a wrapper: it may compare and hash in any way
             return self._holds_parameter_of(optimizer)
         sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -173,9 +162,9 @@ class ModelHooks:
         watched = WatchedModule(path, module, is_root=is_root)
         if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
             watched.handles = [
-                module.register_forward_pre_hook(_Enter(self._receiver, watched), with_kwargs=True),
+                module.register_forward_pre_hook(_OverflowHook(self._receiver.enter, watched), with_kwargs=True),
                 # Called after an exception too, so that the call is known to be over.
-                module.register_forward_hook(_Leave(self._receiver, watched), always_call=True),
+                module.register_forward_hook(_OverflowHook(self._receiver.leave, watched), always_call=True),
             ]
         return watched
 
@@ -194,21 +183,14 @@ class ModelHooks:
 
     def _warn_of_compiled(self) -> None:
         opaque = [watched for watched in self._watched.values() if is_compiled(watched.module)]
-        if not opaque or not self._notices.first("compiled"):
-            return
-        scripted = [watched for watched in opaque if not watched.handles]
-        compiled = [watched for watched in opaque if watched.handles]
-        if compiled:
+        if opaque and self._notices.first("compiled"):
+            first = f"{opaque[0].path or 'the model'} ({opaque[0].class_name})"
+            more = f" and {len(opaque) - 1} more modules are" if len(opaque) > 1 else " is"
             logger.warning(
-                "Activation overflow: %s compiled: inputs and outputs are watched, but not the modules inside. To"
-                " watch the modules inside too, run without torch.compile.",
-                _are(compiled),
-            )
-        if scripted:
-            logger.warning(
-                "Activation overflow: %s TorchScript, which takes no hooks, and cannot be watched. Only tensors that"
-                " other modules pass in or get back are watched.",
-                _are(scripted),
+                "Activation overflow: %s%s compiled, so the modules inside are not watched. To watch them too, run"
+                " without torch.compile and TorchScript.",
+                first,
+                more,
             )
 
 
@@ -219,8 +201,3 @@ def _parameter_gradient(
     calls, module = receiver(), watched()
     if calls is not None and module is not None:
         calls.parameter_gradient(module, name, parameter)
-
-
-def _are(watched: Sequence[WatchedModule]) -> str:
-    first = f"{watched[0].path or 'the model'} ({watched[0].class_name})"
-    return f"{first} is" if len(watched) == 1 else f"{first} and {len(watched) - 1} more modules are"

@@ -1,21 +1,175 @@
-"""The state between hooks and looks: the events, the current batch, and failures of detection."""
+"""The options of a detector, and its state between hooks and looks: events, the current batch, and failures."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import math
 import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple
 
+import pydantic
 import torch
+import torch.distributed
 
-from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_in_words
+from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_message
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.overflow.detector_options import DetectorOptions
-from te_precision_callbacks.overflow.errors import text_of
+from te_precision_callbacks.overflow.errors import OverflowOptionError
+from te_precision_callbacks.overflow.extreme_slots import Measured, Slots, Values
 from te_precision_callbacks.overflow.hooks import WatchedModule
-from te_precision_callbacks.overflow.interval import Frame, Interval, TensorEvent
 
 logger = logging.getLogger(__name__)
+
+
+_Number = Annotated[int, pydantic.Field(strict=True, ge=0)]
+
+
+class DetectorOptions(pydantic.BaseModel):
+    """The keywords of :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`."""
+
+    model_config = pydantic.ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    max_frames: Annotated[int, pydantic.Field(strict=True, ge=1)]
+    parameters: bool
+    abs_min: bool
+    trace_batches: tuple[_Number, ...]
+    abort_after_batch: _Number | None
+    allow_neg_inf: tuple[str, ...]
+    distributed: bool
+    process_group: torch.distributed.ProcessGroup | None
+
+    @classmethod
+    def checked(cls, **keywords: object) -> DetectorOptions:
+        try:
+            return cls.model_validate(keywords)
+        except pydantic.ValidationError as error:
+            problem = error.errors()[0]
+            why = problem["msg"].replace("Input should", "It must").replace("valid tuple", "list")
+            raise OverflowOptionError(f"{problem['loc'][0]}= has the value {problem['input']!r}. {why}.") from error
+
+
+class Frame(NamedTuple):
+    """A line of a report: ``>`` for an input of a module's forward or backward, ``<`` for an output, else ``=``."""
+
+    sign: str
+    place: WatchedModule | None
+    role: str
+    measured: Measured
+
+
+@dataclass(slots=True, eq=False)
+class TensorEvent:
+    """The forward of a module, recorded when it ends; a gradient, with the modules that have its tensor as an input or
+    output; or a tensor given to ``detect_overflow`` inside a forward.
+    """
+
+    kind: Literal["forward", "gradient", "label"]
+    batch: int
+    frames: Sequence[Frame]
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A version of a tensor, by weak reference, with the modules that take or make it, in the order of the forward."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    measured: Measured | None = None
+    batch: int | None = None
+    takers: list[tuple[WatchedModule, str]] = field(default_factory=list)
+    makers: list[tuple[WatchedModule, str]] = field(default_factory=list)
+
+    def gradient_frames(self, measured: Measured) -> list[Frame]:
+        """Return the frames of a gradient: inner modules end first, and begin last."""
+        left = [Frame("<", place, f"grad_{role}", measured) for place, role in reversed(self.takers)]
+        return left + [Frame(">", place, f"grad_{role}", measured) for place, role in reversed(self.makers)]
+
+
+Arrived = Callable[[Record, torch.Tensor | None], None]
+"""Called with a gradient; None if an autograd Function, such as DDP's for unused outputs, returns None."""
+
+
+class Interval:
+    """The events since the last look.
+
+    Attributes:
+        excused: the slots that may have -inf.
+    """
+
+    def __init__(self, *, abs_min: bool) -> None:
+        self.slots = Slots(abs_min=abs_min)
+        self.events: list[TensorEvent] = []
+        self.excused: set[Measured] = set()
+        self._loss_scale: torch.Tensor | None = None
+        self._records: dict[int, Record] = {}
+        self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def record(self, tensor: torch.Tensor) -> Record:
+        """Return the record of a tensor, shared by all modules until the tensor is changed in place."""
+        try:
+            version = tensor._version
+        except RuntimeError:  # made in inference mode, without a version counter
+            return Record(weakref.ref(tensor), -1)
+        key = id(tensor)
+        known = self._records.get(key)
+        if known is not None and known.version == version and known.tensor() is tensor:
+            return known
+        record = self._records[key] = Record(weakref.ref(tensor), version)
+        return record
+
+    def measure(self, tensor: torch.Tensor) -> Record:
+        record = self.record(tensor)
+        if record.measured is None:
+            record.measured = self.slots.measure(tensor)
+        return record
+
+    def watch_gradient(self, tensor: torch.Tensor, record: Record, batch: int, arrived: Arrived) -> None:
+        """Let ``arrived`` be called with a tensor's record and gradient, once."""
+        if record.batch is not None:
+            return
+        record.batch = batch
+        if tensor.dtype.is_floating_point:
+            with contextlib.suppress(RuntimeError):  # such as under a transform of torch.func
+                handle = tensor.register_hook(functools.partial(arrived, record))  # type: ignore[no-untyped-call]
+                if tensor.is_leaf:  # a leaf outlives the graph
+                    self._leaf_hooks.append(handle)
+
+    def note_loss_scale(self, scale: torch.Tensor | None) -> None:
+        """Note the scale of a loss, unknown if None, by a scaler that can skip the step. The largest scale counts."""
+        # Copied, since the scaler changes the scale in place.
+        now = torch.tensor(math.inf) if scale is None else scale.detach().clone()
+        known = self._loss_scale
+        self._loss_scale = now if known is None else torch.maximum(known.to(now.device), now)
+
+    def loss_scale(self) -> float | None:
+        """Return the largest scale of a loss, if one was scaled. The host waits for the device."""
+        return None if self._loss_scale is None else self._loss_scale.item()
+
+    def clear(self) -> None:
+        self.events = []
+        self._loss_scale = None
+        self.excused.clear()
+        self._records.clear()
+        self.slots.reset()
+        for handle in self._leaf_hooks:
+            handle.remove()
+        self._leaf_hooks.clear()
+
+
+class Seen(NamedTuple):
+    batch: int
+    frame: Frame
+    values: Values
+
+
+def seen(events: Sequence[TensorEvent], values: Values) -> Iterator[Seen]:
+    for event in events:
+        for frame in event.frames:
+            yield Seen(event.batch, frame, values)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +202,7 @@ class Pass:
 
 class Batches:
     """Counts the batches of a training, and of the evaluations between them, which are forwards without gradients.
-
-    Outermost forwards count batches, or the loop does. Before the first training batch evaluations count as batches,
-    since a run may have no training.
+    Before the first training batch evaluations count as batches.
 
     Attributes:
         looked: whether all events were checked: the next forward of any module then begins a batch.
@@ -108,7 +260,7 @@ class Journal:
     Attributes:
         evaluation: the events of the current forward without gradients.
         due: whether training has run since the last look.
-        broken: whether recording is off after a failure: until the look that raises the failure, or for good.
+        broken: whether recording is off: after a failure, until the look that raises it; after a lost GPU, for good.
         failure: the failure that the next look raises.
     """
 
@@ -121,7 +273,6 @@ class Journal:
         self.closed = self.broken = False
         self.failure: Exception | None = None
         self.notices = Notices()
-        self._raises = options.on_failure == "raise"
 
     def label(self, tensor: torch.Tensor, label: str) -> None:
         current = self.thread.current
@@ -142,7 +293,7 @@ class Journal:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Stop recording until the next look, which raises the failure; or log the failure.
+        """Stop recording until the next look, which raises the failure.
 
         A lost GPU is not a failure of detection: the next operation of training raises it.
         """
@@ -150,15 +301,9 @@ class Journal:
             return
         self.broken = True
         if is_lost(error):
-            logger.warning("%s", lost_in_words(error, "Activation overflow detection"))
-        elif self._raises:
-            self.failure = error
+            logger.warning("%s", lost_message(error, "Activation overflow detection"))
         else:
-            logger.error(
-                "Activation overflow detection failed (%s), and is off from now on. Training goes on.",
-                text_of(error),
-                exc_info=error,
-            )
+            self.failure = error
 
     def clear(self) -> None:
         self.thread.current = None

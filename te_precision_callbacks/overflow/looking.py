@@ -11,16 +11,14 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.ranks import is_distributed, is_initialized, own_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
-from te_precision_callbacks.overflow.analysis import Find, Reader, advice_on_weights, broken_parameters
-from te_precision_callbacks.overflow.detector_options import DetectorOptions
+from te_precision_callbacks.overflow.analysis import Find, Reader, advice_on_parameters
 from te_precision_callbacks.overflow.errors import (
     AbortAfterBatch,
     ActivationOverflowError,
     DetectionFailedError,
     text_of,
 )
-from te_precision_callbacks.overflow.interval import Interval
-from te_precision_callbacks.overflow.journal import Journal
+from te_precision_callbacks.overflow.journal import DetectorOptions, Interval, Journal
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +183,6 @@ class Looking:
         self._dropped += events
 
     def _look_at(self, interval: Interval, *, may_be_skipped: bool = True) -> Find | None:
-        """Return the first overflow in an interval, and clear it; None if reading fails."""
         journal = self._journal
         evaluation = interval is journal.evaluation
         try:
@@ -210,7 +207,7 @@ class Looking:
             self._begin_anew()
             raise find from cause
         self.reports += 1
-        advice = self._advice_on_weights(find) or find.advice
+        advice = self._advice_on_parameters(find) or find.advice
         self._begin_anew()
         if find.rank == own_rank():
             logger.error("%s", find.report)
@@ -227,13 +224,12 @@ class Looking:
             report=find.report,
         )
 
-    def _advice_on_weights(self, find: Find) -> str | None:
+    def _advice_on_parameters(self, find: Find) -> str:
         try:
-            broken = broken_parameters(self._roots, find.path)
+            return advice_on_parameters(self._roots, find.path)
         except Exception as error:  # the overflow must still be reported
             logger.warning("Activation overflow: the parameters could not be checked (%s).", text_of(error))
-            return None
-        return advice_on_weights(broken) if broken else None
+            return ""
 
     def _abort(self) -> None:
         self.close()

@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.replay.folder import ReplayedFolder, replay, replay_file, replay_folder
-    from te_precision_callbacks.replay.verdict import Fault, Lane, Replayed
+    from te_precision_callbacks.replay.gemm import (
+        Fault,
+        Lane,
+        Replayed,
+        ReplayedFolder,
+        replay,
+        replay_file,
+        replay_folder,
+    )
 
 __all__ = ["Fault", "Lane", "Replayed", "ReplayedFolder", "replay", "replay_file", "replay_folder"]
 

@@ -1,11 +1,13 @@
 """``te-precision replay``: attributes the error of a recorded GEMM to the format, the quantizer or the kernel.
 
-The exit code is 0 without a fault, 1 with a fault, 2 for wrong use; 3 if nothing could be checked, or if a record
-cannot be read and the others have no fault.
+The exit code is 0 without a fault, 1 with a fault, 2 for wrong use, 3 if nothing could be checked, or a record cannot
+be read and the others have no fault.
 """
 
 from __future__ import annotations
 
+import importlib.resources
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,16 +16,27 @@ import typer
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.terminal import Json
+from te_precision_callbacks.dumps.errors import DumpError
 
 if TYPE_CHECKING:
     import torch
 
-    from te_precision_callbacks.replay.folder import ReplayedFolder
+    from te_precision_callbacks.replay.gemm import Replayed, ReplayedFolder
 
 FOUND, NOT_CHECKED = 1, 3
 """Exit codes."""
 
 _INDENT, _MOST_ROWS, _MOST_FILES = 2, 5, 20
+
+
+_HEADING = '''"""{verdict}
+
+Recorded on {device} with {versions}.
+Keep it in one folder with {data}, and run: python {script}
+It needs te-precision-callbacks, and no GPU. With Transformer Engine installed, it runs the recorded GEMM again.
+The exit code is 1 if the fault is reproduced, or, if the GEMM cannot run, if it is in the record.
+"""
+'''
 
 
 def replay_command(
@@ -36,19 +49,18 @@ def replay_command(
         Path | None,
         typer.Option(
             metavar="FILE.py",
-            help="Write a script for a bug report, with a copy of the record. It shows the fault with torch alone, and"
-            " runs the GEMM with Transformer Engine if installed. For a folder: of the first record with a fault. No"
-            " file is overwritten.",
+            help="Write a script for a bug report, with a copy of the record. It replays the record, and runs the GEMM"
+            " again with Transformer Engine if installed. For a folder: of the first record with a fault. No file is"
+            " overwritten.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Attribute the error of recorded GEMMs to the format, the quantizer or the kernel."""
-    from te_precision_callbacks.replay.folder import ReplayedFolder, replay_file, replay_folder
-    from te_precision_callbacks.replay.repro import check_script
+    from te_precision_callbacks.replay.gemm import ReplayedFolder, replay_file, replay_folder
 
     if repro is not None:
-        check_script(repro, path)
+        _check_script(repro, path)
     replayed = replay_folder(path) if path.is_dir() else ReplayedFolder({path: replay_file(path)}, {})
     first = replayed.first_bad
     if as_json:
@@ -63,13 +75,51 @@ def replay_command(
         raise typer.Exit(NOT_CHECKED)
 
 
-def _written(replayed: ReplayedFolder, repro: Path) -> str:
-    from te_precision_callbacks.replay.repro import write_repro
+def _check_script(script: Path, record: Path) -> None:
+    """Check the path of a script before the replay; a record may be in the folder of its script.
 
+    Raises:
+        DumpError: the path is not a script, or exists.
+    """
+    if script.is_dir():
+        raise DumpError(f"{script} is a folder. Name the script: {script / 'repro.py'}.")
+    if script.suffix != ".py":
+        raise DumpError(f"{script}: a script ends in .py. Name it {script.with_suffix('.py')}.")
+    taken = [path for path in (script, script.with_suffix(".safetensors")) if path.exists() and path != record]
+    if taken:
+        raise DumpError(f"{taken[0]} exists already, and is not overwritten. Name another script.")
+
+
+def _write_script(script: Path, record: Path, replayed: Replayed) -> Path:
+    """Write a script, whose path :func:`_check_script` has checked, and a copy of the record in the same folder.
+
+    Raises:
+        DumpError: a file cannot be written.
+    """
+    data = script.with_suffix(".safetensors")
+    body = importlib.resources.files("te_precision_callbacks.replay").joinpath("shown.py").read_text()
+    heading = _HEADING.format(
+        verdict=replayed.verdict.replace("\\", "/").replace('"', "'"),
+        device=replayed.gemm.device,
+        versions=", ".join(f"{name} {version}" for name, version in replayed.header.versions.items()),
+        data=data.name,
+        script=script.name,
+    )
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(heading + body[body.index('"""', 3) + 4 :])
+        if not data.exists() or not data.samefile(record):
+            shutil.copyfile(record, data)
+    except OSError as error:
+        raise DumpError(f"{script}: cannot be written: {error.strerror or error}.") from error
+    return script
+
+
+def _written(replayed: ReplayedFolder, repro: Path) -> str:
     shown = replayed.first_bad or next(iter(replayed.records.items()), None)
     if shown is None:
         return "No script was written, since no record could be read."
-    made = write_repro(repro, *shown)
+    made = _write_script(repro, *shown)
     healthy = "No fault was found in this record; the script can run its GEMM on another device."
     wrote = f"Wrote {made} and {made.with_suffix('.safetensors')}."
     return wrote if shown[1].faults else f"{wrote} {healthy}"

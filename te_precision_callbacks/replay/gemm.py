@@ -18,14 +18,21 @@ All codes and scales of the quantizer are checked (:mod:`te_precision_callbacks.
 from __future__ import annotations
 
 import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.layouts import Stored
-from te_precision_callbacks.dumps.contents import Dump
-from te_precision_callbacks.dumps.header import DumpedGemm
+from te_precision_callbacks.dumps.contents import Dump, a_dump, operand_of
+from te_precision_callbacks.dumps.dump_files import list_dumps, load
+from te_precision_callbacks.dumps.errors import DumpError
+from te_precision_callbacks.dumps.header import HIGH_PRECISION, DumpedGemm, DumpedOperand, Header
 from te_precision_callbacks.gemm_error.accumulators import accumulator_of
-from te_precision_callbacks.gemm_error.codes import CodeCheck
+from te_precision_callbacks.gemm_error.codes import WINDOW_COLUMNS, WINDOW_ROWS, CodeCheck, RoundingRules, check_codes
 from te_precision_callbacks.gemm_error.factors import factor_of
 from te_precision_callbacks.gemm_error.judging import (
     GemmCall,
@@ -37,9 +44,6 @@ from te_precision_callbacks.gemm_error.judging import (
     seed_of,
     thin,
 )
-from te_precision_callbacks.replay.damage import describe_damage
-from te_precision_callbacks.replay.operands import Recorded
-from te_precision_callbacks.replay.verdict import Fault, Lane, Replayed
 
 PROBES = 64
 """The number of probes on each side."""
@@ -53,8 +57,149 @@ _MOST_BIAS = 6.0
 _LEFT = 0.2
 """A factor explains an error if it reduces the error to less than this share."""
 
+_MOST_NAMED = 4
 
-def replay_gemm(dump: Dump, gemm: DumpedGemm) -> Replayed:
+Cause = Literal["kernel", "quantizer"]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A way to compute a result.
+
+    Attributes:
+        name: see the table above.
+        difference: the cause of the difference to the next lane; empty for the last lane.
+        error: the norm of the difference to the next lane over the norm of this lane, if known.
+    """
+
+    name: str
+    difference: str
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a GEMM.
+
+    Attributes:
+        cause: the kernel, or the quantizer.
+        text: the fault with its place.
+        operand: the operand of the quantizer; empty for the kernel.
+    """
+
+    cause: Cause
+    text: str
+    operand: str = ""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The result of the replay of a record.
+
+    Attributes:
+        header, gemm: the header of the record, and its GEMM.
+        lanes: the ways to compute the product.
+        faults: the kernel's first.
+        not_checked: parts that cannot be checked, and why.
+        gain: <result, codes> / |codes|^2, which should be 1, if known.
+        rows, columns: the ratio to the tolerance of each row and column, [n] and [m]; above 1 is wrong.
+    """
+
+    header: Header
+    gemm: DumpedGemm
+    lanes: tuple[Lane, ...]
+    faults: tuple[Fault, ...]
+    not_checked: tuple[str, ...]
+    gain: float | None
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """Such as ``fc1 fprop, step 3``."""
+        header = self.header
+        rank = f", rank {header.rank}" if header.rank else ""
+        micro_batch = f", micro-batch {header.micro_batch}" if header.micro_batch else ""
+        return f"{header.layer} {self.gemm.name}, step {header.iteration}{micro_batch}{rank}"
+
+    @property
+    def verdict(self) -> str:
+        if self.faults:
+            return f"{self.name}: {self.faults[0].cause}: {self.faults[0].text}"
+        lane = next((lane for lane in self.lanes if lane.name == "original" and lane.error is not None), None)
+        cost = "" if lane is None else f"; the format costs {100 * (lane.error or 0):.2f} %"
+        left = f" Not checked: {'; '.join(self.not_checked)}." if self.not_checked else ""
+        return f"{self.name}: no faults of the kernel and the quantizers{cost}.{left}"
+
+
+@dataclass(frozen=True)
+class ReplayedFolder:
+    """The records of a folder.
+
+    Attributes:
+        records: path -> result, in execution order.
+        unread: path -> why it could not be read.
+    """
+
+    records: dict[Path, Replayed]
+    unread: dict[Path, str]
+
+    @property
+    def first_bad(self) -> tuple[Path, Replayed] | None:
+        return next(((path, replayed) for path, replayed in self.records.items() if replayed.faults), None)
+
+
+@torch.no_grad()
+def replay(dump: Dump) -> Replayed:
+    """Replay a record of a GEMM.
+
+    Raises:
+        DumpError: the dump is not a record of a GEMM.
+    """
+    gemm = a_dump(dump).header.gemm
+    if gemm is None:
+        raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
+    return _replay_gemm(dump, gemm)
+
+
+def replay_file(path: str | os.PathLike[str]) -> Replayed:
+    """Replay one record.
+
+    Raises:
+        DumpError: the file is not a record of a GEMM, is damaged, or of a later version.
+    """
+    try:
+        return replay(load(path))
+    except DumpError as error:
+        text = str(error)
+        raise type(error)(text if text.startswith(str(path)) else f"{path}: {text}") from error
+
+
+def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
+    """Replay all records in a folder and its subfolders in the order of their time; skip dumps of tensors.
+
+    Raises:
+        DumpError: the folder does not exist, or has no record.
+    """
+    listed = list_dumps(folder)
+    unread = {file.path: file.why for file in listed.foreign if file.path.suffix == ".safetensors"}
+    recorded = [
+        ((header.time, header.iteration or 0, header.gemm.order, header.rank), entry.path)
+        for entry in listed
+        if (header := entry.header) is not None and header.gemm is not None
+    ]
+    if not recorded and not unread:
+        raise DumpError(f"{folder}: no records of GEMMs. DumpTensors writes them with 'gemms', below its log folder.")
+    records: dict[Path, Replayed] = {}
+    for _, path in sorted(recorded):
+        try:
+            records[path] = replay_file(path)
+        except DumpError as error:
+            unread[path] = str(error)
+    return ReplayedFolder(records, unread)
+
+
+def _replay_gemm(dump: Dump, gemm: DumpedGemm) -> Replayed:
     left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)
     judge = _Kernel(dump, gemm, left, right)
     faults = judge.faults()
@@ -188,3 +333,75 @@ def _distance(lane: torch.Tensor | None, following: torch.Tensor) -> float | Non
     norm = float(lane.norm())
     off = float((lane - following).norm())
     return off / norm if norm else (0.0 if off == 0 else math.inf)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An operand as the GEMM read it, and before quantization, if recorded."""
+
+    described: DumpedOperand
+    data: Stored | torch.Tensor
+    high: torch.Tensor | None
+
+    @classmethod
+    def of(cls, dump: Dump, side: str, described: DumpedOperand) -> Recorded:
+        return cls(described, operand_of(dump, side), dump.tensors.get(f"{side}.{HIGH_PRECISION}"))
+
+    @property
+    def rules(self) -> RoundingRules:
+        return self.described.rounding or RoundingRules(scales_follow=False)
+
+    def decoded(self) -> torch.Tensor:
+        return factor_of(self.data, columnwise=self.described.columnwise).matrix()
+
+    def original(self) -> torch.Tensor | None:
+        if not isinstance(self.data, Stored):
+            return self.decoded()
+        return None if self.high is None else factor_of(self.high, columnwise=self.described.columnwise).matrix()
+
+    @property
+    def left_out(self) -> str:
+        lost = 0 if self.high is None else int((~self.high.isfinite()).sum())
+        return f"{many(lost, 'element')} of {self.described.tensor} with inf or nan, and their scales" if lost else ""
+
+    def checked(self) -> CodeCheck | None:
+        """Check all codes and scales; None without an original, or for a plain tensor."""
+        if self.high is None or not isinstance(self.data, Stored) or self.described.rounding is None:
+            return None
+        rows, columns = self.data.matrix_shape
+        total = torch.zeros(len(CodeCheck._fields), dtype=torch.float64)
+        for row in range(-(-rows // WINDOW_ROWS)):
+            for column in range(-(-columns // WINDOW_COLUMNS)):
+                total += torch.stack(list(check_codes(self.data, self.high, self.rules, row, column)))
+        return CodeCheck(*total)
+
+
+def describe_damage(bad: torch.Tensor, bad_rows: torch.Tensor, bad_columns: torch.Tensor) -> str:
+    """Describe the wrong elements: ``rows 16 to 47, columns 32 to 63: 1,024 elements are wrong``.
+
+    The arguments have the elements, [n, m], the rows and the columns beyond their tolerance.
+    """
+    rows = (bad.any(1) | bad_rows).nonzero().flatten().tolist()
+    columns = (bad.any(0) | bad_columns).nonzero().flatten().tolist()
+    number = int(bad.sum())
+    if not number:
+        places = [_place("row", rows), _place("column", columns)] if rows or columns else ["the whole result"]
+        return f"{', '.join(filter(None, places))}: off by more than rounding"
+    if len(rows) == bad.shape[0] and len(columns) == bad.shape[1]:
+        place = "the whole result"
+    elif min(len(rows), len(columns)) <= _MOST_NAMED:
+        place = _place("row", rows) if len(rows) <= len(columns) else _place("column", columns)
+    else:
+        place = f"{_place('row', rows)}, {_place('column', columns)}"
+    verb = "element is" if number == 1 else "elements are"
+    return f"{place}: {number:,} {verb} wrong ({100 * number / bad.numel():.2g} % of the result)"
+
+
+def _place(name: str, indices: list[int]) -> str:
+    if not indices:
+        return ""
+    plural = "" if len(indices) == 1 else "s"
+    if len(indices) <= _MOST_NAMED:
+        return f"{name}{plural} {', '.join(map(str, indices))}"
+    is_span = indices[-1] - indices[0] + 1 == len(indices)
+    return f"{name}s {indices[0]} to {indices[-1]}" if is_span else f"{len(indices)} {name}s"

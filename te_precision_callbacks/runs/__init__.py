@@ -4,21 +4,19 @@
     run = open_run("logs")                  # RecordedRun: tables of Arrow, and typed access
     run.grid("underflows%", "activation")   # layers x iterations
 
-Sessions record their runs. :class:`RunWriter` records a run without a session.
+Sessions record their runs.
 """
 
 from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError, UnknownSubjectError
 from te_precision_callbacks.runs.reading import list_runs, open_run
 from te_precision_callbacks.runs.recorded import Grid, RecordedRun, Segment, Thinned
-from te_precision_callbacks.runs.trace_files import traces_of
-from te_precision_callbacks.runs.writing import RunWriter
+from te_precision_callbacks.runs.run_files import traces_of
 
 __all__ = [
     "Grid",
     "NotARunError",
     "RecordedRun",
     "RunError",
-    "RunWriter",
     "Segment",
     "SeveralRunsError",
     "Thinned",

@@ -15,7 +15,7 @@ from te_precision_callbacks.runs.tables import at_the_end
 
 _MOST_NAMED = 4
 
-_OF_EVERY_RUN = {"segment_started", "segment_ended"}
+_ROUTINE_EVENTS = {"segment_started", "segment_ended"}
 
 
 def has_numbers(run: RecordedRun) -> bool:
@@ -24,7 +24,7 @@ def has_numbers(run: RecordedRun) -> bool:
 
 def why_nothing_to_show(run: RecordedRun) -> str:
     has_failed = any(segment.status == "failed" for segment in run.segments)
-    if has_numbers(run) or has_failed or set(run.events["kind"].to_pylist()) - _OF_EVERY_RUN:
+    if has_numbers(run) or has_failed or set(run.events["kind"].to_pylist()) - _ROUTINE_EVENTS:
         return ""
     return (
         f"{visible(str(run.path))} has no numbers, no coverage and no events: nothing was recorded. A run has records"
@@ -33,7 +33,7 @@ def why_nothing_to_show(run: RecordedRun) -> str:
     )
 
 
-def no_step_in_words(run: RecordedRun) -> list[str]:
+def no_step_note(run: RecordedRun) -> list[str]:
     if has_numbers(run) or len(run.steps) or run.unread:
         return []
     yet = " yet" if run.segments and run.segments[-1].status == "running" else ""
@@ -59,7 +59,7 @@ def precision_shares(run: RecordedRun) -> dict[str, float]:
     return {name: macs[name] / whole for name in sorted(macs, key=lambda name: -macs[name])}
 
 
-def not_measured_in_words(run: RecordedRun) -> list[str]:
+def not_measured_notes(run: RecordedRun) -> list[str]:
     reasons = run.segments[-1].facts.get("not_measured") if run.segments else None
     lines = []
     for why, names in reasons.items() if isinstance(reasons, dict) else ():
@@ -69,7 +69,7 @@ def not_measured_in_words(run: RecordedRun) -> list[str]:
     return lines
 
 
-_OF_TRAINING = frozenset({"loss", "train", "training", "total", "step", "batch", "lm"})
+_TRAINING_WORDS = frozenset({"loss", "train", "training", "total", "step", "batch", "lm"})
 
 
 def words_of(name: str) -> set[str]:
@@ -85,7 +85,7 @@ def is_loss_of_training(name: str) -> bool:
     """Return whether a scalar can only be the training loss. Others, such as ``best_loss``, may be inf in a healthy
     run.
     """
-    return is_loss(name) and words_of(name) <= _OF_TRAINING
+    return is_loss(name) and words_of(name) <= _TRAINING_WORDS
 
 
 def loss_first(names: Iterable[str]) -> list[str]:
@@ -96,13 +96,13 @@ def loss_first(names: Iterable[str]) -> list[str]:
 # ---------------------------------------------------------------------- what ended it
 
 
-def status_in_words(run: RecordedRun) -> str:
+def format_status(run: RecordedRun) -> str:
     """Return the status of the last segment; ``ended early`` after Ctrl-C, SIGTERM or ``sys.exit()``."""
     status: str = run.segments[-1].status if run.segments else "unknown"
     return "ended early" if status == "failed" and ended_by(_error_at_the_end(run)[0]) else status
 
 
-def outcome_in_words(run: RecordedRun) -> list[str]:
+def outcome_notes(run: RecordedRun) -> list[str]:
     """Return what ended the last segment early; empty if nothing did."""
     status = run.segments[-1].status if run.segments else "unknown"
     if status == "stopped without an end":

@@ -1,7 +1,7 @@
 """Fingerprints: the FP8 state in a checkpoint, and the audit that a resume has restored it.
 
-A fingerprint holds hashes instead of tensors, so it fits into every checkpoint. Each rank has one, as text in a
-checkpoint's state, or as a file in its folder.
+A fingerprint holds hashes instead of tensors. Each rank has one, as text in a checkpoint's state, or as a file in its
+folder.
 
 Read from Transformer Engine 2.20.2: ``pytorch/module/base.py`` (``fp8_meta``; the first forward replaces a restored
 recipe, and makes or adapts the state), ``pytorch/quantization.py`` (recipe states), ``common/recipe``.
@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,6 +22,7 @@ import torch
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR, gemm_operand, is_quantized, scaling_mode, stored
 from te_precision_callbacks.base.vocabulary import class_names
+from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.layers.fp8_state import delayed_state, is_in_checkpoints
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.runs.run_files import replace_whole
@@ -38,8 +38,7 @@ HIGH_PRECISION = "none"  # the recipe's name for layers that train without FP8, 
 QUANTIZED = frozenset({"QuantizedTensorStorage", "GroupedTensorStorage"})
 
 _CHUNK_BYTES = 1 << 24  # hashed at once
-_MOST_PATTERNS = 4
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=gemm_)\d+")  # a number in a path, or that of a GroupedLinear's GEMM
+_MOST_NAMES = 4
 _FIELDS_WITH_STATE = frozenset({"amax_history_len", "qfactory"})  # of recipes that can have scales and histories
 
 _MISSING = "No scales and amax histories were restored: the first step runs with scales of 1"
@@ -302,8 +301,7 @@ def content_hash(*tensors: torch.Tensor) -> str:
     """Hash the bytes of tensors on their device: 16 hexadecimal digits.
 
     It is the sum of the 64-bit words w, each as ``w ^ (w >> 32)`` times an odd number that follows from its position,
-    modulo 2^64: a change of one word always changes the sum. (Without the shift, two words that change their highest
-    bits, the signs of two numbers, would cancel.) A cryptographic hash would need all weights on the host.
+    modulo 2^64: a change of one word always changes the sum, and without the shift two changed signs would cancel.
     """
     total = 0
     for tensor in tensors:
@@ -342,7 +340,9 @@ class Finding:
     def __str__(self) -> str:
         if not self.layers:
             return f"{self.what}."
-        return f"{self.what}: {_format_layers(self.layers, all_layers=self.all_layers)}."
+        if self.all_layers and len(self.layers) > 1:
+            return f"{self.what}: all {len(self.layers)} layers."
+        return f"{self.what}: {', '.join(folded(self.layers, most=_MOST_NAMES))}."
 
 
 @dataclass(frozen=True)
@@ -429,12 +429,12 @@ def _differences(
     if new is None or not _FIELDS_WITH_STATE.isdisjoint(new.fields):
         # Contents are compared on the rank that saved them, or where ranks share them by a reduction of amax.
         same_scales = same_rank or all(recipe is not None and recipe.fields.get("reduce_amax") for recipe in recipes)
-        of_direction: dict[str, list[str]] = {}
+        directions_with: dict[str, list[str]] = {}
         for direction in ("forward", "backward"):
             states = getattr(before, direction), getattr(layer, direction)
-            for what in _of_direction(*states, before.unsaved, same_scales, "amax_history_len" in changed):
-                of_direction.setdefault(what, []).append(direction)
-        for what, directions in of_direction.items():
+            for what in _scaling_differences(*states, before.unsaved, same_scales, "amax_history_len" in changed):
+                directions_with.setdefault(what, []).append(direction)
+        for what, directions in directions_with.items():
             yield (what if what in (_MISSING, _UNSAVED) else f"{what} ({' and '.join(directions)})"), True
     weights, restored = before.weights, layer.weights
     if (weights.kind, weights.name) != (restored.kind, restored.name):
@@ -447,7 +447,7 @@ def _differences(
         yield "Quantized primary weights came back with other data: they were rounded anew", True
 
 
-def _of_direction(
+def _scaling_differences(
     old: ScalingState | None, new: ScalingState | None, unsaved: bool, same_scales: bool, length_may_differ: bool
 ) -> Iterator[str]:
     if old is None or old.is_new:
@@ -471,17 +471,3 @@ def unsaved_layers(fingerprint: Fingerprint) -> Finding | None:
     lacking = tuple(layer.name for layer in has_state if layer.unsaved)
     what = "The checkpoint does not have the scales and amax histories of these layers"
     return Finding(what, lacking, all_layers=len(lacking) == len(has_state)) if lacking else None
-
-
-def _format_layers(layers: Sequence[str], *, all_layers: bool) -> str:
-    if all_layers and len(layers) > 1:
-        return f"all {len(layers)} layers"
-    groups: dict[str, list[str]] = {}
-    for name in layers:
-        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
-    shown = [
-        names[0] if len(names) == 1 else f"{pattern} ({len(names)} layers)"
-        for pattern, names in list(groups.items())[:_MOST_PATTERNS]
-    ]
-    more = sum(len(names) for names in list(groups.values())[_MOST_PATTERNS:])
-    return ", ".join([*shown, *([f"and {more} more layers"] if more else [])])

@@ -5,8 +5,8 @@
     <log_dir>/nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-0.log
         2026-11-22 13:01:40,102 - INFO - Assigned layer name: fc1
 
-The log joins layer, tensor and statistic without a separator. Layers are recognized by the names in the event logs,
-by the names of tensors, and by known statistics; other names stay whole.
+The log joins layer, tensor and statistic without a separator. They are told apart by the layers in the event logs, by
+tensors and known statistics; other names stay whole.
 
 Values on which all ranks agree become one series, other values one series per rank.
 """
@@ -17,7 +17,6 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.runs.errors import NotARunError
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
-from te_precision_callbacks.runs.input_files import pieces_of
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
@@ -43,6 +41,7 @@ STATISTICS_FOLDER, EVENTS_FOLDER = "nvdlfw_inspect_statistics_logs", "nvdlfw_ins
 
 _NAME = re.compile(r"nvdlfw_inspect_globalrank-(\d{1,9})\.log")
 
+_PIECE = 1 << 23  # bytes read at once
 _PROGRESS_BYTES = 1 << 26  # smaller logs show no progress bar
 
 # A value, or the line with which a session marks the start of another run.
@@ -83,13 +82,19 @@ def find_logs(path: Path) -> Logs | None:
 
 def import_logs(path: Path, logs: Logs) -> RecordedRun:
     """Read logs; raises NotARunError if they hold no statistic."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
+
     unread: list[str] = []
     names: dict[bytes, int] = {}
     times: dict[int, bytes] = {}
     rows: dict[int, list[_Rows]] = {}
     layers, events = _read_events(logs)
     size = sum(file.stat().st_size for file in logs.statistics.values())
-    with _progress(f"Reading {path}", size) as advance:
+    is_hidden = size < _PROGRESS_BYTES or not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=is_hidden) as bar:
+        advance = functools.partial(bar.advance, bar.add_task(escape(f"Reading {path}"), total=size))
         for rank, file in logs.statistics.items():
             rows[rank] = list(_read_statistics(file, names, times, unread, advance))
     if not names:
@@ -138,9 +143,11 @@ def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
 def _lines_of(file: Path, advance: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
     """Yield whole lines, many at once, without an incomplete line at the end."""
     with file.open("rb") as log:
-        for lines, nbytes in pieces_of(log):
-            advance(nbytes)
-            yield lines
+        while lines := log.readlines(_PIECE):
+            advance(sum(map(len, lines)))
+            if not lines[-1].endswith(b"\n"):
+                lines.pop()
+            yield b"".join(lines)
 
 
 def _read_events(logs: Logs) -> tuple[list[str], pa.Table]:
@@ -192,20 +199,6 @@ def _time(text: str) -> datetime | None:
         return None
 
 
-@contextmanager
-def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    if total < _PROGRESS_BYTES or not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(escape(text), total=total)
-        yield lambda done: bar.advance(task, done)
-
-
 # ---------------------------------------------------------------------- series
 
 
@@ -232,23 +225,25 @@ def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[s
     """Number the series, and return all values, sorted by series and iteration."""
     by_name: dict[int, list[tuple[int, _Rows]]] = {}  # name -> rank and rows
     for rank, parts in rows.items():
-        of_rank = np.concatenate(parts) if parts else np.empty(0, _ROW)
-        of_rank = of_rank[np.lexsort((of_rank["iteration"], of_rank["name"]))]
-        same = (of_rank["name"][1:] == of_rank["name"][:-1]) & (of_rank["iteration"][1:] == of_rank["iteration"][:-1])
-        of_rank = of_rank[np.r_[~same, True][: len(of_rank)]]  # an iteration that ran again: its last value
-        starts = np.flatnonzero(np.r_[True, of_rank["name"][1:] != of_rank["name"][:-1]][: len(of_rank)])
-        for part in np.split(of_rank, starts[1:]) if len(starts) else ():
+        rank_rows = np.concatenate(parts) if parts else np.empty(0, _ROW)
+        rank_rows = rank_rows[np.lexsort((rank_rows["iteration"], rank_rows["name"]))]
+        same = (rank_rows["name"][1:] == rank_rows["name"][:-1]) & (
+            rank_rows["iteration"][1:] == rank_rows["iteration"][:-1]
+        )
+        rank_rows = rank_rows[np.r_[~same, True][: len(rank_rows)]]  # an iteration that ran again: its last value
+        starts = np.flatnonzero(np.r_[True, rank_rows["name"][1:] != rank_rows["name"][:-1]][: len(rank_rows)])
+        for part in np.split(rank_rows, starts[1:]) if len(starts) else ():
             by_name.setdefault(int(part["name"][0]), []).append((rank, part))
     index, kept, series = SeriesIndex(), list[_Rows](), list[npt.NDArray[np.int32]]()
     for number, subject in enumerate(parse_names(names, layers).values()):
-        of_ranks = by_name[number]
-        first = of_ranks[0][1]
+        rank_parts = by_name[number]
+        first = rank_parts[0][1]
         agree = all(
             np.array_equal(first[column], part[column], equal_nan=True)
-            for _, part in of_ranks[1:]
+            for _, part in rank_parts[1:]
             for column in ("iteration", "value")
         )
-        for rank, part in of_ranks[:1] if agree else of_ranks:
+        for rank, part in rank_parts[:1] if agree else rank_parts:
             kept.append(part)
             layer, tensor, statistic = subject
             own = index.number(Subject("", layer, tensor, "", statistic, None if agree else rank))

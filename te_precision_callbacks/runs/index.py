@@ -33,7 +33,7 @@ class Subject(NamedTuple):
     rank: int | None
 
 
-_OF_SERIES = np.dtype(
+_SUMMARY = np.dtype(
     [
         *(("count", "i8"), ("first", "i8"), ("last", "i8")),
         *(("sign", "f8"), ("delayed", "?"), ("bad", "f8"), ("worst", "f8"), ("worst_at", "i8")),
@@ -48,7 +48,7 @@ class SeriesIndex:
 
     def __init__(self) -> None:
         self._numbers: dict[Subject, int] = {}
-        self._of = np.empty(0, _OF_SERIES)
+        self._summaries = np.empty(0, _SUMMARY)
 
     def number(self, subject: Subject) -> int:
         return self._numbers.setdefault(subject, len(self._numbers))
@@ -66,48 +66,52 @@ class SeriesIndex:
     ) -> None:
         """Add rows of values, or of histograms without ``values`` and ``flags``."""
         self._grow()
-        of = self._of
-        of["count"] += np.bincount(series, minlength=len(of))
-        np.minimum.at(of["first"], series, iterations)
-        np.maximum.at(of["last"], series, iterations)
+        summaries = self._summaries
+        summaries["count"] += np.bincount(series, minlength=len(summaries))
+        np.minimum.at(summaries["first"], series, iterations)
+        np.maximum.at(summaries["last"], series, iterations)
         if values is None or flags is None:
             return
-        telling = ~of["delayed"][series] | ((flags & STEP0) == 0)
+        telling = ~summaries["delayed"][series] | ((flags & STEP0) == 0)
         series, iterations, values = series[telling], iterations[telling], values[telling]
-        key = badness(values, of["sign"][series])
-        highest = np.full(len(of), -np.inf)
+        key = badness(values, summaries["sign"][series])
+        highest = np.full(len(summaries), -np.inf)
         np.maximum.at(highest, series, key)
         rows = np.flatnonzero(key == highest[series])
         whose, first = np.unique(series[rows], return_index=True)
-        worse = (highest[whose] > of["bad"][whose]) | (of["worst_at"][whose] < 0)
+        worse = (highest[whose] > summaries["bad"][whose]) | (summaries["worst_at"][whose] < 0)
         whose, rows = whose[worse], rows[first[worse]]
-        of["bad"][whose], of["worst"][whose], of["worst_at"][whose] = key[rows], values[rows], iterations[rows]
+        summaries["bad"][whose], summaries["worst"][whose], summaries["worst_at"][whose] = (
+            key[rows],
+            values[rows],
+            iterations[rows],
+        )
 
     def _grow(self) -> None:
         largest = np.iinfo(np.int64).max
-        new = itertools.islice(self._numbers, len(self._of), None)
+        new = itertools.islice(self._numbers, len(self._summaries), None)
         families = (family_of(subject.tensor, subject.statistic, subject.gemm or None) for subject in new)
         rows = [
             (0, largest, -largest, sign_of(family.worse), family.is_of_delayed_scaling, -np.inf, np.nan, -1)
             for family in families
         ]
         if rows:
-            self._of = np.append(self._of, np.array(rows, _OF_SERIES))
+            self._summaries = np.append(self._summaries, np.array(rows, _SUMMARY))
 
     def table(self) -> pa.Table:
         self._grow()
         subjects = list(self._numbers)
-        of = self._of
-        nothing = of["count"] == 0
+        summaries = self._summaries
+        nothing = summaries["count"] == 0
         columns = [
             pa.array(np.arange(len(subjects), dtype=np.int32)),
             *(pa.array(texts, pa.string()).dictionary_encode() for texts in _columns(subjects)),
             pa.array([subject.rank for subject in subjects], pa.int32()),
-            pa.array(of["count"]),
-            pa.array(of["first"], mask=nothing),
-            pa.array(of["last"], mask=nothing),
-            pa.array(of["worst"], mask=of["worst_at"] < 0),
-            pa.array(of["worst_at"], mask=of["worst_at"] < 0),
+            pa.array(summaries["count"]),
+            pa.array(summaries["first"], mask=nothing),
+            pa.array(summaries["last"], mask=nothing),
+            pa.array(summaries["worst"], mask=summaries["worst_at"] < 0),
+            pa.array(summaries["worst_at"], mask=summaries["worst_at"] < 0),
         ]
         return pa.Table.from_arrays(columns, schema=SERIES)
 

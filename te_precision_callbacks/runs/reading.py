@@ -4,7 +4,7 @@
     run = open_run("logs", run="20261122-130144-507-9f3c21")
     list_runs("logs")                                   # ("20261122-130144-507-9f3c21", ...)
 
-A run can be read while it is written, and after its process was killed: open files count up to their last whole batch.
+Open files count up to their last whole batch, also while they are written.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from te_precision_callbacks.runs.index import (
     Subject,
     in_order,
 )
-from te_precision_callbacks.runs.input_files import MOST_ITERATION, read_json
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment, Status, Thinned, thinning_notes
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
     FOLDER,
+    MOST_ITERATION,
     RUN_FILE,
     DataFile,
     data_files,
@@ -47,6 +47,7 @@ from te_precision_callbacks.runs.run_files import (
     is_silent,
     rank_name,
     ranks_of,
+    read_json,
     segments_of,
 )
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
@@ -153,11 +154,11 @@ def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
 def _last_start(run: Path) -> str:
     """Return when the last segment began, as sortable text: resuming a run makes it the latest."""
     day, clock, milliseconds, *_ = *run.name.split("-"), "", "", ""
-    of_name = f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}.{milliseconds}"
+    name_time = f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}.{milliseconds}"
     with contextlib.suppress(OSError, ValueError, AttributeError):
         started = read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get("started_at")
-        return max(str(started or ""), of_name)
-    return of_name
+        return max(str(started or ""), name_time)
+    return name_time
 
 
 def _what_it_is(path: Path) -> str:
@@ -201,7 +202,7 @@ class _Reader:
         segments = tuple(self._segment(number, folder) for number, folder in self.folders.items())
         ranks = {number: ranks_of(folder) for number, folder in self.folders.items()}
         self._note_missing(segments, ranks)
-        folders = [(number, rank) for number, of_segment in ranks.items() for rank in of_segment.values()]
+        folders = [(number, rank) for number, segment_ranks in ranks.items() for rank in segment_ranks.values()]
         steps = [(number, table) for number, rank in folders for table in self._tables(rank, "steps", STEPS)]
         scalars = [(number, table) for number, rank in folders for table in self._tables(rank, "scalars", SCALARS)]
         events = [table for _, rank in folders for table in self._tables(rank, "events", EVENTS)]
@@ -276,11 +277,7 @@ class _Reader:
         missing = gaps(((number, number) for number in sorted(self.folders)), 0) if len(self.folders) > 1 else ""
         if missing:
             self._note(f"Segments are missing: {missing}.", unread=True)
-        versions: dict[str, set[str]] = {}
         for segment in segments:
-            of_segment = segment.facts.get("versions")
-            for package, version in (of_segment if isinstance(of_segment, dict) else {}).items():
-                versions.setdefault(package, set()).add(str(version))
             present = ranks[segment.number]
             expected = segment.facts.get("writing_ranks")
             expected = expected if isinstance(expected, list) else [0] if segment.facts else []
@@ -291,9 +288,6 @@ class _Reader:
                     f" {', '.join(map(str, gone[:8]))}{' ...' if len(gone) > 8 else ''}.",
                     unread=True,
                 )
-        for package, several in versions.items():
-            if len(several) > 1:
-                self._note(f"The segments ran with several versions of {package}: {', '.join(sorted(several))}.")
 
     # ------------------------------------------------------------------ tables
 
@@ -366,15 +360,15 @@ class _Reader:
             first, last = self.spans.get(segment, (MOST_ITERATION, -1))
             self.spans[segment] = min(first, int(iterations.min())), max(last, int(iterations.max()))
 
-    def _number_series(self, table: pa.Table, of_rank: dict[int, int]) -> None:
+    def _number_series(self, table: pa.Table, rank_numbers: dict[int, int]) -> None:
         wanted, rows = np.unique(table["series"].to_numpy(), return_index=True)
-        new = np.array([number not in of_rank for number in wanted.tolist()], bool)
+        new = np.array([number not in rank_numbers for number in wanted.tolist()], bool)
         if not new.any():
             return
         named = table.select([*(name for name, _ in SUBJECT), "rank"]).take(pa.array(rows[new]))
         columns = [named[name].to_pylist() for name in named.column_names]
         for number, *names, rank in zip(wanted[new].tolist(), *columns, strict=True):
-            of_rank[number] = self.index.number(Subject._make([*(name or "" for name in names), rank]))
+            rank_numbers[number] = self.index.number(Subject._make([*(name or "" for name in names), rank]))
 
     def _read(self, rows: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
         chosen = None if wanted is None else set(wanted)

@@ -60,8 +60,7 @@ class Thinned(NamedTuple):
         rank: the rank; the files of rank 0 also have the reduced values.
         table: ``values``, or ``vectors`` for histograms.
         first, last: the first and the last iteration.
-        every: the remaining share: one in this many steps. Extremes of each series remain too, flagged
-            :data:`~te_precision_callbacks.runs.tables.EXTREME`.
+        every: one in this many steps remains, with the extremes of each series.
     """
 
     rank: int
@@ -71,7 +70,7 @@ class Thinned(NamedTuple):
     every: int
 
 
-_OF_SPEED = re.compile(
+_SPEED_METRIC = re.compile(
     r"(?:^|[/_])(?:runtime|(?:samples|steps|tokens)_per_second(?:_per_gpu)?|total_flos|epoch|num_input_tokens_seen"
     r"|(?:model_preparation|jit_compilation)_time)$"
 )
@@ -176,7 +175,7 @@ class RecordedRun:
         return tuple(text for text, is_unread in self.said.items() if is_unread)
 
     @property
-    def lacks_in_words(self) -> str:
+    def missing_contents(self) -> str:
         """A sentence about contents that a plain log cannot have."""
         if self.source == "te-precision-callbacks":
             return ""
@@ -221,7 +220,7 @@ class RecordedRun:
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:
-        return {name: curve for name, curve in self.curves.items() if not _OF_SPEED.search(name)}
+        return {name: curve for name, curve in self.curves.items() if not _SPEED_METRIC.search(name)}
 
     def select(self, **wanted: str | int | None) -> list[int]:
         """Return the series with these values of ``layer``, ``tensor``, ``statistic``, ``gemm``, ``scope``, ``rank``;
@@ -280,11 +279,11 @@ class RecordedRun:
             nothing = " All its numbers are reduced over ranks." if column == "rank" else f" It names no {column}."
             raise UnknownSubjectError(
                 f"{self.path}: the run has no {column} {value!r}.{it_has(str(value), names) or nothing}"
-                f"{self.notes_in_words}"
+                f"{self.notes_sentence}"
             )
 
     @property
-    def notes_in_words(self) -> str:
+    def notes_sentence(self) -> str:
         """The notes, as the end of an error message: unreadable parts may explain it."""
         return f" Notes on {self.path}: {' '.join(self.notes)}" if self.notes else ""
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.runs.launches import launch_key
-from te_precision_callbacks.runs.run_files import DataFile, segment_name, time_text
+from te_precision_callbacks.runs.run_files import Place, segment_name, time_text
 from te_precision_callbacks.runs.size_limit import SizeLimit
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.runs.writing import RunWriter
@@ -25,11 +24,6 @@ _MOST_PENDING = 1 << 26
 
 _FILES, _LEAST_FILE = 32, 1 << 15
 """The limit is divided into this many files; and the least size of a closed file."""
-
-
-class Place(NamedTuple):
-    run_id: str
-    segment: int
 
 
 class Facts(NamedTuple):
@@ -66,9 +60,8 @@ class Recording:
         self._last_step: int | None = None
         self._latest = run.start_iteration
         self._close_bytes = max(limit // _FILES, _LEAST_FILE)
-        self._files: dict[DataFile, int] = {}
         self.writer = self._open(place.segment, run.start_iteration, begun)
-        self._size_limit = SizeLimit(self._folder, self.writer, self._files, limit, self._warn)
+        self._size_limit = SizeLimit(self._folder, self.writer, limit, self._warn)
 
     def _open(self, segment: int, first_iteration: int, started: float) -> RunWriter:
         run = self._run
@@ -79,11 +72,10 @@ class Recording:
             run.rank,
             close_bytes=self._close_bytes,
             small_bytes=self._limit // 8,
-            closed=self._files,
         )
         self._numbers = _Numbers(writer, self._scopes)
         if run.rank == 0:
-            begun = {"first_iteration": first_iteration, "world": run.world_size, "launch": launch_key()}
+            begun = {"first_iteration": first_iteration, "world": run.world_size}
             given = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
             writer.put_run(**{**begun, **given, **self._facts.run})
         return writer

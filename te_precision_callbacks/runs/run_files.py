@@ -4,10 +4,11 @@
                                          seg-000/layers.parquet, gemms.parquet, ...
                                          seg-000/rank-00000/values-0001.parquet, values-0002.arrow, ...
                                          seg-000/rank-00000/steps-0001.parquet, events-0001.parquet, ...
+                                         traces/seg-000.rank-00000.iterations-000010-000012.json.gz
 
-A rank appends record batches to the Arrow stream ``<table>-<number>.arrow``, and closes it as
-``<table>-<number>.parquet``. A thinned file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files
-as soon as it exists, even if they were not deleted yet (``runs/size_limit.py``).
+A rank appends to the Arrow stream ``<table>-<number>.arrow``, and closes it as ``<table>-<number>.parquet``. A thinned
+file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files as soon as it exists
+(``runs/size_limit.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 import secrets
@@ -25,9 +27,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from te_precision_callbacks.runs.input_files import read_json
-
 FOLDER = "precision_records"
+
+MOST_ITERATION = 1 << 53
+"""Upper bound of iterations: JavaScript's integers are exact up to here."""
 
 RUN_FILE = "run.json"
 OPEN, CLOSED = ".arrow", ".parquet"
@@ -40,6 +43,10 @@ SILENT_SECONDS = 60.0
 """Without a change for this many seconds, a process on another host counts as dead."""
 
 _INCOMPLETE = ".incomplete"
+
+_TRACES = "traces"
+_WITHOUT_RECORDS = "precision_traces"
+_TRACE_SUFFIX = ".json.gz"
 
 _MOST_GAPS = 8
 
@@ -83,6 +90,13 @@ def make_segment(run: Path) -> int:
             number += 1
 
 
+class Place(NamedTuple):
+    """The segment of a run that a process records."""
+
+    run_id: str
+    segment: int
+
+
 class DataFile(NamedTuple):
     """A file of a rank's table: its number, or the numbers of the files that it replaces, and its interval in steps."""
 
@@ -110,6 +124,14 @@ def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
         before = files[-1] if files and files[-1].table == file.table else None
         (files if before is None or file.last > before.last else replaced).append(file)
     return files, replaced
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises OSError or ValueError."""
+    facts = json.loads(path.read_bytes())
+    if not isinstance(facts, dict):
+        raise ValueError("no JSON object")
+    return facts
 
 
 def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:
@@ -175,6 +197,36 @@ class AppendedFile(io.FileIO):
         if os.fstat(self.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written", str(self.name))
         return count
+
+
+# ---------------------------------------------------------------------- traces, which profile= writes
+
+
+def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, last: int) -> Path:
+    """Return the path of a new trace: in the run's folder, or in ``precision_traces`` without records."""
+    name = f"{rank_name(rank)}.iterations-{first:06d}-{last:06d}{_TRACE_SUFFIX}"
+    if place is None:
+        return log_dir / _WITHOUT_RECORDS / name
+    return log_dir / FOLDER / place.run_id / _TRACES / f"{segment_name(place.segment)}.{name}"
+
+
+def traces_of(run: Path) -> list[Path]:
+    """Return the profiles in the folder of a run, in order."""
+    return _traces_in(run / _TRACES)
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob(f"*{_TRACE_SUFFIX}") if not path.name.startswith("."))
+
+
+def own_traces(given: Path, run_id: str) -> list[Path]:
+    """Return the traces of a run, given the path it was read from; of a plain log, the traces without records."""
+    if (given / FOLDER / run_id).is_dir():
+        return traces_of(given / FOLDER / run_id)
+    for folder in (given / run_id, given):
+        if traces := traces_of(folder):
+            return traces
+    return _traces_in(given / _WITHOUT_RECORDS)
 
 
 # ---------------------------------------------------------------------- processes

@@ -2,25 +2,24 @@
 
 <log_dir>/precision_records/<run_id>/seg-000/...
 
-Records are on disk ``FLUSH_SECONDS`` (``sinks/writer_thread.py``) later at the latest, unless the disk is slower than
-the training. A killed process loses later records; see docs/records.md.
+Records are on disk ``FLUSH_SECONDS`` (``sinks/writer_thread.py``) later at the latest, unless the disk is slow.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.runs.launches import find_segment
 from te_precision_callbacks.runs.limits import DEFAULT_LIMIT
-from te_precision_callbacks.runs.recording import Facts, Place, Recording, Step, own_numbers
-from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
+from te_precision_callbacks.runs.recording import Facts, Recording, Step, own_numbers
+from te_precision_callbacks.runs.run_files import FOLDER, Place, make_segment, new_run_id
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 
@@ -28,8 +27,11 @@ MOST_WAITING = 1 << 24
 """The most values in the queue, about 300 MB; steps beyond are dropped."""
 
 LONGEST_SEARCH, LAST_SEARCH = 120.0, 10.0
-"""Seconds in which a rank that does not reduce with rank 0 looks for the segment of rank 0: while the session runs, and
+"""Seconds in which a rank that does not reduce with rank 0 waits for the segment of rank 0: while the session runs, and
 after its end."""
+
+_PLACE = "place"
+"""The key in the store under which rank 0 names its segment."""
 
 
 class RecordingError(PrecisionDebugError, RuntimeError): ...
@@ -47,11 +49,12 @@ class RecordSink(EventSink):
     """Records a run. The training thread queues jobs, and another thread writes them.
 
     Attributes:
-        writes_reduced: whether this rank writes reduced values, steps, scalars and facts. Others write only local
-            values, failures and dumps, and create no file before that.
+        writes_reduced: whether this rank writes reduced values, steps, scalars and facts; others write only local
+            values, failures and dumps.
         is_alone: whether this rank checks the contract alone.
-        place: the segment, which rank 0 begins with the first content; a rank that does not reduce with it looks for
-            it.
+        keys: keys for this run in the store of the process group; None without other ranks.
+        place: the segment, which rank 0 begins with the first content, and puts into the store for ranks that do not
+            reduce with it.
         last: the last iteration at the end of the run; -1 before.
         has_content: whether anything was written besides the start and the end.
     """
@@ -71,11 +74,12 @@ class RecordSink(EventSink):
         self._recording: Recording | None = None
         self._before: list[Event | Scalars | Facts] = []
         self.has_content = False
-        self._said = Notices()
+        self._notices = Notices()
         self._last_records: StepRecords | None = None
         self._last_step: float | None = None
         self._made_at = time.time()
         self._searching_since = 0.0
+        self.keys: Any = None
 
     # ------------------------------------------------------------------ in the training's thread
 
@@ -113,7 +117,7 @@ class RecordSink(EventSink):
         seconds = None if self._last_step is None else now - self._last_step
         self._last_records, self._last_step = records, now
         job = Step(records, time.time(), seconds)
-        if self._run is not None and not self._thread.put(job, len(records)) and self._said.first("slow"):
+        if self._run is not None and not self._thread.put(job, len(records)) and self._notices.first("slow"):
             text = "The disk is slower than the training, so numbers of some steps are not recorded."
             self._put(Event("observation_failed", text, records.iteration, "warning"))
 
@@ -151,14 +155,15 @@ class RecordSink(EventSink):
     def take(self, job: _Job) -> bool:
         if self._recording is None and self._concerns(job):
             if self.place is None:
-                # Without a step no run is made of that alone, nor of what a trainer logs at its end, so no rank waits
-                # for one; unless an earlier run would be taken for this one.
-                if isinstance(job, Scalars) or not (_is_content(job) or (self._is_new and self._runs.is_dir())):
+                # Without a step no run is made of that alone, nor of what a trainer logs at its end.
+                if isinstance(job, Scalars) or not _is_content(job):
                     self._before += [job] if isinstance(job, Event | Scalars | Facts) else []
                     return True
                 self.place = self.begin() if self._info.rank == 0 else self._find_place()
                 if self.place is None:
                     return False  # again, until rank 0 has begun
+            if self._info.rank == 0 and self.keys is not None:
+                self.keys.set(_PLACE, json.dumps(self.place))
             self._recording = Recording(
                 self._runs,
                 self.place,
@@ -181,9 +186,8 @@ class RecordSink(EventSink):
 
     def _find_place(self) -> Place | None:
         self._searching_since = self._searching_since or time.monotonic()
-        place = find_segment(self._runs, self._info.rank, self._made_at)
-        if place is not None:
-            return Place(*place)
+        if self.keys is not None and self.keys.check([_PLACE]):
+            return Place(*json.loads(self.keys.get(_PLACE)))
         if time.monotonic() - self._searching_since > (LONGEST_SEARCH if self._run else LAST_SEARCH):
             raise RecordingError("rank 0 has begun no segment")
         return None

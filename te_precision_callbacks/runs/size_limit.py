@@ -1,16 +1,15 @@
 """The size limit of a rank's statistics: old steps are thinned, recent ones kept.
 
-Where the limit is reached, an old file is rewritten with every second step of each series, together with its neighbor
-if that has the same interval. Files with the shortest interval go first, then the oldest, so the interval of old steps
-doubles each time. The latest statistics, half of the limit, are rewritten only when no older ones are left. A rewritten
-file also keeps the *extremes* of each series, flagged :data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum,
-its maximum, and its first non-finite value.
+At the limit, an old file is rewritten with every second step of each series, together with its neighbor if that has
+the same interval. Files with the shortest interval go first, then the oldest. The latest statistics, half of the limit,
+are rewritten only when no older ones are left. A rewritten file also keeps the *extremes* of each series, flagged
+:data:`~te_precision_callbacks.runs.tables.EXTREME`: its minimum, its maximum, and its first non-finite value.
 
-The kept steps depend on iterations only: for a series with a value every ``g`` iterations, ``iteration // g`` is even.
-So series with the same schedule, and runs with the same config, keep the same steps.
+For a series with a value every ``g`` iterations, steps with an even ``iteration // g`` are kept: the same ones in all
+series of a schedule, and in all runs of a config.
 
-The new file is written atomically, and its name contains the numbers of the files that it replaces
-(``runs/run_files.py``), so a killed process neither duplicates nor loses steps.
+The new file is written atomically, and its name has the numbers of the files that it replaces (``runs/run_files.py``),
+so a killed process neither duplicates nor loses steps.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table, write_table
-from te_precision_callbacks.runs.input_files import MOST_ITERATION
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
+    MOST_ITERATION,
     RUN_FILE,
     DataFile,
     data_files,
@@ -58,55 +57,45 @@ class SizeLimit:
     """Keeps the files of a rank within a limit, in the thread that writes them.
 
     Args:
-        files: the writer's closed files with their sizes, oldest first; those of earlier segments are added.
         limit: the most bytes for the rank, in all segments.
         say: receives an event's kind and text.
     """
 
-    def __init__(
-        self, run: Path, writer: RunWriter, files: dict[DataFile, int], limit: int, say: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, run: Path, writer: RunWriter, limit: int, say: Callable[[str, str], None]) -> None:
         self.is_full = False
         self._writer = writer
-        self._files = files
         self._limit = limit
         self._say = say
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._begins: dict[Path, int] = {}  # segment -> the first iteration with a step, of this process
-        self._fixed = 0  # the bytes of what is never rewritten in other segments
-        self._incompressible: set[Path] = set()  # rewriting these alone gains nothing
-        for number, segment in segments_of(run).items():
+        self._unchanged: set[Path] = set()  # rewriting these alone gains nothing
+        self._damaged: set[Path] = set()
+        self._folders = []
+        for segment in segments_of(run).values():
             folder = segment / writer.own.name
-            if number != writer.segment and folder.is_dir():
-                self._adopt(segment, folder)
-
-    def _adopt(self, segment: Path, folder: Path) -> None:
-        """Count the files of another segment, which are rewritten if its process has ended."""
-        sizes = {path: path.stat().st_size for path in folder.iterdir()}
-        if segment.name < self._writer.folder.name and has_ended(segment / RUN_FILE):
-            files, replaced = data_files(folder)
-            # What a process that was killed has left of its last rewriting.
-            for path in (*(file.path for file in replaced), *filter(is_incomplete, [*sizes])):
-                path.unlink(missing_ok=True)
-                del sizes[path]
-            self._files |= {file: sizes.pop(file.path) for file in files}
-        self._fixed += sum(sizes.values())
+            if segment.name < writer.folder.name and folder.is_dir() and has_ended(segment / RUN_FILE):
+                self._folders.append(folder)
+                # What a process that was killed has left of its last rewriting.
+                for path in (*(file.path for file in data_files(folder)[1]), *filter(is_incomplete, folder.iterdir())):
+                    path.unlink(missing_ok=True)
+        self._folders.append(writer.own)
 
     def follow(self, writer: RunWriter) -> None:
-        """Continue with another segment of this process; earlier files but the closed ones stay as they are."""
-        self._fixed += self._writer.nbytes
+        """Continue with another segment of this process."""
         self._writer = writer
+        self._folders.append(writer.own)
 
     def note_step(self, iteration: int) -> None:
         self._begins.setdefault(self._writer.folder, iteration)
 
     def keep(self) -> None:
         while True:
-            used, room = self._used_and_room()
+            files, room = self._files_and_room()
+            used = sum(files.values())
             if used <= _BEFORE * room:
                 self.is_full = False
                 return
-            group = self._choose(room)
+            group = self._choose(files, room)
             if not group:
                 self.is_full = used > room
                 if self.is_full:
@@ -117,28 +106,38 @@ class SizeLimit:
                         " numbers and events are. A larger size for records= allows more.",
                     )
                 return
-            self._rewrite(group)
+            self._rewrite(group, sum(files[file] for file in group))
             if used <= room:
                 return
 
     # ------------------------------------------------------------------ which files
 
-    def _used_and_room(self) -> tuple[int, float]:
-        everything = sum(self._files.values()) + self._fixed + self._writer.nbytes
-        used = sum(size for file, size in self._files.items() if file.table in _TABLES) + self._writer.open_bytes
-        return used, max(self._limit - (everything - used), _LEAST * self._limit)
+    def _files_and_room(self) -> tuple[dict[DataFile, int], float]:
+        """Return the files of statistics with their sizes, oldest first, and the bytes that they may have."""
+        with_facts = [*self._folders, *(folder.parent for folder in self._folders if self._writer.rank == 0)]
+        everything = sum(path.stat().st_size for folder in with_facts for path in folder.iterdir() if not path.is_dir())
+        files: dict[DataFile, int] = {}
+        for folder in self._folders:
+            listed = [
+                file for file in data_files(folder)[0] if file.table in _TABLES and file.path not in self._damaged
+            ]
+            newest = {file.table: file.last for file in listed}
+            for file in sorted(listed, key=lambda file: file.last / newest[file.table]):
+                files[file] = file.path.stat().st_size
+        return files, max(self._limit - (everything - sum(files.values())), _LEAST * self._limit)
 
-    def _choose(self, room: float) -> list[DataFile]:
-        files = {file: size for file, size in self._files.items() if file.table in _TABLES}
-        newest, old = self._writer.open_bytes, list(files)
+    def _choose(self, files: dict[DataFile, int], room: float) -> list[DataFile]:
+        closed = [file for file in files if not (file.is_open and file.path.parent == self._writer.own)]
+        old = list(closed)
+        newest = sum(size for file, size in files.items() if file not in closed)
         while old and newest + files[old[-1]] <= _RECENT * room:
             newest += files[old.pop()]
-        for candidates in (old, list(files)):
+        for candidates in (old, closed):
             place = {(file.table, file.path.parent, file.interval, file.first): file for file in candidates}
             groups = []
             for file in candidates:
                 neighbour = place.get((file.table, file.path.parent, file.interval, file.last + 1))
-                if neighbour is not None or file.path not in self._incompressible:
+                if neighbour is not None or file.path not in self._unchanged:
                     groups.append([file] if neighbour is None else [file, neighbour])
             if groups:
                 return min(groups, key=lambda group: group[0].interval)
@@ -146,7 +145,7 @@ class SizeLimit:
 
     # ------------------------------------------------------------------ rewriting
 
-    def _rewrite(self, group: list[DataFile]) -> None:
+    def _rewrite(self, group: list[DataFile], nbytes: int) -> None:
         first, last = group[0], group[-1]
         schema, folder = _TABLES[first.table], first.path.parent
         tables = []
@@ -155,21 +154,16 @@ class SizeLimit:
                 tables.append(read_table(file.path, schema.names, schema))
             except UNREADABLE as error:
                 logger.warning("The records in %s cannot be thinned, and remain as they are: %s", file.path, error)
-                self._fixed += self._files.pop(file)
+                self._damaged.add(file.path)
                 return
         later = [begin for segment, begin in self._begins.items() if segment.name > folder.parent.name]
         table = every_second_step(pa.concat_tables(tables), min(later, default=MOST_ITERATION))
-        interval = 2 * first.interval
-        path = folder / f"{first.table}-{first.first:04d}-{last.last:04d}-every{interval}{CLOSED}"
+        path = folder / f"{first.table}-{first.first:04d}-{last.last:04d}-every{2 * first.interval}{CLOSED}"
         size = write_table(table, path)
         for file in group:
             file.path.unlink(missing_ok=True)
-        if size > _NO_GAIN * sum(self._files[file] for file in group):
-            self._incompressible.add(path)
-        merged = DataFile(first.table, first.first, last.last, interval, path)
-        files = [(merged, size) if file == first else (file, nbytes) for file, nbytes in self._files.items()]
-        self._files.clear()
-        self._files.update(item for item in files if item[0] not in group)
+        if size > _NO_GAIN * nbytes:
+            self._unchanged.add(path)
         self._say_once(
             "records_thinned",
             f"The records of rank {self._writer.rank} have reached their limit of {self._limit:,} bytes. Of the oldest"
@@ -178,8 +172,8 @@ class SizeLimit:
         )
 
     def _say_once(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._reported:
+            self._reported.add(kind)
             self._say(kind, text)
 
 

@@ -3,8 +3,7 @@
 Facts (:data:`LAYERS`, :data:`GEMMS`, :data:`OPERANDS`, :data:`STATES`, :data:`PLAN`) have a span: ``since`` and
 ``until`` are debug iterations, both included; ``until`` is null while the fact holds. Nothing of them is overwritten.
 
-Rows of values name their subject, so that pandas, polars and DuckDB read a file without this package. Columns of
-strings that repeat are dictionary-encoded.
+Rows of values name their subject, so that other programs read a file without this package.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writing of runs, by the session's sink or without a session; docs/records.md has an example.
+"""Writing of runs.
 
-Rows are collected until :meth:`RunWriter.flush` appends them to the open files. The writer is not thread-safe.
+Rows are collected until :meth:`RunWriter.flush` appends them to the open files. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,17 +21,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.runs.data_tables import write_table
-from te_precision_callbacks.runs.input_files import writable
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
-    FOLDER,
     OPEN,
     RUN_FILE,
     AppendedFile,
-    DataFile,
-    make_segment,
-    new_run_id,
     overwrite,
     process_now,
     rank_name,
@@ -60,27 +54,19 @@ class _SeriesNames:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str | int | None, ...], int] = {}
-        self._columns: list[tuple[npt.NDArray[np.int32], pa.Array]] = []  # for each series, and the different texts
-        self._ranks = pa.array([], pa.int32())
+        self._columns: list[pa.Array] = []  # of each series
 
     def number(self, subject: tuple[str, ...], rank: int | None) -> int:
         return self._numbers.setdefault((*subject, rank), len(self._numbers))
 
     def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
-        if len(self._ranks) < len(self._numbers):
+        if not self._columns or len(self._columns[0]) < len(self._numbers):
             *subjects, ranks = zip(*self._numbers, strict=True)
-            self._columns = [_encoded(texts) for texts in subjects]
-            self._ranks = pa.array(ranks, pa.int32())
-        names = [
-            pa.DictionaryArray.from_arrays(pa.array(codes[series], pa.int32()), texts) for codes, texts in self._columns
-        ]
-        return [*names, self._ranks.take(pa.array(series, pa.int32()))]
-
-
-def _encoded(texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], pa.Array]:
-    """Encode texts in order of first appearance, so that the dictionaries of a stream only grow."""
-    codes = {text: code for code, text in enumerate(dict.fromkeys(texts))}
-    return np.array([codes[text] for text in texts], np.int32), pa.array([*map(writable, codes)], pa.string())
+            # In the order of their first appearance, so that the dictionaries of a stream only grow.
+            self._columns = [pa.array(texts, pa.string()).dictionary_encode() for texts in subjects]
+            self._columns.append(pa.array(ranks, pa.int32()))
+        rows = pa.array(series, pa.int32())
+        return [column.take(rows) for column in self._columns]
 
 
 class _Table:
@@ -88,7 +74,6 @@ class _Table:
 
     Args:
         batch: converts new rows to a batch.
-        closed: receives closed files with their sizes.
         close_bytes: close the open file at this size, at most :data:`CLOSE_BYTES`.
 
     Attributes:
@@ -101,7 +86,6 @@ class _Table:
         name: str,
         schema: pa.Schema,
         batch: Callable[[list[Any]], pa.RecordBatch],
-        closed: dict[DataFile, int],
         close_bytes: float,
     ) -> None:
         self.waiting = 0
@@ -109,7 +93,6 @@ class _Table:
         self._name = name
         self._schema = schema
         self._batch = batch
-        self._closed = closed
         self._close_bytes = close_bytes
         self._rows: list[Any] = []
         self._number = 0
@@ -159,8 +142,7 @@ class _Table:
             raise OSError(f"{self._path} was changed while it was written: {error}") from error
         if "series" in self._schema.names:
             table = table.sort_by([("series", "ascending"), ("iteration", "ascending")])
-        path = self._path.with_suffix(CLOSED)
-        self._closed[DataFile(self._name, self._number, self._number, 1, path)] = write_table(table, path)
+        write_table(table, self._path.with_suffix(CLOSED))
         self._path.unlink()
 
     def leave(self) -> None:
@@ -178,7 +160,6 @@ class RunWriter:
         segment: the number of the segment, whose folder exists.
         close_bytes: close open files at this size, at most :data:`CLOSE_BYTES`.
         small_bytes: the minimum of this size for steps and scalars, which are never thinned.
-        closed: receives closed files with their sizes, oldest first.
 
     Attributes:
         run_id, segment, folder, rank: the run, its segment with the folder, and the rank.
@@ -194,7 +175,6 @@ class RunWriter:
         *,
         close_bytes: float = math.inf,
         small_bytes: float = 0,
-        closed: dict[DataFile, int] | None = None,
     ) -> None:
         self.run_id = run_folder.name
         self.segment = segment
@@ -204,7 +184,6 @@ class RunWriter:
         self.own.mkdir(exist_ok=True)
         self.status: Status = "running"
         self._facts: dict[str, Any] = {}
-        self._fact_bytes: dict[str, int] = {}
         self._names = _SeriesNames()
         small = max(close_bytes, small_bytes)
         kinds: dict[str, tuple[pa.Schema, Callable[[list[Any]], pa.RecordBatch], float]] = {
@@ -216,27 +195,8 @@ class RunWriter:
             "vectors": (VECTORS, self._vectors_batch, close_bytes),
         }
         self._tables = {
-            name: _Table(self.own, name, schema, batch, {} if closed is None else closed, size)
-            for name, (schema, batch, size) in kinds.items()
+            name: _Table(self.own, name, schema, batch, size) for name, (schema, batch, size) in kinds.items()
         }
-
-    @classmethod
-    def begin(
-        cls, log_dir: str | os.PathLike[str], *, run_id: str | None = None, rank: int = 0, **facts: Any
-    ) -> RunWriter:
-        """Begin a segment of a new run, or of the run ``run_id``; ``facts`` are for run.json."""
-        run_folder = Path(log_dir) / FOLDER / (run_id or new_run_id())
-        writer = cls(run_folder, make_segment(run_folder), rank)
-        writer.put_run(**facts)
-        return writer
-
-    def __enter__(self) -> RunWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close("ended" if error is None else "failed")
 
     # ------------------------------------------------------------------ facts
 
@@ -256,7 +216,6 @@ class RunWriter:
         self._facts |= {**facts, "status": self.status}
         text = self._run_text()
         replace_whole(self.folder / RUN_FILE, lambda file: file.write(text.ljust(len(text) + _ROOM)))
-        self._fact_bytes[RUN_FILE] = len(text) + _ROOM
 
     def _run_text(self) -> bytes:
         return json.dumps(self._facts, indent=1, allow_nan=False, default=str).encode()
@@ -264,8 +223,8 @@ class RunWriter:
     def put_facts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a table of :data:`~te_precision_callbacks.runs.tables.FACTS`; missing columns are null."""
         folder = self.own if self.rank else self.folder
-        table = pa.Table.from_pylist([writable(dict(row)) for row in rows], schema=FACTS[name])
-        self._fact_bytes[name] = write_table(table, folder / f"{name}{CLOSED}")
+        table = pa.Table.from_pylist([*rows], schema=FACTS[name])
+        write_table(table, folder / f"{name}{CLOSED}")
 
     def put_lost(self, error: BaseException) -> None:
         """Record in run.json that recording has failed, in place; errors are ignored."""
@@ -362,7 +321,7 @@ class RunWriter:
         step = iteration if logging_step is None else logging_step
         row = {"segment": self.segment, "iteration": iteration, "logging_step": step}
         for name, value in scalars.items():
-            self._tables["scalars"].add({**row, "name": writable(name), "value": value})
+            self._tables["scalars"].add({**row, "name": name, "value": value})
 
     def add_event(
         self,
@@ -394,21 +353,12 @@ class RunWriter:
             "kind": kind,
             "severity": severity,
             "wall_time": round(seconds * 1e6),
-            "text": text,
+            "text": text.encode(errors="backslashreplace").decode(),  # the name of a file may have bytes of no UTF-8
             "data": None if data is None else json.dumps(data, default=str),
         }
-        self._tables["events"].add(writable(row))
+        self._tables["events"].add(row)
 
     # ------------------------------------------------------------------ to the disk
-
-    @property
-    def nbytes(self) -> int:
-        opened = sum(table.open_bytes for table in self._tables.values())
-        return opened + sum(self._fact_bytes.values())
-
-    @property
-    def open_bytes(self) -> int:
-        return sum(self._tables[name].open_bytes for name in ("values", "vectors"))
 
     @property
     def waiting(self) -> int:

@@ -35,7 +35,6 @@ from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.runs.recording import Facts as RecordedFacts
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
-from te_precision_callbacks.session.results import Results
 from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, StepRecords
 
 logger = logging.getLogger(__name__)
@@ -201,7 +200,7 @@ class ContractCheck:
         keeper, results = self._keeper, self._results
         if keeper is not None:
             has_run = has_step and iteration in results.iterations
-            coverage = Results(results).coverage(iteration) if has_run else NOTHING
+            coverage = results.coverage_with_other_ranks(iteration) if has_run else NOTHING
             arguments = results.coverage_at, coverage, self._changes, iteration, self._ranks
             check = functools.partial(keeper.end_run, *arguments, why_not=why_not, raises=raises)
             self._record(check, iteration)
@@ -297,7 +296,7 @@ class OverflowCheck:
                 return  # the detector follows modules that are replaced inside
             former.close(SessionError("Another model was attached."))
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
-        self.detector.join_session(messages=context.ranks.messages, step=context.step_in_words)
+        self.detector.join_session(messages=context.ranks.messages, step=context.describe_step)
         self._model, self._reports = model, 0
         if former is not None:
             self.detector.loss_scaled = former.loss_scaled

@@ -1,4 +1,4 @@
-"""Results that a run leaves when it ends: its coverage, verdict, summary and page, and the lines on stderr."""
+"""Results that a run leaves when it ends: its coverage, verdict and page, and the lines on stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles
-from te_precision_callbacks.session.results import Results
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class ClosingReport:
             self._results.whole_run = diagnose(open_run(self._results.log_dir, run=place.run_id))
 
     def log_coverage(self) -> None:
-        self._coverage = Results(self._results).coverage()
+        self._coverage = self._results.coverage_with_other_ranks(None)
         if self._coverage:
             self._other_steps = in_lines(self._results.other_steps())
             for text in (str(self._coverage), *self._other_steps):
@@ -57,19 +56,13 @@ class ClosingReport:
         if (run_id := self._files.log_command()) and self._context.options.report and error is None:
             self._files.write_page(run_id)
 
-    def write_summary(self) -> None:
-        from te_precision_callbacks.session.summary import write_summary
-
-        self._results.iteration = self._context.iteration
-        write_summary(Results(self._results), self._coverage, self._other_steps)
-
     def print_verdict(self, error: BaseException | None, trace: Path | None) -> None:
         if self._context.options.quiet or os.environ.get(_QUIET, "") not in ("", "0"):
             return
         has_folder = not self._context.failures.has_lost_folder and self._results.log_dir.is_dir()
         trace = trace if has_folder else None
         lines = closing_lines(
-            Results(self._results).findings,
+            self._results.findings,
             self._coverage,
             self._results.log_dir if has_folder else None,
             self._files.page,

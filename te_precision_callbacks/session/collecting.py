@@ -49,8 +49,6 @@ class EndingStep:
 
 
 class StepCollector:
-    """Collects the statistics and scalars of a step, and makes its records."""
-
     def __init__(
         self,
         context: RunContext,
@@ -97,7 +95,6 @@ class StepCollector:
             self._is_local = self._context.ranks.several
 
     def read(self, ending: EndingStep) -> StepRecords | None:
-        """Make the records of a step from the collected statistics, once."""
         try:
             return self._records(ending)
         finally:

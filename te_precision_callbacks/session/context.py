@@ -17,10 +17,8 @@ from te_precision_callbacks.sinks.step_records import Event
 class LoopFacts:
     """Facts that an integration gives about the training loop; see :meth:`InspectSession.start`."""
 
-    trainer_steps: bool = False
     counts_from: int = 0
     front_door: str = "session"
-    counts_batches: bool = False
     gives_way: bool = False
 
 
@@ -37,10 +35,10 @@ class RunContext:
     options: SessionOptions
     loop: LoopFacts
     results: RunResults
-    notices: Notices
     failures: ObservationFailures
     ranks: Ranks
     inspector: Inspector
+    notices: Notices = field(default_factory=Notices)
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -50,7 +48,7 @@ class RunContext:
     def logging_step(self, iteration: int) -> int:
         return iteration + self.loop.counts_from
 
-    def step_in_words(self) -> str:
+    def describe_step(self) -> str:
         iteration = self.iteration
         logged = "" if self.loop.front_door == "session" else f", step {self.logging_step(iteration)}"
         return f"debug iteration {iteration}{logged}"

@@ -11,16 +11,15 @@ from typing import TypeVar
 
 import torch
 
-from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.base.ranks import has_other_ranks, own_rank
+from te_precision_callbacks.base.ranks.meeting import next_keys, shared_store
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs.limits import record_limit
 from te_precision_callbacks.runs.reading import list_runs, open_run
-from te_precision_callbacks.runs.recording import Place
-from te_precision_callbacks.runs.run_files import FOLDER
+from te_precision_callbacks.runs.run_files import FOLDER, Place, new_trace_file
 from te_precision_callbacks.runs.sink import RecordSink
-from te_precision_callbacks.runs.trace_files import new_trace_file
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
@@ -69,12 +68,10 @@ class Sinks:
         self._passed_over = list(sinks)
 
     def write(self, records: StepRecords) -> None:
-        """Write a step's records to all sinks."""
         sinks = [sink for sink in self._sinks if not any(sink is other for other in self._passed_over)]
         self._each("writing records to", sinks, lambda sink: sink.write(records))
 
     def close(self, error: BaseException | None) -> None:
-        """Close all started sinks."""
         self._is_closing = True
         self._each("closing", self._sinks if self.have_started else [], lambda sink: sink.close(error))
 
@@ -147,6 +144,10 @@ class RunFiles:
     def attach(self) -> None:
         if self.log is not None:
             self.log.own_only = not self.in_full
+        if self.records is not None and self.records.keys is None and has_other_ranks(None):
+            with contextlib.suppress(RuntimeError):  # only a rank that does not reduce with rank 0 reads them
+                store = shared_store(f"te_precision_callbacks/records/{self._log_dir.absolute()}")
+                self.records.keys = next_keys(store, own_rank())
 
     def begin(self) -> None:
         """Agree with all ranks on the folder of the records. If that fails, the run is not recorded."""

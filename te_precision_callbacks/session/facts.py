@@ -16,15 +16,14 @@ from typing import Any
 import torch
 import yaml
 
-from te_precision_callbacks.base.environment import read_environment
+from te_precision_callbacks.base.environment import installed_version, read_environment
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.base.installed import installed_version
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.torch_facts import torch_facts
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
-from te_precision_callbacks.config.idle import why_gemm_error_not_due
 from te_precision_callbacks.config.planning import Section
+from te_precision_callbacks.config.steps import why_gemm_error_not_due
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
@@ -68,11 +67,9 @@ class RunFacts:
         self._taken: object = None
         self._rests_until = 0.0
         self._machine: Row | None = None
-        self._has_ended = False
 
     def changed(self, *, at_last: bool = False) -> bool:
         """Return whether there are new facts; False shortly after a slow collection, unless ``at_last``."""
-        self._has_ended |= at_last
         return self._state != self._taken and (at_last or time.perf_counter() >= self._rests_until)
 
     @property
@@ -144,7 +141,7 @@ class RunFacts:
             "unmeasured": self._unmeasured,
             "loss_is_filtered": self._results.filters_loss,
             "expects_low": self._results.expects_low
-            or ("the script enters te.autocast(enabled=True)" if self._model.enters_autocast else ""),
+            or ("the script enters te.autocast(enabled=True)" if self._model.hooks.regions.has_enabled else ""),
         }
 
     @property
@@ -152,7 +149,7 @@ class RunFacts:
         begin, last = self._results.iterations.first, self._results.iterations.last
         if self._model.unmeasured or begin is None or last is None:
             return self._model.unmeasured
-        return why_gemm_error_not_due(self._options.config, begin, last, ended=self._has_ended)
+        return why_gemm_error_not_due(self._options.config, begin, last)
 
     def _machine_facts(self) -> Row:
         facts = torch_facts()
@@ -193,7 +190,6 @@ class RunFacts:
     # ------------------------------------------------------------------ tables
 
     def _layers(self, infos: Sequence[LayerInfo], gemms: Sequence[Row]) -> Iterator[Row]:
-        """Layers that can be observed, layers of other ranks, and layers that only have products."""
         begin = self._results.iterations.first or 0
         weights = self._weights()
         families: dict[str, str] = {}

@@ -16,13 +16,12 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_alike
 from te_precision_callbacks.config.dumping import check_conditions
-from te_precision_callbacks.config.idle import idle_in_words
+from te_precision_callbacks.config.loading import describe_idle_sections
 from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
 from te_precision_callbacks.coverage.precision_audit import backward_override
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
-from te_precision_callbacks.instrumentation.attaching import alike_in_words, without_layers
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
 from te_precision_callbacks.layers.folding import in_sentence
@@ -56,8 +55,24 @@ _FOR_TRAINER = (
 """What makes a checkpoint of the Hugging Face Trainer compute again in low precision."""
 
 
+_BY_ACCELERATE = {
+    "accelerate": " To have its Linear layers made into Transformer Engine's, prepare the model with"
+    " Accelerator(mixed_precision='fp8', kwargs_handlers=[TERecipeKwargs()]).",
+    "transformers": " Accelerate makes Linear layers into Transformer Engine's: with mixed_precision: fp8 and"
+    " fp8_config: {backend: TE} in the file of accelerate launch --config_file, or with ACCELERATE_MIXED_PRECISION=fp8"
+    " and ACCELERATE_FP8_BACKEND=TE in the environment of a script that is started without it.",
+}
+
 _MLP_MODES = {"fc1": "column", "fc2": "row"}
 """The halves of a LayerNormMLP: its weights are always split so; ``set_parallel_mode`` only adds communication."""
+
+
+def without_layers(goes_on: str, front_door: str = "") -> str:
+    """Return the warning that a model has no Transformer Engine layer, with a remedy for the integration."""
+    return (
+        "The model has no Transformer Engine layer with GEMMs (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear),"
+        f" so there are no statistics. Training goes on {goes_on}.{_BY_ACCELERATE.get(front_door, '')}"
+    )
 
 
 def placements(
@@ -194,7 +209,7 @@ class ObservedModel:
         self._context = context
         self._options = context.options
         self._inspector = context.inspector
-        self._hooks = hooks
+        self.hooks = hooks
         self._engine = engine
         self._results = context.results
         self._results.not_measured = hooks.gemm_errors.not_measured
@@ -204,7 +219,7 @@ class ObservedModel:
     @property
     def unmeasured(self) -> str:
         """The reason if LogGemmError has measured nothing, although a GEMM was due."""
-        return self._hooks.gemm_errors.why_nothing
+        return self.hooks.gemm_errors.why_nothing
 
     # ------------------------------------------------------------------ a model that is given
 
@@ -220,13 +235,13 @@ class ObservedModel:
         self.flat_config = config
         watched = ACTIVATION_OVERFLOW in options.debug
         goes_on = "with activation overflow detection alone" if watched else "without precision debugging"
-        for text in idle_in_words(options.config, planned.sections):
+        for text in describe_idle_sections(options.config, planned.sections):
             logger.warning("%s", text)
         if not self.layers.of_all:
             logger.warning("%s", without_layers(goes_on, self._context.loop.front_door))
         self.model = model
         self._observe(planned)
-        self._hooks.count_products(model, self.layers.paths(model))
+        self.hooks.count_products(model, self.layers.paths(model))
         self.attached = True
 
     def _plan(self, model: Model) -> _Planned:
@@ -248,9 +263,6 @@ class ObservedModel:
         refused = self._refused.modules
         left = {named.name for named in modules if id(named.module) in refused}
         not_fused = {name: why for name, why in not_fused.items() if name not in left}
-        alike = alike_in_words(self.layers.of_all)
-        if alike and own_rank() == 0 and self._notices.first("alike"):
-            logger.warning("%s", alike)
         fused = {key: changed for key, changed in fused.items() if key not in refused}
         return _Planned(own_plan, sections, fused, not_fused)
 
@@ -266,19 +278,17 @@ class ObservedModel:
                 scope=layer.scope,
                 given=self.layers.given.get(layer.name, ""),
                 refused=self._refused.why(layer.name),
-                exec_fwd=self._hooks.order.forward.get(layer.name),
-                exec_bwd=self._hooks.order.backward.get(layer.name),
+                exec_fwd=self.hooks.order.forward.get(layer.name),
+                exec_bwd=self.hooks.order.backward.get(layer.name),
             )
             for layer in self.layers.own
         )
         inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
-        changes = [entry for entry in plan.layers if inspector.that_change_precision(entry.features)]
-        self._results.changes_precision |= bool(changes)
         self._engine.placements = placements(modules, self._options.process_group)
         for module in modules:
             inspector.name_module(module.module, module.name)
             inspector.log(f"Assigned layer name: {module.name}")
-        self._hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused, self.roots)
+        self.hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused, self.roots)
         self.warn_of_refused()
         if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
             logger.info('observe="auto": %s', format_paths(len(planned.fused), planned.not_fused))
@@ -320,14 +330,14 @@ class ObservedModel:
         return any(id(parameter) in held for parameter in self.parameters())
 
     def end_step(self) -> None:
-        self._hooks.end_step()
+        self.hooks.end_step()
         self.warn_of_refused()
         self._warn_of_unwatched()
         self.note_order()
         self.note_products()
 
     def _warn_of_unwatched(self) -> None:
-        unwatched = self._hooks.answers.unwatched
+        unwatched = self.hooks.answers.unwatched
         if unwatched and self._notices.first("unwatched"):
             logger.warning(
                 "%s trains outside the model that the session was given, so it is not observed. If it was added to the"
@@ -337,7 +347,7 @@ class ObservedModel:
             )
 
     def note_order(self) -> None:
-        order = self._hooks.order
+        order = self.hooks.order
         if order.take_grown():
             self._results.layers = tuple(
                 replace(info, exec_fwd=order.forward.get(info.name), exec_bwd=order.backward.get(info.name))
@@ -348,13 +358,9 @@ class ObservedModel:
     def all_names(self) -> list[str]:
         return [*dict.fromkeys([*self.layers.paths(self.model).values(), *sorted(self.layers.names)])]
 
-    @property
-    def enters_autocast(self) -> bool:
-        return self._hooks.has_enabled_regions
-
     def note_products(self) -> None:
-        outside = self._hooks.products.recomputed_outside
-        step = self._hooks.products.take_step()
+        outside = self.hooks.products.recomputed_outside
+        step = self.hooks.products.take_step()
         if step is None:
             return
         self._warn_of_recomputed(outside)

@@ -1,9 +1,8 @@
 """The audit of a resume: compares the model's low-precision state and the loss with the checkpoint.
 
-Transformer Engine 2.20 restores scales and amax histories in ``load_state_dict``, makes or adapts a module's state in
-its first forward, by the recipe of that forward, and changes the restored state at the end of that forward. So the
-audit reads states and weights before the first forward, and recipes before the first optimizer step, in which it
-reports. Other steps have no cost.
+Transformer Engine 2.20 restores scales and amax histories in ``load_state_dict``, and adapts and changes them in a
+module's first forward, by its recipe. So the audit reads states and weights before the first forward, and recipes
+before the first optimizer step, in which it reports.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _EVALUATE_IN_FP8 = (
     "Their last forward was an evaluation outside of FP8, after which Transformer Engine saves an empty _extra_state."
     " %s, or save before the evaluation. A resume from this checkpoint begins with scales of 1."
 )
-_OF_ACCELERATE = (
+_EVALUATE_IN_FP8_WITH_ACCELERATE = (
     "Set fp8_use_autocast_during_eval: true in fp8_config of Accelerate's file, or"
     " TERecipeKwargs(use_autocast_during_eval=True)"
 )
@@ -125,7 +124,7 @@ class ResumeAudit:
             context, unsaved = self._context, unsaved_layers(taken)
             if unsaved is not None and own_rank() == 0 and context.notices.first("unsaved"):
                 converts = context.loop.front_door in ("accelerate", "transformers")
-                remedy = _OF_ACCELERATE if converts else "Evaluate inside of te.autocast"
+                remedy = _EVALUATE_IN_FP8_WITH_ACCELERATE if converts else "Evaluate inside of te.autocast"
                 logger.warning("%s %s", unsaved, _EVALUATE_IN_FP8 % remedy)
             return taken
         except Exception as error:

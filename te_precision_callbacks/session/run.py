@@ -18,11 +18,10 @@ from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks, leads
-from te_precision_callbacks.config.idle import never_due_in_words
 from te_precision_callbacks.config.problems import ConfigError
+from te_precision_callbacks.config.steps import describe_never_due
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_failure
 from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
@@ -78,7 +77,6 @@ class Run:
         results: RunResults,
         classify: ForwardClassifier,
         loop: LoopFacts,
-        notices: Notices,
     ) -> None:
         self.live = False
         self._process = os.getpid()
@@ -92,7 +90,6 @@ class Run:
             options,
             loop,
             results,
-            notices,
             failures,
             Ranks(options.process_group, reduce=options.reduce, report=failures.report),
             Inspector(results.log_dir, options, failures),
@@ -110,9 +107,7 @@ class Run:
             results.audit,
             scalars,
             engine,
-            notices,
             strict=options.strict,
-            trainer_steps=loop.trainer_steps,
         )
         self.model = model = ObservedModel(context, self.hooks, engine)
         self._loop_checks = LoopChecks(context, model)
@@ -120,7 +115,7 @@ class Run:
         self._updates = UpdateWatch(model, scalars, failures)
         self._scaled = ScaledOptimizers()
         self._collector = StepCollector(
-            context, self.observation, scalars, model.layers, self.hooks.answers.notes.delayed_scaling
+            context, self.observation, scalars, model.layers, self.hooks.answers.delayed_scaling
         )
         self._trainer_scalars = TrainerScalars(context)
         self._rules = RuleChecks(context)
@@ -204,7 +199,6 @@ class Run:
             self.context.failures.iteration = self.context.iteration
 
     def _end_step(self, logging_step: int | None) -> StepRecords | None:
-        """End a step on all ranks together."""
         context = self.context
         self._check_overflow()
         if self.is_forked:
@@ -240,7 +234,7 @@ class Run:
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
         self._profiling.end(iteration)
-        self._loop_checks.end_step(in_regions=self.hooks.has_entered_regions)
+        self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
         self.model.end_step()
         self.hooks.padding.end_step()
@@ -324,7 +318,6 @@ class Run:
             self.context.failures.report("gathering the facts of", f"iteration {iteration}", error)
 
     def _deliver(self, ending: EndingStep) -> StepRecords | None:
-        """Check the statistics of a step, and send its records to the sinks."""
         if not self._sinks.have_started:
             self._sinks.start(self._describe())
         self.last_logging_step = ending.logging_step
@@ -343,7 +336,6 @@ class Run:
         return records
 
     def _deliver_own(self, ending: EndingStep) -> None:
-        """Deliver this rank's statistics, without the other ranks."""
         try:
             self._collector.collect_local()
             self._deliver(ending)
@@ -424,7 +416,6 @@ class Run:
         explain_failure(ended_by, layers.modules, layers.other_names)
         explain_checkpoint(ended_by, layers.modules)
         attached, leads_all = self.model.attached, own_rank() == 0
-        summarizes = attached and leads_all
         with Uninterrupted(self._ends), without_collections(), ExitStack() as stack:
             if ended_by is not None and not self._loop_checks.has_trained:
                 context.results.audit.abandon()
@@ -442,14 +433,13 @@ class Run:
                 ("sending", "the end", attached, lambda: self._send_end(error)),
                 ("checking", "what the run has not reached", attached, lambda: self._warn_never_due(ended_by)),
                 ("closing", "the sinks", True, lambda: self._close_sinks(error)),
-                ("checking", "the whole run", leads_all, self._check_whole_run),
+                ("checking", "the whole run", leads_all and not self._is_terminated, self._closing.check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
                 ("writing", "the report", leads_all, lambda: self._closing.write_page(error)),
-                ("writing", "the summary", summarizes, self._closing.write_summary),
                 (
                     "printing",
                     "the verdict",
-                    summarizes,
+                    attached and leads_all,
                     lambda: self._closing.print_verdict(ended_by, self._profiling.trace),
                 ),
                 ("undoing", "what the session has changed", True, self._put_back),
@@ -552,14 +542,9 @@ class Run:
         last = self.context.results.iterations.last
         if own_rank() or error is not None or self._is_terminated or last is None:
             return
-        if text := never_due_in_words(self.context.options.config, last):
+        if text := describe_never_due(self.context.options.config, last):
             logger.warning("%s", text)
-            self.context.results.never_due = text
             self._send(Event("never_due", text, last, "warning"))
-
-    def _check_whole_run(self) -> None:
-        if not self._is_terminated:
-            self._closing.check_whole_run()
 
     def _close_sinks(self, error: BaseException | None) -> None:
         self._send_pending()

@@ -14,21 +14,24 @@ from typing import Any
 from typing_extensions import Unpack
 
 from te_precision_callbacks.base.errors import OptionError, SessionError
-from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.config.loading import ConfigSource
+from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.coverage.gemm_precision import Precision
+from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.instrumentation.upstream import import_transformer_engine, warn_unless_supported
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
 from te_precision_callbacks.overflow import DebugActivationOverflow
+from te_precision_callbacks.runs.fingerprints import ResumeReport
 from te_precision_callbacks.session.context import LoopFacts
 from te_precision_callbacks.session.endings import ProcessEnds
-from te_precision_callbacks.session.results import Results, RunResults
+from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.session.training_loop import BackwardLoss
-from te_precision_callbacks.sinks.step_records import Sink, StepRecords
+from te_precision_callbacks.sinks.step_records import LayerInfo, Row, Sink, StepRecords
+from te_precision_callbacks.sinks.worst import Worst
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ def running_session() -> InspectSession | None:
     return session if session is not None and session.running else None
 
 
-class InspectSession(Results):
+class InspectSession:
     """Precision debugging for a training loop.
 
     As a context manager, the session starts at once and observes until the end of the block::
@@ -95,8 +98,7 @@ class InspectSession(Results):
         self._model = model
         self._run: Run | None = None
         self._resume_audit: ResumeAudit | None = None
-        super().__init__(self._no_findings(None))
-        self._notices = Notices()
+        self._results = self._no_findings(None)
         self._loop = LoopFacts()
         self._resumed_loss = ResumedLoss()
         self._backward_loss: BackwardLoss | None = None
@@ -106,7 +108,7 @@ class InspectSession(Results):
         folder = self._options.log_dir or log_dir or Path()
         return RunResults(folder.absolute(), self._options.start_step or 0)  # the script may change its directory
 
-    # ------------------------------------------------------------------ what a session is, for those who look at it
+    # ------------------------------------------------------------------ state
 
     def __repr__(self) -> str:
         state = "running" if self.running else "stopped" if self._results.started_at else "not started"
@@ -164,6 +166,74 @@ class InspectSession(Results):
         """Record that the trainer filters inf and nan from the loss that it logs."""
         self._results.filters_loss = True
 
+    # ------------------------------------------------------------------ results, during the run and after it
+
+    @property
+    def log_dir(self) -> Path:
+        """The folder of the session's files."""
+        return self._results.log_dir
+
+    @property
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """Every observable layer of the model, and its features."""
+        return self._results.layers
+
+    @property
+    def not_measured(self) -> Mapping[tuple[str, str], str]:
+        """GEMMs that LogGemmError does not measure on this rank: (layer, GEMM) -> reason."""
+        return self._results.not_measured
+
+    @property
+    def precision(self) -> Precision:
+        """The precision of each GEMM so far. ``session.precision(at=120)`` gives the precision of one
+        iteration, and raises a LookupError if that has not run.
+        """
+        history = self._results.audit.history
+        return Precision(history.whole(), history.at)
+
+    def coverage(self, at: int | None = None) -> Coverage:
+        """Return every matrix product of the model in a step: its multiply-adds, its precision, and the reason for high
+        precision.
+
+        If ranks reduce together, layers of other ranks, as in a pipeline, come last, as they ran in the first step.
+
+        Args:
+            at: a debug iteration; None for the last one.
+
+        Raises:
+            IterationError: the iteration has not run under this session; a LookupError.
+        """
+        return self._results.coverage_with_other_ranks(at)
+
+    @property
+    def resume_report(self) -> ResumeReport | None:
+        """Differences from the checkpoint of a resumed run. None before the first step, and without a fingerprint."""
+        return self._results.resume
+
+    @property
+    def findings(self) -> Verdict:
+        """The findings so far, root causes first; ``te-precision rules`` explains them. After the end of a resumed run
+        they cover the whole recorded run.
+        """
+        return self._results.findings
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether no problems were found and enough was checked; ``findings.state`` has three states."""
+        return self.findings.healthy
+
+    @property
+    def last_statistics(self) -> tuple[Row, ...]:
+        """The last value of each statistic."""
+        return tuple(self._results.statistics.last())
+
+    @property
+    def worst_statistics(self) -> tuple[Worst, ...]:
+        """The worst value of each statistic with a worse direction (docs/statistics.md), and its iteration. The first
+        step of delayed scaling is excluded, see ``StepRecords.unscaled``.
+        """
+        return tuple(self._results.statistics.worst())
+
     # ------------------------------------------------------------------ the life of a session
 
     def start(
@@ -174,8 +244,6 @@ class InspectSession(Results):
         stop_at_sigterm: bool = True,
         counts_from: int = 0,
         front_door: str = "session",
-        trainer_steps: bool = False,
-        counts_batches: bool = False,
         eval_mode_counts: bool = True,
         gives_way: bool = False,
     ) -> InspectSession:
@@ -187,9 +255,6 @@ class InspectSession(Results):
             stop_at_sigterm: stop before SIGTERM ends the process, if the script has set no handler for SIGTERM.
             counts_from: the logging step of iteration 0 if :meth:`step` gets no other step.
             front_door: the integration that starts the session, for the records.
-            trainer_steps: whether a trainer calls :meth:`step`. If a loop does, there is a warning after 100 training
-                forwards of one module without a step.
-            counts_batches: whether :meth:`step` is called after each micro-batch on purpose.
             eval_mode_counts: whether modules in eval mode count as evaluation.
             gives_way: whether another session that starts stops this one, instead of raising an error.
 
@@ -214,10 +279,9 @@ class InspectSession(Results):
         warn_unless_supported()
         self._results = self._no_findings(log_dir)
         self._results.started_at = _place_in_script()
-        self._notices = Notices()
-        self._loop = LoopFacts(trainer_steps, counts_from, front_door, counts_batches, gives_way)
+        self._loop = LoopFacts(counts_from, front_door, gives_way)
         self._classify.eval_mode_counts = eval_mode_counts
-        self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop, self._notices)
+        self._run = run = Run(self._options, sinks, self._results, self._classify, self._loop)
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
@@ -424,27 +488,6 @@ class InspectSession(Results):
     def _note_checkpoint(self, file: str) -> None:
         if self._run is not None and self._run.live:
             self._run.note_checkpoint(os.path.abspath(file) if file and "://" not in file else file)
-
-    # ------------------------------------------------------------------ calls of integrations
-
-    def warn_of_evaluation(self, what: str) -> None:
-        """Warn once, if the session has ended, that an evaluation runs without the features that changed precision."""
-        if (
-            not self.running
-            and self._results.changes_precision
-            and own_rank() == 0
-            and self._notices.first("evaluation")
-        ):
-            logger.warning(
-                "%s runs without the features that changed precision in training: they ended with its session. Results"
-                " differ from an evaluation during training. Evaluate before the session ends to have them act.",
-                what,
-            )
-
-    def in_accumulation(self) -> None:
-        """Note the end of a batch that is not a step, in a loop that calls :meth:`step` later."""
-        if self._run is not None:
-            self._run.hooks.answers.forget_forwards()
 
     def __enter__(self) -> InspectSession:
         return self.start()

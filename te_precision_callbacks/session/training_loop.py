@@ -12,9 +12,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from te_precision_callbacks.base.before_calls import BeforeCalls
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.ranks import own_rank
+from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule
@@ -93,7 +93,6 @@ class LoopChecks:
         self.optimizer_steps = -1
         self._context = context
         self._notices = context.notices
-        self._loop = context.loop
         self._model = model
         self._all_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -121,7 +120,7 @@ class LoopChecks:
                     unobserved,
                 )
         self._in_evaluation = False
-        if not (self._loop.trainer_steps or self._loop.counts_batches) and own_rank() == 0:
+        if self._context.loop.front_door == "session" and own_rank() == 0:  # the integrations step by themselves
             self._check_further_steps(in_regions=in_regions)
         self.has_stepped = True
         self._steps.clear()
@@ -183,7 +182,7 @@ class LoopChecks:
                 type(optimizer).__name__,
                 count,
                 self._context.iteration,
-                _REMEDIES.get(self._loop.front_door, _REMEDY),
+                _REMEDIES.get(self._context.loop.front_door, _REMEDY),
                 f" {ignored}" if ignored else "",
             )
 
@@ -197,7 +196,7 @@ class BackwardLoss:
         self._failures = failures
         self._sum: torch.Tensor | None = None
         self._count = 0
-        self._of_last_step: dict[str, torch.Tensor] = {}
+        self._last_loss: dict[str, torch.Tensor] = {}
         self._script_logs = False
         self.remove = BeforeCalls(owner, "backward", self._note).remove
 
@@ -206,11 +205,11 @@ class BackwardLoss:
 
     def end_step(self) -> None:
         total, count = self._sum, 1 if self._total else self._count
-        self._of_last_step = {} if total is None else {self._name: total / count}
+        self._last_loss = {} if total is None else {self._name: total / count}
         self._sum, self._count = None, 0
 
     def take(self) -> dict[str, torch.Tensor]:
-        loss, self._of_last_step = self._of_last_step, {}
+        loss, self._last_loss = self._last_loss, {}
         return {} if self._script_logs else loss
 
     @outside_of_dynamo

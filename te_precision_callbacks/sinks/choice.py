@@ -1,10 +1,10 @@
 """Choice of the series that go to a trainer's loggers, for a whole run: few series, without gaps.
 
-A *series* is one statistic of one tensor of one layer; those of the same tensor and statistic are a *family*.
+A *family* are the series of one statistic of one tensor, over the layers.
 
-- Until the run has had :data:`MOST_SERIES` series, all of them are logged. - In the first step with more, each family
-gets up to :data:`PLACES` layers: the worst by the table of statistics, or
-  the largest if the table has no direction. Series that were logged before stay, to the end.
+- Until the run has had :data:`MOST_SERIES` series, all of them are logged.
+- In the first step with more, each family gets up to :data:`PLACES` layers: the worst, or the largest if the statistic
+  has no direction. Series that were logged before stay.
 - A layer joins later if its value is not finite, up to :data:`LATER_PLACES` in each family.
 """
 

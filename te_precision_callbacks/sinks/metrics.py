@@ -12,9 +12,9 @@
                                        and ``median``
 =====================================  ================================================================================
 
-TensorBoard and W&B group metrics by the part of the name before the first slash. Each layer is therefore a group, and
-the prefix alone is the group of the whole model; with a slash instead of the dot, the 7,500 charts of 500 layers would
-be one group. If statistics are reduced over ranks, values of one rank alone are ``te.local.<layer>/...``.
+TensorBoard and W&B group metrics by the part of the name before the first slash: each layer is a group, and the prefix
+alone is the group of the whole model. If statistics are reduced over ranks, values of one rank alone are
+``te.local.<layer>/...``.
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ class MetricSelection:
                     next(iter(named)),
                 )
             return chosen
-        of_histograms: dict[Family, dict[str, float]] = {}
+        histogram_families: dict[Family, dict[str, float]] = {}
         for series, _ in _histograms(records):
-            of_histograms.setdefault(series.family, {})[series.layer] = 0.0
-        self._series.take({**families, **of_histograms}, {**telling, **of_histograms})
+            histogram_families.setdefault(series.family, {})[series.layer] = 0.0
+        self._series.take({**families, **histogram_families}, {**telling, **histogram_families})
         if self._series.crowded and self._notices.first("crowded"):
             logger.warning(
                 "More than %d series of statistics: for each statistic of a tensor, the trainer's loggers get the"
@@ -154,8 +154,8 @@ class MetricSelection:
         unknown = {key: 0.0 for key in worst_of_all(families) if key.endswith("%") and key not in worst}
         for key, value in (unknown | worst).items():
             yield overall_name(prefix, key), value
-        for family, of_layers in families.items():
-            values = [value for layer, value in of_layers.items() if layer]
+        for family, by_layer in families.items():
+            values = [value for layer, value in by_layer.items() if layer]
             # With several freq, a step in which only some layers are due would have another meaning of "all".
             self._layers_of[family] = max(self._layers_of.get(family, 2), len(values))
             if len(values) < self._layers_of[family]:

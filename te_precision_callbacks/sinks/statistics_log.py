@@ -48,11 +48,10 @@ def format_value(value: float) -> str:
 
 
 class StatisticsLog:
-    """The sink that writes the statistics log of a rank.
+    """The sink that writes the statistics log of a rank, in a thread.
 
-    A thread writes, and alone touches the file, which is created when there is something to write: a step is in it
-    after ``FLUSH_SECONDS`` (``writer_thread.py``) at the latest, and all steps when ``close`` returns, unless the disk
-    is too slow, which is logged.
+    The file is created when there is something to write. A step is in it after ``FLUSH_SECONDS`` (``writer_thread.py``)
+    at the latest, and all steps when ``close`` returns, unless the disk is too slow, which is logged.
 
     Args:
         own_only: write only numbers of this rank alone, since another rank writes the reduced ones; may be set until

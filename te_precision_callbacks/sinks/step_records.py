@@ -45,14 +45,11 @@ class StepRecords:
         histograms: series -> counts.
         local: True if the values belong to this rank alone although statistics are reduced over ranks: values collected
             after the last step of the run, and all values while the ranks are separated.
-        own: [values]: for each value, True if it belongs to this rank alone. False: it is reduced over ranks, and all
-            ranks have the same value; or, while the ranks are separated, the first of them writes it. Values of users'
-            own features are not reduced.
-        observe_seconds: the seconds spent by the session at the end of the step before the sinks got its values; None
-            if unknown.
-        unscaled: the layers that ran delayed scaling in this step with the scale 1, before there is an amax of an
-            earlier step. Their quantization statistics (66 to 89 % of a gradient may underflow) do not apply to later
-            steps, and are excluded from the worst values of several steps.
+        own: [values]: True for a value of this rank alone, such as of users' own features. False: all ranks have the
+            same value; or, while the ranks are separated, the first of them writes it.
+        observe_seconds: the seconds that the session took at the end of the step, without sinks; None if unknown.
+        unscaled: the layers that ran delayed scaling in this step with the scale 1, before there is an amax. Their
+            quantization statistics are excluded from the worst values of several steps.
         findings: rule -> number of its errors and warnings in the run so far.
     """
 

@@ -66,7 +66,7 @@ class Worst(NamedTuple):
     iteration: int
 
 
-_OF_SERIES = np.dtype(
+_SUMMARY = np.dtype(
     [
         *(("last", "f8"), ("worst", "f8"), ("badness", "f8"), ("iteration", "i8")),
         *(("sign", "f8"), ("directed", "?"), ("has", "?"), ("delayed", "?")),
@@ -81,36 +81,36 @@ class RunStatistics:
 
     def __init__(self, table: SeriesTable) -> None:
         self._table = table
-        self._of = np.empty(0, _OF_SERIES)
+        self._summaries = np.empty(0, _SUMMARY)
 
     def add(self, records: StepRecords) -> None:
         self._grow()
-        of, series, values = self._of, records.series, np.frombuffer(records.values)
-        of["last"][series], of["has"][series] = values, True
-        compared = of["directed"][series]
+        summaries, series, values = self._summaries, records.series, np.frombuffer(records.values)
+        summaries["last"][series], summaries["has"][series] = values, True
+        compared = summaries["directed"][series]
         if records.unscaled:
             waiting = [self._table[number].layer in records.unscaled for number in series.tolist()]
-            compared &= ~(of["delayed"][series] & np.array(waiting, dtype=bool))
+            compared &= ~(summaries["delayed"][series] & np.array(waiting, dtype=bool))
         series, values = series[compared], values[compared]
-        bad = badness(values, of["sign"][series])
-        worse = np.flatnonzero((bad > of["badness"][series]) | (of["iteration"][series] < 0))
+        bad = badness(values, summaries["sign"][series])
+        worse = np.flatnonzero((bad > summaries["badness"][series]) | (summaries["iteration"][series] < 0))
         worse = worse[np.argsort(bad[worse], kind="stable")]  # if a series is there twice, its worst comes last
         taken = series[worse]
-        of["badness"][taken], of["worst"][taken] = bad[worse], values[worse]
-        of["iteration"][taken] = records.iteration
+        summaries["badness"][taken], summaries["worst"][taken] = bad[worse], values[worse]
+        summaries["iteration"][taken] = records.iteration
 
     def last(self) -> Iterator[Row]:
-        for number in np.flatnonzero(self._of["has"]).tolist():
-            yield row_of(self._table[number], float(self._of["last"][number]))
+        for number in np.flatnonzero(self._summaries["has"]).tolist():
+            yield row_of(self._table[number], float(self._summaries["last"][number]))
 
     def worst(self) -> Iterator[Worst]:
-        for number in np.flatnonzero(self._of["iteration"] >= 0).tolist():
-            row = row_of(self._table[number], float(self._of["worst"][number]))
-            yield Worst(row, int(self._of["iteration"][number]))
+        for number in np.flatnonzero(self._summaries["iteration"] >= 0).tolist():
+            row = row_of(self._table[number], float(self._summaries["worst"][number]))
+            yield Worst(row, int(self._summaries["iteration"][number]))
 
     def _grow(self) -> None:
         """Make room for new series; after an interruption the next step does so."""
-        families = (self._table[number].family for number in range(len(self._of), len(self._table)))
+        families = (self._table[number].family for number in range(len(self._summaries), len(self._table)))
         new = [
             (
                 *(math.nan, math.nan, math.nan, -1, sign_of(family.worse)),
@@ -119,7 +119,7 @@ class RunStatistics:
             for family in families
         ]
         if new:
-            self._of = np.append(self._of, np.array(new, _OF_SERIES))
+            self._summaries = np.append(self._summaries, np.array(new, _SUMMARY))
 
 
 def worst_first(most: int, family: Family, values: Mapping[_Place, float]) -> list[_Place]:

@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-from te_precision_callbacks.base.threads import started
-
 FLUSH_SECONDS = 2.0
 """The seconds from one writing to the next."""
 
@@ -54,20 +52,16 @@ class WriterThread(Generic[JobT]):
         what: the name of the file, for messages and for the thread.
         writing: writes the jobs.
         most_waiting: the number of values that may wait; a job with values is dropped while more wait.
-        unit: what :meth:`put` counts, for messages.
 
     Attributes:
         failure: the exception that has ended the thread, if any.
     """
 
-    def __init__(
-        self, what: str, writing: Writing[JobT], most_waiting: float = math.inf, *, unit: str = "numbers"
-    ) -> None:
+    def __init__(self, what: str, writing: Writing[JobT], most_waiting: float = math.inf) -> None:
         self.failure: BaseException | None = None
         self._what = what
         self._writing = writing
         self._most_waiting = most_waiting
-        self._unit = unit
         self._process = os.getpid()
         self._jobs: deque[tuple[JobT, int]] = deque()
         self._asked: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # also in the handler of a signal
@@ -76,13 +70,9 @@ class WriterThread(Generic[JobT]):
         self._is_reported = False
         self._is_flushed = True  # what was taken; changed by this thread alone
         self._given = 0  # numbers, counted by the training's thread
-        self._taken = self._written = 0  # numbers, counted by this thread
+        self._taken = 0  # numbers, counted by this thread
         self._progress = 0
         self._dropped: list[int] = []  # the numbers of each job
-
-    @property
-    def waiting(self) -> int:
-        return self._given - self._written
 
     @property
     def queued(self) -> int:
@@ -93,9 +83,7 @@ class WriterThread(Generic[JobT]):
         """Hand over a job with ``count`` numbers; a job without numbers is never dropped.
 
         Returns:
-            False if the job is dropped because the disk is too slow. After a failure, and in a process that was forked
-                from
-            this one, nothing happens.
+            False if the job is dropped because the disk is too slow. No-op after a failure, and in a forked process.
         """
         if self.failure is not None or os.getpid() != self._process:
             return True
@@ -105,8 +93,14 @@ class WriterThread(Generic[JobT]):
         self._jobs.append((job, count))
         self._given += count
         if self._thread is None:
-            self._thread = started(self._what, self._run)  # None where the interpreter is ending: finish() writes
+            self._start()
         return True
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"te-precision {self._what}", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending: finish() writes
+            thread.start()
+            self._thread = thread
 
     def _drop(self, count: int, queued: int) -> None:
         self._dropped.append(count)
@@ -151,8 +145,8 @@ class WriterThread(Generic[JobT]):
         """Wait until everything is written, as long as there is progress within ``still`` or :data:`LONGEST_STILL`
         seconds.
 
-        Otherwise an error names the missing values, and the thread may still write while the process lives. After an
-        interruption, a second call continues to wait.
+        Otherwise an error is logged, and the thread may still write. After an interruption, a second call continues to
+        wait.
         """
         if os.getpid() != self._process:
             return
@@ -171,10 +165,8 @@ class WriterThread(Generic[JobT]):
             )
         if self._thread is not None and self._thread.is_alive():
             logger.error(
-                "The disk does not answer: %s %s that wait for the %s may be lost. The session ends without"
-                " waiting any longer. Check the disk of log_dir=.",
-                f"{self.waiting:,}",
-                self._unit,
+                "The disk does not answer: what waits for the %s may be lost. The session ends without waiting any"
+                " longer. Check the disk of log_dir=.",
                 self._what,
             )
 
@@ -225,7 +217,6 @@ class WriterThread(Generic[JobT]):
             self.note_progress()
         self._writing.flush()
         self._is_flushed = True
-        self._written = self._taken
         self.note_progress()
 
 

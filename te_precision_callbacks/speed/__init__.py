@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.speed.advice import Advice
     from te_precision_callbacks.speed.calibration import Calibration, Time, calibrate
     from te_precision_callbacks.speed.costs import Shape
     from te_precision_callbacks.speed.devices import Device, device_named, device_reported, known_devices
     from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
-    from te_precision_callbacks.speed.estimate import Step, StepSpeed, estimate_step
+    from te_precision_callbacks.speed.estimate import Advice, Step, StepSpeed, estimate_step
     from te_precision_callbacks.speed.expected import ProductTime, Total
     from te_precision_callbacks.speed.recorded import step_of_run
 

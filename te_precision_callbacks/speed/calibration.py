@@ -54,11 +54,6 @@ class Calibration:
     versions: dict[str, str] = Field(default_factory=dict)
     times: dict[str, Time] = Field(default_factory=dict)
 
-    def ms(self, key: str) -> float | None:
-        """Return a time in milliseconds; None if it was not measured."""
-        time = self.times.get(key)
-        return None if time is None else time.ms
-
     def check_device(self, device: Device) -> None:
         """Raise a CalibrationError if the times were measured on another device."""
         if not device.is_called(self.device):

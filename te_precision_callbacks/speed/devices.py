@@ -111,7 +111,6 @@ class Device(BaseModel):
 
     @property
     def fitted(self) -> Constants:
-        """Its constants."""
         return constants()[self.constants] if isinstance(self.constants, str) else self.constants
 
     @property
@@ -124,7 +123,6 @@ class Device(BaseModel):
         return {HIGH: self.bf16_tflops, "nvfp4": self.fp4_tflops}.get(kernel, self.fp8_tflops)
 
     def is_called(self, name: str) -> bool:
-        """Return whether a trace or ``torch.cuda.get_device_name`` reports this device by a name."""
         return name in (self.title, *self.reported_as)
 
     def check_recipe(self, recipe: str) -> None:

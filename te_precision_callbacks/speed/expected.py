@@ -72,7 +72,6 @@ class Times:
         return "unknown" if math.isnan(low) else "faster" if low > 1 else "slower" if high < 1 else "not resolved"
 
     def figures(self) -> dict[str, object]:
-        """Return the times for JSON, with None for unknown ones."""
         low, high = self.interval
         figures = {"high_ms": self.high_ms, "low_ms": self.low_ms, "cast_ms": self.cast_ms, "speedup": self.speedup}
         figures |= {"speedup_low": low, "speedup_high": high}
@@ -251,9 +250,9 @@ def _casts_of_layer(
         calls = 1.0 if operand == "weight" else _calls_of(product)
         elements = rows * columns * product.batch
         expected = cast_ms(recipe, operand, elements, device, rowwise=directions[0], columnwise=directions[1])
-        ms = None if table is None else table.ms(cast_key(recipe, operand, rows, columns, directions))
+        time = None if table is None else table.times.get(cast_key(recipe, operand, rows, columns, directions))
         modeled, measured = casts.get(first, (0.0, 0.0))
-        measured = None if ms is None or measured is None else measured + ms * calls
+        measured = None if time is None or measured is None else measured + time.ms * calls
         casts[first] = modeled + expected * calls, measured
     return casts
 

@@ -17,8 +17,8 @@ LayerNormMLP     norm input M K b; 1 or 2 float32 a row; codes of the    (2 K + 
 GroupedLinear    columnwise codes of each group's input                  M K b
 ================ ======================================================= ============================================
 
-Codes of weights have both directions. With ``is_first_microbatch`` they stay in ``_fp8_workspaces``; otherwise each
-forward makes them and saves them for the backward. Primary quantized weights replace the parameter. Sources:
+Codes of weights have both directions. Each forward makes them and saves them for the backward; ``is_first_microbatch``,
+with which they stay in ``_fp8_workspaces``, is not planned. Primary quantized weights replace the parameter. Sources:
 ``_linear_forward_impl`` (``pytorch/module/linear.py``), ``_LayerNormLinear.forward``, ``_LayerNormMLP._forward``,
 ``_GroupedLinear.forward``; ``quantize_weight`` (``pytorch/module/base.py``); ``DelayedScalingRecipeState``
 (``pytorch/quantization.py``); ``Quantizer.inner_tensor_specs`` (``pytorch/quantized_tensor.py``).
@@ -75,8 +75,6 @@ class UnknownMemoryError(PrecisionDebugError, TypeError):
 
 
 class Bytes(NamedTuple):
-    """Bytes in the planned precision, and in high precision."""
-
     low: int
     high: int
 
@@ -98,7 +96,6 @@ class Memory:
         recipe: as in :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; empty for none or several.
         capability: compute capability of the planned GPU.
         tokens: tokens of one forward; None if unknown.
-        cached: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
         not_planned: layers with unknown memory -> the reason.
         notes: assumptions and limits.
     """
@@ -107,7 +104,6 @@ class Memory:
     recipe: str
     capability: tuple[int, int]
     tokens: int | None
-    cached: bool
     not_planned: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
@@ -116,7 +112,6 @@ class Memory:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers that have rows."""
         return tuple(dict.fromkeys(row.layer for row in self.rows))
 
     def bytes(self, kind: str | None = None, *, lives: Lives | None = None, layer: str | None = None) -> Bytes:
@@ -139,7 +134,6 @@ class Memory:
         return low - high
 
     def by_kind(self) -> dict[str, Bytes]:
-        """Return the bytes of each kind that occurs."""
         kinds = {row.kind for row in self.rows}
         return {kind: self.bytes(kind) for kind in KINDS if kind in kinds}
 
@@ -150,7 +144,6 @@ def plan_memory(
     recipe: Any,
     *,
     tokens: int | None = None,
-    cached: bool = False,
     recipes: Mapping[str, Any] | None = None,
     calls: Mapping[str, Sequence[int]] | None = None,
 ) -> Memory:
@@ -162,7 +155,6 @@ def plan_memory(
     Args:
         recipe: one of Transformer Engine's recipes; None for high precision.
         tokens: tokens of one forward on this rank; None if unknown.
-        cached: whether quantized weights are kept over micro-batches, with ``is_first_microbatch``.
         recipes: layer -> its recipe, where it differs.
         calls: layer -> the rows of its input in each call, in place of ``tokens``.
 
@@ -173,7 +165,7 @@ def plan_memory(
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of one forward on one rank.")
     roots = [root for _, root in named_roots(model) or ()]
     trains = any(parameter.requires_grad for root in roots for parameter in root.parameters())
-    planner = _MemoryPlanner(recipe, tokens, recipes or {}, calls, cached, trains)
+    planner = _MemoryPlanner(recipe, tokens, recipes or {}, calls, trains)
     for named in modules:
         planner.plan(named.module, [layer.name for layer in named.layers])
     paths = module_names(model)
@@ -198,7 +190,7 @@ def plan_memory(
 
     name = texts.pop() if len(texts) == 1 else ""
     capability = get_device_compute_capability()
-    return Memory(tuple(planner.rows), name, capability, tokens, cached, planner.not_planned, tuple(notes))
+    return Memory(tuple(planner.rows), name, capability, tokens, planner.not_planned, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -233,7 +225,6 @@ class _MemoryPlanner:
     tokens: int | None
     recipes: Mapping[str, Any]
     calls: Mapping[str, Sequence[int]] | None
-    cached: bool
     trains: bool
     rows: list[MemoryRow] = field(default_factory=list)
     not_planned: dict[str, str] = field(default_factory=dict)
@@ -308,16 +299,15 @@ class _MemoryPlanner:
         if linear.recipe.delayed():
             self._add(linear.layer, "scaling_state", 5 * (1 + linear.recipe.amax_history_len) * _FLOAT32, 0, "always")
         low_backward = self.trains and linear.override is None
-        if not linear.primary and (self.cached or (self.trains and not recomputed)):
+        if not linear.primary and self.trains and not recomputed:
             codes = planned_bytes(linear.quantizers["weight"], linear.shape, columnwise=low_backward)
-            self._add(linear.layer, "weight_codes", codes, 0, "always" if self.cached else "to_backward")
+            self._add(linear.layer, "weight_codes", codes, 0, "to_backward")
         if low_backward and linear.rows:
             shape = max(linear.rows), linear.shape[0]
             codes = planned_bytes(linear.quantizers["gradient"], shape, columnwise=linear.trained)
             self._add(linear.layer, "gradient_codes", codes, 0, "in_backward")
 
     def _saved(self, module: Any, linears: Sequence[_Linear], *, recomputed: bool) -> None:
-        """Plan what a forward saves for the backward: with recomputed activations, its input alone."""
         first, names = linears[0], class_names(module)
         if "LayerNormMLP" in names or "LayerNormLinear" in names:
             statistics = 0 if recomputed else _FLOAT32 * (1 if module.normalization == "RMSNorm" else 2)
@@ -338,7 +328,6 @@ class _MemoryPlanner:
     def _saved_operand(
         self, linear: _Linear, *, original: bool = False, rowwise: bool = False, columnwise: bool = True
     ) -> None:
-        """Plan the saved operand of wgrad; ``original``: it is saved in high precision."""
         if not linear.trained:
             return
         inputs = linear.shape[1]
@@ -420,13 +409,12 @@ def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool = Tru
 
 def show(memory: Memory) -> None:
     """Print the bytes by kind, compared with high precision, and notes."""
-    weights = "kept over micro-batches" if memory.cached else "made in each forward"
     tokens = "unknown tokens" if memory.tokens is None else f"{memory.tokens:,} tokens a forward"
     if memory.tokens is None and memory.bytes(lives="to_backward").high:
         tokens = "the tokens of a batch"
     terminal.show_text(
         f"Memory of {len(memory.layers)} layers on one rank: {memory.recipe or 'no recipe, or several'}, compute"
-        f" capability {memory.capability[0]}.{memory.capability[1]}, {tokens}, codes of weights {weights}."
+        f" capability {memory.capability[0]}.{memory.capability[1]}, {tokens}."
     )
     table = terminal.table("", "planned", "in high precision", "added")
     for column in table.columns[1:]:

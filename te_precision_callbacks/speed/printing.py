@@ -28,7 +28,6 @@ def times_faster(speedup: float, interval: Interval) -> str:
 
 
 def in_short(speed: StepSpeed) -> str:
-    """Return the expected speed-up of the matrix products in one line."""
     total, device = speed.total, speed.device.title
     if not total.is_low:
         why = "no product with a known cost" if total.unknown else "no matrix product"

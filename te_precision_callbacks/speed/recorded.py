@@ -19,8 +19,8 @@ from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run, recorded_products
 from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.run_files import own_traces
 from te_precision_callbacks.runs.tables import at_the_end
-from te_precision_callbacks.runs.trace_files import own_traces
 from te_precision_callbacks.speed.devices import Device, device_named, device_reported
 from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import Step, StepSpeed
@@ -90,7 +90,6 @@ class RunSpeed:
 
     @property
     def not_compared(self) -> str:
-        """The reason for not comparing measured and expected times; empty if they are compared."""
         if self.expected is None or self.measured is None:
             return "There are no expected times to compare with measured ones."
         if not self.expected.device.is_called(self.measured.device):

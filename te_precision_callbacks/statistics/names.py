@@ -94,12 +94,6 @@ class Request:
     blocks: Blocks | None = None
     e5m2: bool | None = None
 
-    @property
-    def spelled_out(self) -> str:
-        """The label of a statistic of a quantized tensor, with the recipe's full name, whatever its alias."""
-        parts = [self.recipe or "", "" if self.e5m2 is None else ELEMENT_FORMATS[self.e5m2], self.statistic.name]
-        return "_".join(filter(None, parts)) + (_COLUMNWISE if self.columnwise else "")
-
     def of(self, tensor: str) -> Request:
         """This request for a tensor; its blocks are measured in both orientations if two GEMMs read the tensor so."""
         if self.blocks is None or tensor not in ("activation", "weight"):

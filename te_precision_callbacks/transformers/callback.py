@@ -141,7 +141,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             sinks=self._reporting.sinks if self._reporting else (),
             counts_from=1,
             front_door="transformers",
-            trainer_steps=True,
         )
         _TRAININGS[session] = state, self._reporting
         try:
@@ -210,13 +209,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         except BaseException as error:  # the Trainer raises no event for it
             self.close(error)
             raise
-
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
-    ) -> None:
-        """Warn if the features that changed precision in training no longer act."""
-        if self._session is not None:
-            self._session.warn_of_evaluation("An evaluation after the training")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
         if self._running is None:

@@ -281,7 +281,7 @@ PLAN = "config.yaml --model my_models:build"
     [
         ("confg.yaml", "'confg.yaml' does not exist .* Did you mean 'config.yaml'?"),
         ("config.yaml --tokens 3", "--tokens: it is for a plan; give --model, too"),
-        (f"{PLAN} --observe fast", "--observe= must be one of 'debug', 'fused', 'auto', not 'fast'"),
+        (f"{PLAN} --observe fast", "--observe= must be 'debug', 'fused' or 'auto', not 'fast'"),
         (f"{PLAN} --require fp8", "--require= has 'fp8'"),
         ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
         ("config.yaml --model my_models:build --require 'fp9 >= 1%'", "no precision 'fp9'. Did you mean 'fp8'"),

@@ -16,8 +16,6 @@ from typer.testing import CliRunner
 
 import te_precision_callbacks
 from te_precision_callbacks import cli
-from te_precision_callbacks.config.idle import notes_of
-from te_precision_callbacks.config.loading import load_config
 from te_precision_callbacks.instrumentation import upstream
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
@@ -30,10 +28,6 @@ WATCHED = feature("LogTensorStats", ["all"], **STATS)
 
 def two() -> torch.nn.Module:
     return torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-
-
-def alike() -> torch.nn.Module:
-    return torch.nn.Sequential(te.Linear(32, 32, name="one"), te.Linear(32, 32, name="one"))
 
 
 def delayed() -> torch.nn.Module:
@@ -66,15 +60,12 @@ def selected(**layers: Any) -> dict[str, Any]:
 
 GEMM = feature("LogTensorStats", ["all"], tensors=["activation", "fprop"], stats=["max"])
 REPLACED = feature("FakeQuant", ["all"], quant_format="FP8E4M3", tensors=["weight"], gemms=["fprop"])
-TWO_WAYS = {**STATS, "start_step": 4, "start_end_list": [[0, 2], [6, 8]]}
 ATTACH = "session/model.py:attach"
 
 CASES = {
     "no section": Case({"s": WATCHED | {"enabled": False}}, two, ATTACH),
     "no feature": Case({"s": feature("LogTensorStats", ["all"], enabled=False)}, two, ATTACH),
-    "steps beside a list of spans": Case({"s": feature("LogTensorStats", ["all"], **TWO_WAYS)}, two, ATTACH),
     "no layer": Case({"s": WATCHED}, plain, ATTACH),
-    "one name twice": Case({"s": WATCHED}, alike, "session/model.py:_plan"),
     "a GEMM among tensors": Case({"s": GEMM}, two, "config/checking.py:_without_gemms"),
     "a key beside one that decides": Case(
         selected(exact_layer_names=["0"], layer_types=["linear"]), two, "config/selection.py:_warn_of_idle_keys"
@@ -132,21 +123,3 @@ def test_without_a_model_the_config_alone_is_judged(tmp_path: Path) -> None:
     assert "has no enabled feature" in said
     assert "which is a GEMM and no tensor" in said
     assert len(json.loads(CliRunner().invoke(cli.app, ["check", str(path), "--json"]).stdout)["notes"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("LogTensorStats", {**STATS, "start_step": 4}),
-        ("LogGemmError", {"gemms": ["fprop"], "start_step": 4, "freq": 1}),
-        ("DumpTensors", {"quantized_tensor": True, "tensors_struct": [{"tensor": "weight", "start_step": 4}]}),
-    ],
-)
-def test_which_of_two_ways_to_give_the_steps_of_a_feature_that_looks_acts(name: str, options: dict[str, Any]) -> None:
-    """As upstream has it. Of a feature that changes precision both are refused."""
-    config = load_config({"s": feature(name, ["all"], start_end_list=[[0, 2], [6, 8]], **options)})
-    [text] = notes_of(config)
-    assert text.endswith(
-        f"(section 's'): '{name}' has 'start_end_list' [[0, 2], [6, 8]], which alone says when it acts. 'start_step' 4"
-        " has no effect: leave it out."
-    )

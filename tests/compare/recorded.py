@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
+from te_precision_callbacks.runs import RecordedRun, open_run
+from tests.runs.making import RunWriter
 
 Subject = tuple[str, str, str]
 """Layer, tensor, statistic."""

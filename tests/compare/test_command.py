@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.runs import RunWriter
 from tests.compare.recorded import Values, record
+from tests.runs.making import RunWriter
 
 STEPS = 20
 

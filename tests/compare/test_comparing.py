@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
+from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.tables import STATES
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
 from te_precision_callbacks.views.compare.comparison import facts_that_differ
@@ -25,6 +25,7 @@ from te_precision_callbacks.views.compare.wording import (
     where_first,
 )
 from tests.compare.recorded import Subject, Values, layers, record
+from tests.runs.making import RunWriter
 
 Floats = npt.NDArray[np.float64]
 LAYERS = layers(6)

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.runs import RunWriter
 from tests.compare.recorded import append, layers, record
 from tests.docs.pages import blocks
+from tests.runs.making import RunWriter
 
 
 def curves(seed: int, factor: float = 1.0) -> dict[tuple[str, str, str], np.ndarray]:

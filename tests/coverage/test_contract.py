@@ -212,7 +212,6 @@ def test_each_output_says_first_what_is_broken(
     broken = "The run breaks its precision contract (require=), checked after step 2: fp8 >= 95%: it is 50.0 %"
     for first, second in (
         [line.removeprefix("te-precision: ") for line in capsys.readouterr().err.splitlines()[:2]],
-        (tmp_path / "precision_summary.txt").read_text().splitlines()[2:4],
         CliRunner().invoke(app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"}).output.split("\n\n")[:2],
     ):
         assert first.startswith("Problems found: 1 error")

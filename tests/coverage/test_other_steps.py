@@ -49,10 +49,6 @@ def high(*intervals: list[int]) -> dict[str, Any]:
     return {"s": feature("DisableQuantizationLayer", ["1"], start_end_list=[list(each) for each in intervals])}
 
 
-def unwrapped(text: str) -> str:
-    return " ".join(text.split())
-
-
 def test_a_step_that_an_error_ends_halfway_is_no_other_precision(tmp_path: Path) -> None:
     model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
 
@@ -156,7 +152,6 @@ def test_a_step_that_an_error_ends_after_its_forward_changes_nothing(
         str(session.coverage()) == str(session.coverage(at=4)) == f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
     )
     assert lines(session) == other_steps_of_run(open_run(tmp_path)) == []
-    assert (tmp_path / "precision_summary.txt").read_text().count("FP8 in ") == 1
 
 
 @pytest.mark.parametrize("has_masters", [False, True])
@@ -191,7 +186,6 @@ def test_every_output_has_the_steps_in_which_a_section_acted(
     place = closing.index(f"  {ALL_GEMMS}.")
     assert closing[place + 1].startswith(f"  {line}")
     assert closing[place + 1].count("1 to 2 and 4") == 1
-    assert unwrapped((tmp_path / "precision_summary.txt").read_text()).count(line) == 1
     found = json.loads(CliRunner().invoke(cli.app, ["show", str(tmp_path), "--json"]).output)
     assert [each.startswith(line) for each in found["other_steps"]] == [True]
 
@@ -202,7 +196,7 @@ def test_a_run_in_one_precision_has_no_such_line(
     """Also where operands have other formats in some steps, of the same precision, and where steps are the last."""
     monkeypatch.delenv("TE_PRECISION_QUIET")
     trained(tmp_path / "fixed", {}, [CURRENT] * 3)
-    assert "In step" not in capsys.readouterr().err + (tmp_path / "fixed" / "precision_summary.txt").read_text()
+    assert "In step" not in capsys.readouterr().err
     assert lines(trained(tmp_path / "recipes", {}, [CURRENT, DelayedScaling(), CURRENT])) == []
 
 

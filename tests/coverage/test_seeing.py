@@ -335,6 +335,14 @@ def test_operations_and_modules_that_are_seen_are_not_named(tmp_path: Path) -> N
     assert not session.coverage().not_counted
 
 
+def test_the_reason_of_a_compiled_model_names_the_class_of_the_layer(tmp_path: Path) -> None:
+    net = torch.compile(torch.nn.Sequential(torch.nn.Linear(WIDTH, 32), torch.nn.ReLU()), backend="aot_eager")
+    with InspectSession(None, model=net, log_dir=tmp_path, statistics_log="off", strict=True) as session:  # type: ignore[arg-type]
+        step(net)  # type: ignore[arg-type]
+        session.step()
+    assert {product.why for product in session.coverage() if product.macs} == {"not a TE layer: torch.nn.Linear"}
+
+
 def test_the_names_of_torch_that_are_used() -> None:
     """All are private, or may be without a node's own class."""
     node: Any = (torch.ones(1, requires_grad=True) * 2).grad_fn

@@ -23,7 +23,7 @@ from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, Ver
 from te_precision_callbacks.diagnosis.reaction import reads_stop
 from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import list_runs, open_run
-from te_precision_callbacks.runs.answers import outcome_in_words
+from te_precision_callbacks.runs.answers import outcome_notes
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.closing import closing_lines
 from tests.conftest import statistics
@@ -140,7 +140,7 @@ def test_what_has_ended_a_run_is_said_before_the_verdict(
     failed = ":" in stopped
     assert second.startswith("te-precision: Problems found: 1 error" if failed else "te-precision: Not enough checked")
     assert ("failed-run" in {finding.rule for finding in diagnose(tmp_path)}) == failed
-    assert outcome_in_words(open_run(tmp_path)) == [
+    assert outcome_notes(open_run(tmp_path)) == [
         f"The run failed with step 0 as the last one: {stopped}."
         if failed
         else f"The run was ended by {stopped} after step 0: the verdict is on the steps until then."
@@ -156,11 +156,11 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
     ended, killed = ranks(script, [[number, str(tmp_path / number)] for number in ("TERM", "KILL")])
     assert (ended.returncode, killed.returncode) == (-15, -9)
     assert "te-precision: stopped: SIGTERM" in ended.stderr
-    first, *_ = outcome_in_words(open_run(tmp_path / "TERM"))
+    first, *_ = outcome_notes(open_run(tmp_path / "TERM"))
     assert first.startswith("The run was ended by SIGTERM after step 24")
     verdict = diagnose(tmp_path / "TERM")
     assert verdict.healthy
-    assert verdict.summary in (tmp_path / "TERM" / "precision_summary.txt").read_text()
+    assert verdict.summary in ended.stderr
     verdict = diagnose(tmp_path / "KILL")
     assert verdict.state == "not enough checked"
     assert "failed-run: the run stopped without an end after step" in verdict.summary
@@ -176,7 +176,8 @@ def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
             optimizer.step()
             session.step()
     for verdict in (session.findings, diagnose(tmp_path)):
-        assert "no layer was observed in training: call model.train() if the model is in" in verdict.summary
+        unobserved = "all observed layers are in evaluation mode, so nothing is observed: call model.train()"
+        assert unobserved in verdict.summary
         assert "config" not in verdict.summary
 
 

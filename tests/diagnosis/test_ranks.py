@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from te_precision_callbacks.diagnosis import Verdict, diagnose
-from te_precision_callbacks.runs import RunWriter
 from tests.compare.recorded import append
+from tests.runs.making import RunWriter
 
 pytestmark = pytest.mark.processes
 

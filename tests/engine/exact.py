@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,17 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from te_precision_callbacks.engine.kernels import (
+from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     EXPONENT_BINS,
     MAXIMA,
     MOMENT_SUMS,
+    NOTHING,
     SCALE_MAXIMA,
     SCALE_SUMS,
+    Pending,
+    layout,
 )
 from te_precision_callbacks.statistics.table import OF_BLOCKS, STATISTICS
 
@@ -33,6 +38,27 @@ STD_IN_FLOAT = 14 * 2.0**-24
 """How far a standard deviation may be off there."""
 
 FLOAT8 = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0)}  # e5m2? -> torch's dtype, largest
+
+
+def measured_by(
+    add: Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None],
+    values: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    e5m2: bool = False,
+    histogram: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums and maxima of :func:`layout` by one pass over a tensor."""
+    places, width, extremes = layout(codes=codes is not None, histogram=histogram)
+    sums = torch.zeros(width, dtype=torch.float64, device=values.device)
+    maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)
+    add([Pending(values, codes, scale_inv, e5m2, places)], sums, maxima)
+    return sums, maxima
+
+
+def measure(values: torch.Tensor, *arguments: Any, **keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return measured_by(kernels.add, values.detach(), *arguments, **keywords)
 
 
 def as_array(values: torch.Tensor) -> Array:

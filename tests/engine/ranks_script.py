@@ -236,7 +236,7 @@ class Counted(TorchDispatchMode):
     def __enter__(self) -> Counted:
         for name in self._WAITING_METHODS:
             self._patches.append(mock.patch.object(torch.Tensor, name, self._counting(name)))
-        self._patches.append(mock.patch.object(Messages, "_exchange", self._noting(Messages._exchange)))
+        self._patches.append(mock.patch.object(Messages, "merge", self._noting(Messages.merge)))
         for patch in self._patches:
             patch.start()
         super().__enter__()

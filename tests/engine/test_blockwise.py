@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from te_precision_callbacks.engine.blockwise import largest_range
+from te_precision_callbacks.engine.kernels.eager_blocks import largest_range
 from te_precision_callbacks.statistics.names import Blocks
 from tests.engine import exact
 

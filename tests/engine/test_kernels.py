@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from te_precision_callbacks.base import compiling
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels import compiled, eager, measured_by, native
+from te_precision_callbacks.engine.kernels import compiled, eager, native
 from tests.drawn import normal
 from tests.engine import exact
 from tests.reference.processes import python
@@ -53,9 +53,9 @@ def measure(way: str) -> Measure:
         if way != "eager":
             in_cpp = values.dtype in (torch.float32, torch.bfloat16, torch.float16)
             assert kernels._pass_for(values) is (native if in_cpp else eager).add
-            sums, maxima = kernels.measure(values, codes, *args, **options)
+            sums, maxima = exact.measure(values, codes, *args, **options)
         else:
-            sums, maxima = measured_by(eager.add, values, codes, *args, **options)
+            sums, maxima = exact.measured_by(eager.add, values, codes, *args, **options)
         return exact.named(sums, maxima, compared=codes is not None, histogram_too=options.get("histogram", False))
 
     return measure
@@ -159,7 +159,7 @@ def test_special_values(measure: Measure, assert_same: Same, name: str) -> None:
 
 def test_nothing() -> None:
     for values in (torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.bfloat16)):
-        sums, maxima = kernels.measure(values, histogram=True)
+        sums, maxima = exact.measure(values, histogram=True)
         assert not sums.any()
         assert maxima.tolist() == [-INF] * 3
 
@@ -300,10 +300,10 @@ def test_every_code_is_decoded_as_torch_does(measure: Measure, assert_same: Same
 def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
     values, before = normal(9 * 2**16 + 17) * 1e3, torch.get_num_threads()
     codes, scale_inv = quantized(values, 3.0)
-    expected = measured_by(native.add, values, codes, scale_inv)
+    expected = exact.measured_by(native.add, values, codes, scale_inv)
     try:
         torch.set_num_threads(threads)
-        found = measured_by(native.add, values, codes, scale_inv)
+        found = exact.measured_by(native.add, values, codes, scale_inv)
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -341,7 +341,7 @@ def rows_of(values: torch.Tensor) -> torch.Tensor:
 def measured_twice_with_one_warning(logger: str, caplog: pytest.LogCaptureFixture) -> str:
     values = normal(PRIME)
     for _ in range(2):
-        sums, maxima = kernels.measure(values)
+        sums, maxima = exact.measure(values)
         assert_nearly(exact.named(sums, maxima), exact.columns(values))
         assert_row_sums(rows_of(values))
     (record,) = (record for record in caplog.records if record.name == logger)
@@ -380,6 +380,7 @@ import torch
 from te_precision_callbacks.base import compiling
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import compiled, native
+from tests.engine import exact
 
 compiled.PAYS_FROM = 0
 torch.set_num_threads(2)
@@ -389,7 +390,7 @@ def row_sums(rows):
     return rows.double().sum(1)
 
 def measured():
-    return [*kernels.measure(values), compiled.run(row_sums, values.view(64, -1))]
+    return [*exact.measure(values), compiled.run(row_sums, values.view(64, -1))]
 
 def are_same(found):
     torch.testing.assert_close(found[2], expected[2], rtol=1e-12, atol=1e-9)
@@ -474,7 +475,7 @@ def test_the_modes_of_the_caller_have_no_say(monkeypatch: pytest.MonkeyPatch) ->
     before = graphs()
 
     def check(tensor: torch.Tensor) -> None:
-        assert_nearly(exact.named(*kernels.measure(tensor)), expected)
+        assert_nearly(exact.named(*exact.measure(tensor)), expected)
         assert_row_sums(rows_of(tensor.detach()))
 
     check(values)
@@ -490,7 +491,7 @@ def test_the_modes_of_the_caller_have_no_say(monkeypatch: pytest.MonkeyPatch) ->
     check(values.as_subclass(type("Subclass", (torch.Tensor,), {})))
     assert graphs() == before + 1
     with torch.device("meta"):  # as torch.set_default_device
-        sums, maxima = kernels.measure(values, histogram=True)
+        sums, maxima = exact.measure(values, histogram=True)
         assert_nearly(exact.named(sums, maxima, histogram_too=True), exact.columns(values, histogram_too=True))
     with torch.inference_mode():
         check(values)
@@ -511,12 +512,12 @@ def test_within_a_compiled_model_and_its_backward_pass() -> None:
     class Watch(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            found.append((x.detach().clone(), kernels.measure(x)))
+            found.append((x.detach().clone(), exact.measure(x)))
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            found.append((gradient.detach().clone(), kernels.measure(gradient)))
+            found.append((gradient.detach().clone(), exact.measure(gradient)))
             return gradient
 
     class Watching(torch.nn.Linear):
@@ -539,7 +540,7 @@ def test_a_triton_kernel_that_fails_is_replaced_for_good(
     monkeypatch.setattr(kernels, "_on_gpu", kernels._with_triton)
     x = torch.tensor([1.0, -2.0, 0.0])
     for _ in range(2):
-        sums, maxima = measured_by(kernels._gpu_pass(), x)
+        sums, maxima = exact.measured_by(kernels._on_gpu, x)
         assert sums.tolist() == [3, 0, 1, -1, 5, 3]
         assert maxima.tolist() == [1, 2, -1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]

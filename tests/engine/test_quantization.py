@@ -18,10 +18,9 @@ import torch
 
 from te_precision_callbacks.base.numerics.recipes import RECIPES as SIMULATED
 from te_precision_callbacks.base.numerics.recipes import QuantizerSettings, round_blocks
-from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled, eager_blocks
-from te_precision_callbacks.engine.kernels.columns import InBlocks
+from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, MOMENT_SUMS, InBlocks
 from te_precision_callbacks.engine.quantization import (
     PerTensor,
     QuantizationError,
@@ -51,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 def simulated(recipe: str, x: torch.Tensor, **options: bool) -> tuple[list[float], list[float], list[float]]:
     """COMPARISON_SUMS, SCALE_SUMS and SCALE_MAXIMA of what simulate() makes of a tensor with elements."""
-    amax = kernels.measure(x)[1][:2].amax()
+    amax = exact.measure(x)[1][:2].amax()
     columnwise, tensor = options.pop("columnwise", False), "weight" if options.pop("weight", False) else "activation"
     settings = default_settings(recipe, tensor, **options) if recipe in SIMULATED else QuantizerSettings()
     found = simulate(recipe, x, amax, {Of.QUANTIZED, Of.SCALES}, settings, columnwise=columnwise)
@@ -73,7 +72,7 @@ def assert_simulated(recipe: str, x: torch.Tensor, **options: bool) -> dict[str,
     scales = factors_of(recipe, [Pair(matrix, quantized)])
 
     compared, sums, maxima = simulated(recipe, x, **options)
-    exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared, strict=True)), expected)
+    exact.assert_same(dict(zip(COMPARISON_SUMS, compared, strict=True)), expected)
     assert sums == pytest.approx([len(scales), math.fsum(scales), math.fsum(scales**2)], rel=1e-13)
     assert maxima == [scales.max(initial=-INF), (-scales).max(initial=-INF)]
     return expected
@@ -157,7 +156,7 @@ def test_nvfp4_is_that_of_transformer_engines_reference(
         limits = factors.repeat_interleave(16, 1).t() * 6 if columnwise else factors.repeat_interleave(16, 1) * 6
         expected = exact.comparison(*(exact.as_array(tensor) for tensor in (x, values, limits)))
         compared, _, maxima = simulated("nvfp4", x, weight=tile == (16, 16), columnwise=columnwise)
-        exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared, strict=True)), expected)
+        exact.assert_same(dict(zip(COMPARISON_SUMS, compared, strict=True)), expected)
         assert maxima == [factors.max().item(), -factors.min().item()]
 
 
@@ -194,7 +193,7 @@ def test_fp8_blocks_are_those_of_transformer_engines_reference(
             pair = (values.t(), limits.t()) if columnwise else (values, limits)
             expected = exact.comparison(*(exact.as_array(tensor) for tensor in (x, *pair)))
             compared, sums, _ = simulated("fp8_block_scaling", x, e5m2=e5m2, weight=weight, columnwise=columnwise)
-            exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared, strict=True)), expected)
+            exact.assert_same(dict(zip(COMPARISON_SUMS, compared, strict=True)), expected)
             zeros = (1 if weight else 128) if columnwise else 0
             factors = exact.as_array(scales[zeros:] if columnwise else scales[:, 1:])  # without blocks of zeros
             assert sums == pytest.approx([len(factors), factors.sum(), (factors**2).sum()], rel=1e-13)
@@ -345,10 +344,10 @@ def test_simulated_current_scaling_is_the_real_one_bit_for_bit(dtype: torch.dtyp
         assert torch.equal(would_be.values, real.dequantize(dtype=torch.float32))
         own = read(real, columnwise=False)
         assert isinstance(own, PerTensor)
-        sums, _ = kernels.measure(x, own.codes, own.scale_inv, e5m2=e5m2)
+        sums, _ = exact.measure(x, own.codes, own.scale_inv, e5m2=e5m2)
         would, _, _ = simulated("fp8_current_scaling", x, e5m2=e5m2)
-        first = len(kernels.MOMENT_SUMS)
-        compared = sums[first : first + len(kernels.COMPARISON_SUMS)].tolist()
+        first = len(MOMENT_SUMS)
+        compared = sums[first : first + len(COMPARISON_SUMS)].tolist()
         assert would == pytest.approx(compared, rel=1e-14)
 
 
@@ -409,7 +408,7 @@ def assert_reads(storage: Any, columnwise: bool, quantized: Quantized) -> None:
     assert compared is not None
     pair = (array.astype(np.float64).reshape(-1) for array in (quantized.values, quantized.limits))
     expected_columns = exact.comparison(exact.as_array(x), *pair)
-    exact.assert_same(dict(zip(kernels.COMPARISON_SUMS, compared.tolist(), strict=True)), expected_columns)
+    exact.assert_same(dict(zip(COMPARISON_SUMS, compared.tolist(), strict=True)), expected_columns)
 
 
 def fp8_dtype(e5m2: bool) -> Any:

@@ -26,12 +26,11 @@ from te_precision_callbacks.engine.kernels.columns import (
     ColumnPlaces,
     Pending,
     layout,
-    measured_by,
 )
 from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.drawn import normal
-from tests.engine.exact import columns, named
+from tests.engine.exact import columns, measured_by, named
 from tests.engine.test_quantization import fp8_dtype, te
 
 triton = pytest.importorskip("triton")

@@ -55,7 +55,6 @@ def plain(
     section: dict[str, Any] = {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}
     logged = Logged()
     snapshot = Snapshot()
-    snapshot.detach_handlers()
     try:
         if fresh:
             Registry.data.clear()

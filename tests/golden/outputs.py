@@ -102,8 +102,6 @@ def outputs(folder: Path) -> Mapping[str, str]:
         Path("model.py").write_text(MODEL)
         made |= {name: printed(command) for name, command in COMMANDS.items()}
         made["statistics_log"] = "".join(log_of(Path("defect"), 0).read_text().splitlines(keepends=True)[:12])
-        (summary,) = Path("defect").glob("*summary*")
-        made["summary"] = summary.read_text()
         made["doctor"] = re.sub(" +", " ", re.sub(VERSION, "<version>", made["doctor"]))
     return {name: masked(text, folder) for name, text in made.items()}
 

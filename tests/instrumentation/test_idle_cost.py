@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.instrumentation.parameters import is_due
 from te_precision_callbacks.layers.round_robin import AT_ONCE
-from te_precision_callbacks.session import InspectSession, summary
+from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
 
 FEW, MANY, MOST = 2 * AT_ONCE, 3 * AT_ONCE, 7 * AT_ONCE
@@ -103,11 +103,9 @@ def calls_of(folder: Path, count: int) -> Calls:
 
 @pytest.fixture(scope="module")
 def few_and_many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Calls, Calls]:
-    """Of two models; of both the summary has as many rows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(summary, "MOST_ROWS", 1)
-        calls_of(tmp_path_factory.mktemp("first"), 1)  # imports what the end of a session imports
-        return calls_of(tmp_path_factory.mktemp("few"), FEW), calls_of(tmp_path_factory.mktemp("many"), MOST)
+    """Of two models."""
+    calls_of(tmp_path_factory.mktemp("first"), 1)  # imports what the end of a session imports
+    return calls_of(tmp_path_factory.mktemp("few"), FEW), calls_of(tmp_path_factory.mktemp("many"), MOST)
 
 
 def test_the_calls_of_a_step_do_not_grow_with_the_model(few_and_many: tuple[Calls, Calls]) -> None:

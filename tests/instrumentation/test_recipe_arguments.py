@@ -14,7 +14,6 @@ import torch
 import transformer_engine
 import transformer_engine.pytorch as te
 import transformer_engine.pytorch.ops as te_ops
-from transformer_engine.common import recipe as te_recipe
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -27,7 +26,6 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     IGNORED,
-    VARIABLES,
     Ignored,
     amax_reductions,
     computing,
@@ -67,19 +65,6 @@ def test_nothing_else_reads_an_argument(pattern: str, readers: set[str]) -> None
 
 def _reads(path: Path, pattern: str) -> bool:
     return re.search(pattern, path.read_text()) is not None
-
-
-def test_the_variables_are_those_of_the_recipes() -> None:
-    source = inspect.getsource(te_recipe)
-    for variable, (kind, argument) in VARIABLES.items():
-        assert re.search(
-            rf'{argument}: \w+ = \(?\s*os.getenv\(\s*"{variable}"', inspect.getsource(getattr(te_recipe, kind))
-        )
-    assert set(re.findall(r"getenv\(\s*\"(\w+)\"", source)) - set(VARIABLES) == {
-        "NVTE_BACKWARD_OVERRIDE",  # all recipes, and what contradicts it is refused
-        "NVTE_NVFP4_4OVER6_E4M3_USE_256",
-        "NVTE_NVFP4_4OVER6_ERR_MODE",
-    }
 
 
 def changed(recipe: Any, **attributes: Any) -> Any:
@@ -129,8 +114,6 @@ CASES = [
     ("Float8CurrentScaling.use_power_2_scales", lambda: Float8CurrentScaling(use_power_2_scales=True)),
     ("Float8BlockScaling.use_f32_scales", lambda: Float8BlockScaling(use_f32_scales=True)),
     ("MXFP8BlockScaling.margin", lambda: MXFP8BlockScaling(margin=4)),
-    ("NVFP4BlockScaling.disable_rht", lambda: changed(nvfp4(), disable_rht=True)),
-    ("NVFP4BlockScaling.disable_2d_quantization", lambda: changed(nvfp4(), disable_2d_quantization=True)),
 ]
 """Recipe and argument, and a recipe in which it has no effect."""
 
@@ -168,15 +151,6 @@ def test_an_ignored_argument_changes_no_bit(name: str, make: Callable[[], Any]) 
 )
 def test_arguments_that_have_an_effect(make: Callable[[], Any]) -> None:
     assert not named(make())
-
-
-def test_a_variable_that_was_set_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
-    (row,) = ignored_arguments([NVFP4BlockScaling()])
-    assert (row["argument"], row["value"]) == ("NVTE_NVFP4_DISABLE_RHT", "1")
-    assert not ignored_arguments([NVFP4BlockScaling(disable_rht=True), Float8CurrentScaling()])
-    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "0")
-    assert not ignored_arguments([NVFP4BlockScaling()])
 
 
 def test_what_a_model_keeps() -> None:

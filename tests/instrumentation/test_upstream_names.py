@@ -242,7 +242,7 @@ def test_the_key_beside_the_sections_and_the_keyword_say_which_names_are_meant(t
     ):
         first_layer()
     path.write_text(text.replace("layer_names: upstream\n", ""))
-    with pytest.raises(OptionError, match=r"layer_names= must be one of 'path', 'upstream', or None, not 'upstrem'\."):
+    with pytest.raises(OptionError, match=r"layer_names= must be 'path' or 'upstream', not 'upstrem'\."):
         first_layer(layer_names="upstrem")
     assert first_layer(layer_names="upstream") == ["model.layers.1.self_attention.layernorm_qkv"]
 

@@ -58,14 +58,6 @@ def test_a_detector_that_failed_stops_all_ranks(tmp_path: Path) -> None:
     assert [rank["cause"] for rank in ranks] == ['LookupError("of the detector\'s own")', "None"]
 
 
-def test_a_detector_that_failed_takes_part_where_that_is_warned_of(tmp_path: Path) -> None:
-    ranks = run("failure, warned of", tmp_path)
-    for rank in ranks:
-        assert rank["error"].startswith("> [3] 0: Linear: input[0] has infs, in batch 3 on rank 1. ")
-        assert (rank["steps"], rank["finite"]) == (3, True)
-    assert "detection failed (LookupError: of the detector's own)" in ranks[0]["stderr"]
-
-
 def test_one_rank_alone(tmp_path: Path) -> None:
     first, second = run("not distributed", tmp_path)
     assert (first["error"], first["collectives"]) == (None, 0)

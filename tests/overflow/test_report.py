@@ -63,10 +63,8 @@ def test_an_overflow(batch: int, caplog: pytest.LogCaptureFixture) -> None:
     assert lines == wanted[-40:]
     shown = [(line.sign, line.path.removeprefix("encoder.block.2."), line.class_name, line.role) for line in lines]
     assert shown[-len(FEED_FORWARD) :] == FEED_FORWARD
-    first, parameters, *rest = error.report.splitlines()
+    first, *rest = error.report.splitlines()
     assert (first, rest[:3]) == (f"< [{batch}] {WO}: Linear: output has infs", ["", "", "last 40 frames:"])
-    assert parameters == "parameters of the module: weight abs_max=6.00e+04"
-    assert "The parameter weight of the module has an abs_max of 6.00e+04, and its inputs only" in str(error)
     assert error.report.endswith(f"\nabs_max=      inf < [{batch}] {WO}: Linear: output")
     assert (error.path, error.class_name, error.role, error.batch, error.rank) == (WO, "Linear", "output", batch, 0)
     assert f"< [{batch}] {WO}: Linear: output has infs, in batch {batch}" in str(error)

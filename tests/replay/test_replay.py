@@ -10,7 +10,7 @@ import torch
 
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.dumps import load
-from te_precision_callbacks.replay import replay_file, replay_folder, shown
+from te_precision_callbacks.replay import replay_file, replay_folder
 from tests.combinations import half
 from tests.dumps.gemms import RECIPES, train
 from tests.replay import faults
@@ -53,8 +53,6 @@ def test_an_inf_or_nan_is_neither_the_quantizers_fault_nor_the_kernels(
             assert told in found.not_checked
         if found.gain is None:
             assert "the kernel, since each row of the product has inf or nan" in found.not_checked
-        gemm, tensors = shown.read(path)
-        assert not any(shown.quantizer(gemm, side, tensors) for side in "ab")
     assert not [each for each in diagnose(tmp_path) if each.rule.startswith("gemm")]
 
 

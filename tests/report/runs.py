@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from te_precision_callbacks.runs import RecordedRun, RunWriter, Segment
+from te_precision_callbacks.runs import RecordedRun, Segment
 from te_precision_callbacks.runs.tables import (
     EVENTS,
     GEMMS,
@@ -30,6 +30,7 @@ from te_precision_callbacks.runs.tables import (
     VECTORS,
 )
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
+from tests.runs.making import RunWriter
 
 PARTS = ("self_attention.qkv", "self_attention.proj", "mlp.fc1", "mlp.fc2")
 TENSORS = ("activation", "weight", "gradient")

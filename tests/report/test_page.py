@@ -8,11 +8,12 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
+from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.views.report import write_report
 from tests.compare.recorded import record
 from tests.report.conftest import Look
 from tests.report.runs import PARTS, drifting
+from tests.runs.making import RunWriter
 
 pytestmark = pytest.mark.slow  # a browser
 

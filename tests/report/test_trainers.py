@@ -80,7 +80,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
 
 
 def test_what_report_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="report= must be True or False"):
+    with pytest.raises(OptionError, match="report= must be a valid boolean"):
         InspectSession(report="yes")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="records='off' records nothing"):
         InspectSession(report=True, records="off")

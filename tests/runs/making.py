@@ -9,11 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from te_precision_callbacks.runs import RunWriter
+from te_precision_callbacks.runs import writing
+from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
 from te_precision_callbacks.sinks.step_records import RunInfo, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
 
 LAYERS = ("net.0", "net.1")
+
+
+class RunWriter(writing.RunWriter):
+    """Writes a segment of a new run, or of the run ``run_id``; ``facts`` are for run.json."""
+
+    @classmethod
+    def begin(cls, log_dir: str | Path, *, run_id: str | None = None, rank: int = 0, **facts: Any) -> RunWriter:
+        run_folder = Path(log_dir) / FOLDER / (run_id or new_run_id())
+        writer = cls(run_folder, make_segment(run_folder), rank)
+        writer.put_run(**facts)
+        return writer
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close("ended" if error is None else "failed")
 
 
 def write_run(
@@ -57,7 +75,6 @@ def records(iteration: int, table: SeriesTable, values: list[float], **keywords:
 def write_until_killed(folder: Path) -> None:
     """Write steps through the sink as fast as a training would, and print the iteration of each after it was handed
     over, with the time."""
-    from te_precision_callbacks.runs import writing
     from te_precision_callbacks.runs.sink import RecordSink
     from te_precision_callbacks.sinks import writer_thread
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from te_precision_callbacks.runs import RecordedRun, RunWriter, open_run
-from tests.runs.making import write_run
+from te_precision_callbacks.runs import RecordedRun, open_run
+from tests.runs.making import RunWriter, write_run
 
 STEPS = 12
 
@@ -76,13 +76,6 @@ def test_values_are_there_without_the_files_of_steps(recorded: Path) -> None:
     for name in ("steps", "scalars"):
         file_of(recorded, name).unlink()
     assert open_run(recorded).grid("amax", "activation").iterations.tolist() == list(range(STEPS))
-
-
-def test_facts_with_texts_that_are_no_utf_8_are_read(recorded: Path) -> None:
-    """As names of files may be: JSON writes half a pair of surrogates, and Arrow takes none."""
-    path = file_of(recorded, "run.json")
-    path.write_text(path.read_text().replace('"front_door"', r'"config_text": "\ud800", "front_door"', 1))
-    assert not read_all(recorded).notes
 
 
 def test_an_open_file_that_was_cut_while_it_was_written_is_not_closed(tmp_path: Path) -> None:

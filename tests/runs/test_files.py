@@ -18,12 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed as dist
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import (
     NotARunError,
     RunError,
-    RunWriter,
     open_run,
     writing,
 )
@@ -34,7 +34,7 @@ from te_precision_callbacks.sinks import writer_thread
 from te_precision_callbacks.statistics.series import SeriesTable
 from tests.forked import REPOSITORY, executable
 from tests.full_disk import files_up_to
-from tests.runs.making import info, records, write_run
+from tests.runs.making import RunWriter, info, records, write_run
 
 
 def rank_folder(folder: Path, segment: int = 0) -> Path:
@@ -464,6 +464,7 @@ def test_other_ranks_write_only_what_is_theirs(tmp_path: Path) -> None:
     table = SeriesTable()
     one, other = (RecordSink(tmp_path) for _ in range(2))
     other.writes_reduced = False
+    one.keys = other.keys = dist.HashStore()
     one.start(info(tmp_path, rank=0, world=2))
     other.start(info(tmp_path, rank=1, world=2))
     for iteration in range(2):
@@ -503,7 +504,7 @@ def test_a_run_in_another_pid_namespace_is_running(tmp_path: Path) -> None:
     """It has the host's name, and a process id that belongs to another process here."""
     code = """
 import sys
-from te_precision_callbacks.runs import RunWriter
+from tests.runs.making import RunWriter
 RunWriter.begin(sys.argv[1])
 print("begun", flush=True)
 sys.stdin.read()

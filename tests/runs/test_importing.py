@@ -119,7 +119,7 @@ def test_a_log_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     text += line("\u00e4_weight_max", 0, 3) + line("\u00e4_weight_max", 1, 4)
     log(tmp_path, text)
     for size in (7, 64, 100, 150, 10_000):
-        monkeypatch.setattr("te_precision_callbacks.runs.input_files._PIECE", size)
+        monkeypatch.setattr("te_precision_callbacks.runs.importing._PIECE", size)
         assert rows(tmp_path) == {("\u00e4", "weight", "max", None): {0: 3.0, 1: 4.0}}, (
             "what ran again counts as it ran last"
         )
@@ -180,7 +180,6 @@ def train_plainly(
 ) -> torch.Tensor:
     """Train with plain nvidia-dlfw-inspect and Transformer Engine's own features; the inputs of the three steps."""
     snapshot = Snapshot()
-    snapshot.detach_handlers()
     inputs = torch.randn(3, 16, 32)
     try:
         TEDebugState.debug_enabled = None

@@ -17,7 +17,7 @@ from tests.conftest import statistics
 from tests.docs.pages import PAGES, blocks
 from tests.runs.making import write_run
 
-PANDAS, POLARS, DUCKDB, OPEN, LOOP, WRITE = blocks("docs/records.md", "python")
+PANDAS, POLARS, DUCKDB, OPEN, LOOP = blocks("docs/records.md", "python")
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +47,6 @@ def test_reading_with_this_package() -> None:
     assert list_runs("logs") == (run_id,)
     assert len(names["table"]) == 5
     assert names["grid"].layers == ["net.1", "net.0"]
-
-
-def test_writing_without_a_session() -> None:
-    exec(WRITE, {})
-    run = open_run("logs")
-    assert (len(run.values()), len(run.scalars), run.ordered_layers) == (10, 10, ["fc1"])
 
 
 def test_a_loop_of_your_own() -> None:

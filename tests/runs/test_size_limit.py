@@ -17,8 +17,8 @@ import pyarrow as pa
 import pytest
 
 from te_precision_callbacks.runs import RecordedRun, RunError, open_run, size_limit
-from te_precision_callbacks.runs.recording import Place, Recording, Step
-from te_precision_callbacks.runs.run_files import make_segment
+from te_precision_callbacks.runs.recording import Recording, Step
+from te_precision_callbacks.runs.run_files import Place, make_segment
 from te_precision_callbacks.runs.tables import EXTREME, STEP0, VALUES
 from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable

@@ -47,7 +47,7 @@ def main(rank: int, folder: Path) -> None:
     lost(rank, folder / "lost")
     lost(rank, folder / "lost on one rank", rank_0_too=False)
     missed(rank, folder / "missed")
-    torch.distributed.barrier()  # a rank alone looks for the records of rank 0 for ten seconds, which may be behind
+    torch.distributed.barrier()  # a rank alone waits for the records of rank 0 for ten seconds, which may be behind
     for reduce in (False, True):
         on_one_rank(rank, folder / f"on one rank {reduce}", reduce=reduce)
     coverage(rank, folder / "coverage")

@@ -36,7 +36,6 @@ import transformer_engine.pytorch as te
 import te_precision_callbacks
 from te_precision_callbacks.base import garbage, ranks
 from te_precision_callbacks.base.ranks import messages, together
-from te_precision_callbacks.engine import reduction
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.session import InspectSession, run, session
 from te_precision_callbacks.session.model import ObservedModel
@@ -245,23 +244,6 @@ def slow(folder: Path) -> list[bool]:
     return together
 
 
-def no_memory_to_pack(folder: Path) -> dict[str, Any]:
-    """The numbers of rank 1 cannot be packed in the third step."""
-    keeper = Keeper()
-    running = Training(folder, require=None, sinks=[keeper])
-    running.attach(None)
-    for number in range(4):
-        fails = dist.get_rank() == 1 and number == 2
-        with mock.patch.object(reduction._Layout, "pack", no_room) if fails else nullcontext():
-            running.step()
-    running.session.stop()
-    largest = [
-        next(row.value for row in step if (row.layer, row.tensor, row.statistic) == ("0", "activation", "max"))
-        for step in keeper.steps
-    ]
-    return {"right": running.right, "largest": largest, "local": [records.local for records in keeper.steps]}
-
-
 def no_room(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("no room")
 
@@ -301,7 +283,6 @@ def main(rank: int, world: int, folder: Path, every: int) -> None:
         found["meet again"] = meet_again(folder / "again")
         found["strict"] = strict(folder / "strict")
         found["slow"] = slow(folder / "slow")
-        found["pack"] = no_memory_to_pack(folder / "pack")
         found["places"] = []
         with (folder / f"{rank}.jsonl").open("w", buffering=1) as lines:
             for result in (result for where in WHERE for result in places(where, folder / "log", every)):

@@ -41,18 +41,14 @@ class BrokenSink(Keeper):
 FILES = ("nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records", "tensor_dumps")
 
 
-@pytest.mark.parametrize("file", [*FILES, "precision_summary.txt"])
+@pytest.mark.parametrize("file", FILES)
 def test_training_goes_on_where_a_file_cannot_be_written(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
-    """A file stands where a folder must be, or a folder where a file must be: the superuser may write to a folder that
-    is read-only. Each kind of file that is lost is said once, and
-    the others are written."""
-    if file.endswith(".txt"):
-        (tmp_path / "run" / file).mkdir(parents=True)
-    else:
-        (tmp_path / "run" / file).parent.mkdir(exist_ok=True)
-        (tmp_path / "run" / file).touch()
+    """A file stands where a folder must be: the superuser may write to a folder that is read-only. Each kind of file
+    that is lost is said once, and the others are written."""
+    (tmp_path / "run" / file).parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / file).touch()
     dumped = feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
     config = statistics() | {"dumps": dumped}
     net = te.Linear(32, 32)
@@ -62,7 +58,7 @@ def test_training_goes_on_where_a_file_cannot_be_written(
     said = [record.message for record in caplog.records if "failed on rank 0: " in record.message]
     assert sum(f"/{file}" in text for text in said) == 1, said
     written = {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*")}
-    assert written >= {*FILES, "precision_summary.txt"}
+    assert written >= set(FILES)
 
 
 @pytest.mark.parametrize("folder", ["file", "file/run/deeper", "leads nowhere/run/deeper"])
@@ -213,7 +209,7 @@ def test_a_failure_in_a_precision_call_ends_the_run(tmp_path: Path, method: str)
     ("keywords", "message"),
     [
         ({"log_dirs": "x"}, "Did you mean 'log_dir'"),
-        ({"strict": "yes"}, "strict= must be True or False"),
+        ({"strict": "yes"}, "strict= must be a valid boolean, not 'yes'"),
         ({"start_step": -1}, "start_step="),
         ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', or .*, not 'rank1'"),
         ({"statistics_log": "off, 4GiB"}, "statistics_log= must be one of .*, not 'off, 4GiB'"),
@@ -223,7 +219,7 @@ def test_a_failure_in_a_precision_call_ends_the_run(tmp_path: Path, method: str)
         ({"feature_dirs": 5}, "feature_dirs= must be a list"),
         ({"features": [5]}, "features= takes classes"),
         ({"log_dir": 5}, "log_dir= must be a path"),
-        ({"prefix": 7}, "prefix= must be a text"),
+        ({"prefix": 7}, "prefix= must be a valid string, not 7"),
         ({"process_group": "world"}, "process_group="),
         ({"log_filter": 5}, "log_filter= takes"),
     ],
@@ -240,10 +236,8 @@ def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog:
     config["statistics"] = statistics()["stats"]
     with InspectSession(config, model=net, log_dir=tmp_path, **options) as session:
         train(session, net)
-    assert len(reports(caplog)) == 1
-    also = [record.message for record in caplog.records if "also failed on rank 0" in record.message]
-    assert len(also) == 1, "the same failure on another tensor is not told again"
-    assert "the disk is full" in also[0]
+    _, also = reports(caplog)  # the same failure on another tensor is not told again
+    assert "the disk is full" in also
 
 
 @pytest.mark.processes
@@ -292,3 +286,4 @@ def test_facts_that_could_not_be_gathered_once_are_gathered_again(
     assert "gathering the facts of iteration 0: RuntimeError: no answer" in text
     run = open_run(tmp_path)
     assert [row["gemm"] for row in run.gemms.to_pylist()] == ["fprop", "wgrad", "dgrad"]
+    assert session.findings.summary.startswith("Not enough checked: observation: in step 0, gathering the facts of")

@@ -71,12 +71,5 @@ def test_a_strict_session_raises_on_all_ranks_in_the_same_step(found: Found) -> 
         assert rank["strict"]["right"]
 
 
-def test_numbers_that_cannot_be_packed_cost_one_step_the_numbers_of_one_rank(found: Found) -> None:
-    world = len(found)
-    for rank in found:
-        without = world if world > 2 else 1
-        assert rank["pack"] == {"right": True, "largest": [world, world, without, world], "local": [False] * 4}
-
-
 def test_a_rank_that_compiles_in_its_first_step_is_waited_for(found: Found) -> None:
     assert {tuple(rank["slow"]) for rank in found} == {(True, False)}

@@ -19,7 +19,7 @@ import transformer_engine.pytorch as te
 import te_precision_callbacks
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.runs.answers import outcome_in_words
+from te_precision_callbacks.runs.answers import outcome_notes
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.sinks import StepRecords
 from tests.conftest import Keeper, global_state, module_state, statistics
@@ -281,5 +281,5 @@ def test_an_uncaught_exception_is_in_the_verdict_and_in_the_log(
     assert logged_lines(tmp_path)["linear_activation_max", 1] == 2.0
     errors = [finding.rule for finding in diagnose(tmp_path).findings if finding.severity == "error"]
     assert errors == (["failed-run"] if how in ("error", "shape") else [])
-    assert ended_by in "".join(outcome_in_words(open_run(tmp_path)))
+    assert ended_by in "".join(outcome_notes(open_run(tmp_path)))
     assert ("the layer 'linear' cannot run the GEMM" in result.stderr) == (how == "shape"), "also below the traceback"

@@ -67,8 +67,8 @@ def test_nothing_is_said_of_what_it_reaches(
 @pytest.mark.parametrize(
     ("options", "session", "why"),
     [
-        ({"start_step": 9, "freq": 5}, {}, "the run ended at iteration 3, and it is first due at iteration 10"),
-        ({"end_step": 1}, {"start_step": 50}, "the run began at iteration 50, after the last one in which it is due"),
+        ({"start_step": 9, "freq": 5}, {}, "the run began at iteration 0, and it is first due at iteration 10"),
+        ({"end_step": 1}, {"start_step": 50}, "the run began at iteration 50, and it is not due from there on"),
     ],
 )
 def test_the_rules_of_gemms_that_were_never_due_are_not_judged(

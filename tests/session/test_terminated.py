@@ -77,9 +77,14 @@ def test_a_signal_that_the_script_handles_is_its_own(tmp_path: Path, handler: Ca
     assert logged(tmp_path) == {0, 1}
 
 
-def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_summary_is_written(
-    tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_verdict_is_printed(
+    tmp_path: Path,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.delenv("TE_PRECISION_QUIET", raising=False)
     net = te.Linear(32, 32)
     session = InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]).start()
     trained(net, session, 2)
@@ -89,7 +94,7 @@ def test_before_a_signal_ends_the_process_no_gpu_is_asked_and_the_summary_is_wri
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     session.stop(ValueError("ended by a signal"))
     assert keeper.iterations == [0, 1]
-    assert "Problems found: 1 error" in (tmp_path / "precision_summary.txt").read_text()
+    assert "Problems found: 1 error" in capsys.readouterr().err
     assert "The statistics of iteration 2 are not written: they are on the GPU" in caplog.text
 
 

@@ -18,8 +18,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.runs import RunWriter, open_run
-from te_precision_callbacks.runs.answers import no_step_in_words
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.runs.answers import no_step_note
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment
 from te_precision_callbacks.views.report.data import PageData
 from te_precision_callbacks.views.show import command
@@ -28,6 +28,7 @@ from te_precision_callbacks.views.show.sparklines import sparkline
 from te_precision_callbacks.views.show.view import NothingToShowError, look
 from tests.compare.recorded import Values, append, layers, record
 from tests.planted import defective
+from tests.runs.making import RunWriter
 
 STEPS = 40
 EVIL = 'fc<script>"/../\x1b[31m[bold]\u202e'
@@ -197,7 +198,7 @@ def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
 def test_a_run_without_a_step_is_told_as_its_report_tells_it(tmp_path: Path) -> None:
     with RunWriter.begin(tmp_path) as run:
         run.add_event("contract_judged", "The contract was never judged.", severity="warning", iteration=0)
-        (running,) = no_step_in_words(open_run(tmp_path))
+        (running,) = no_step_note(open_run(tmp_path))
         assert running.startswith("The run has no step yet")
     says = "The run has no step, so it has no numbers and no coverage."
     result = show(tmp_path)
@@ -205,7 +206,7 @@ def test_a_run_without_a_step_is_told_as_its_report_tells_it(tmp_path: Path) -> 
     assert f"Note: {says}" in result.output
     assert "The contract was never judged." in result.output
     assert PageData.of(open_run(tmp_path), 10**6).content["notes"] == [says]
-    assert not no_step_in_words(record(tmp_path / "one", {("fc1", "weight", "cur_amax"): np.ones(1)}))
+    assert not no_step_note(record(tmp_path / "one", {("fc1", "weight", "cur_amax"): np.ones(1)}))
 
 
 @pytest.mark.parametrize("place", ["/dev/full", "latin-1"])
@@ -275,7 +276,7 @@ def test_following_what_can_be_no_run_is_refused(tmp_path: Path) -> None:
 WRITING = """
 import sys, time
 import numpy as np
-from te_precision_callbacks.runs import RunWriter
+from tests.runs.making import RunWriter
 run = RunWriter.begin(sys.argv[1])
 series = run.series("fc1", "activation", "underflows%")
 run.add_step(0)

@@ -13,10 +13,10 @@ from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.runs import RunWriter
 from te_precision_callbacks.speed import Calibration, Time, device_named
 from te_precision_callbacks.speed.calibration import cast_key, gemm_key, high_key
 from te_precision_callbacks.speed.costs import Shape, cast_users, operand_sizes
+from tests.runs.making import RunWriter
 
 KEYS = {
     "layer", "gemm", "m", "n", "k", "recipe", "high_ms", "low_ms", "cast_ms", "speedup", "speedup_low", "speedup_high",

@@ -50,20 +50,20 @@ class Layers(torch.nn.Module):
         self.swiglu = te.LayerNormMLP(96, 224, activation="swiglu", normalization="RMSNorm", params_dtype=BF16)
         self.grouped = te.GroupedLinear(2, 96, 96, params_dtype=BF16)
 
-    def forward(self, x: torch.Tensor, first: bool | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         for name in ("linear", "norm_linear", "rms_linear", "gelu", "swiglu"):
-            x = self.get_submodule(name)(x, is_first_microbatch=first)
-        result: torch.Tensor = self.grouped(x, [TOKENS // 2] * 2, is_first_microbatch=first)
+            x = self.get_submodule(name)(x)
+        result: torch.Tensor = self.grouped(x, [TOKENS // 2] * 2)
         return result
 
 
-def both(model: torch.nn.Module, recipe: Any, *, first: bool | None = None) -> tuple[Counts, Counts]:
+def both(model: torch.nn.Module, recipe: Any) -> tuple[Counts, Counts]:
     """Planned and counted bytes of each module."""
     modules = named_te_modules(model)
-    memory = plan_memory(model, modules, recipe, tokens=TOKENS, cached=first is not None)
+    memory = plan_memory(model, modules, recipe, tokens=TOKENS)
     counted: Counts = Counter()
     with te.autocast(enabled=recipe is not None, recipe=recipe), counting_saved(modules, counted):
-        out = model(torch.randn(TOKENS, 96, dtype=BF16, requires_grad=True), first)
+        out = model(torch.randn(TOKENS, 96, dtype=BF16, requires_grad=True))
     out.float().sum().backward()
     count_kept(modules, counted)
     planned: Counts = Counter()
@@ -73,19 +73,19 @@ def both(model: torch.nn.Module, recipe: Any, *, first: bool | None = None) -> t
     return +planned, +counted
 
 
-@pytest.mark.parametrize(("case", "cached"), [*((case, False) for case in CASES), *((case, True) for case in RECIPES)])
-def test_all_recipes(case: str, cached: bool) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_all_recipes(case: str) -> None:
     with any_capability():
         capability, recipe = CASES[case]
         stand_for(capability)
-        planned, counted = both(Layers(), recipe(), first=True if cached else None)
+        planned, counted = both(Layers(), recipe())
     assert planned == counted
 
 
 class WithoutMlp(Layers):
     """Without LayerNormMLP, which refuses a backward in another precision."""
 
-    def forward(self, x: torch.Tensor, first: bool | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.rms_linear(self.norm_linear(self.linear(x)))
         result: torch.Tensor = self.grouped(x, [TOKENS // 2] * 2)
         return result
@@ -124,16 +124,15 @@ class Recomputed(torch.nn.Module):
         super().__init__()
         self.mlp = te.LayerNormMLP(96, 224, params_dtype=BF16, checkpoint=True)
 
-    def forward(self, x: torch.Tensor, first: bool | None) -> torch.Tensor:
-        result: torch.Tensor = self.mlp(x, is_first_microbatch=first)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.mlp(x)
         return result
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_recomputed_activations(cached: bool) -> None:
+def test_recomputed_activations() -> None:
     with any_capability():
         stand_for((9, 0))
-        planned, counted = both(Recomputed(), recipes.Float8CurrentScaling(), first=True if cached else None)
+        planned, counted = both(Recomputed(), recipes.Float8CurrentScaling())
     assert planned == counted
     assert planned["mlp", "high", "to_backward"] == TOKENS * 96 * 2
     assert ("mlp", "codes", "to_backward") not in planned

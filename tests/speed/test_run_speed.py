@@ -12,11 +12,12 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.runs import RunWriter, open_run
-from te_precision_callbacks.runs.trace_files import own_traces
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.runs.run_files import own_traces
 from te_precision_callbacks.speed.estimate import estimate_step, layer_rows
 from te_precision_callbacks.speed.recorded import run_speed
 from te_precision_callbacks.speed.trace import TraceError
+from tests.runs.making import RunWriter
 from tests.speed.planted import Planted, products
 
 H100 = "NVIDIA H100 80GB HBM3"

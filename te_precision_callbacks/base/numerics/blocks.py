@@ -43,18 +43,18 @@ def from_blocks(blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, 
     return tiles.reshape(tiles.shape[0] * height, tiles.shape[2] * width)[:rows, :columns]
 
 
-def spread(of_blocks: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
+def spread(block_values: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
     """Repeat a number per block, [rows of blocks, columns of blocks], for each element: ``shape``."""
     (height, width), (rows, columns) = block, shape
     if height > 1:
-        of_blocks = of_blocks.repeat_interleave(height, 0)[:rows]
-    return of_blocks.repeat_interleave(width, 1)[:, :columns] if width > 1 else of_blocks
+        block_values = block_values.repeat_interleave(height, 0)[:rows]
+    return block_values.repeat_interleave(width, 1)[:, :columns] if width > 1 else block_values
 
 
-def times_blocks(matrix: torch.Tensor, of_blocks: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def times_blocks(matrix: torch.Tensor, block_values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Multiply each element by the number of its block, [rows of blocks, columns of blocks]."""
     (height, width), (rows, columns) = block, matrix.shape
     if rows % height or columns % width:
-        return matrix * spread(of_blocks, block, matrix.shape)
+        return matrix * spread(block_values, block, matrix.shape)
     tiles = matrix.reshape(rows // height, height, columns // width, width)
-    return (tiles * of_blocks[:, None, :, None]).view(matrix.shape)
+    return (tiles * block_values[:, None, :, None]).view(matrix.shape)

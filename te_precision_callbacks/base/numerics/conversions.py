@@ -82,12 +82,12 @@ def encoded(
         uint8, [rows, columns]; for E2M1 two codes per byte, [rows, columns / 2].
     """
     if _takes(matrix):
-        source, of_blocks = _readable(matrix), factors.contiguous()
+        source, block_factors = _readable(matrix), factors.contiguous()
         drawn = None if random is None else random.contiguous()
         columns = matrix.shape[1] * fmt.bits // 8
         out = torch.empty(matrix.shape[0], columns, dtype=torch.uint8, device=matrix.device)
         FILE.functions[_ENCODE](
-            *(*_read(source), *block, of_blocks.data_ptr(), None if drawn is None else drawn.data_ptr()),
+            *(*_read(source), *block, block_factors.data_ptr(), None if drawn is None else drawn.data_ptr()),
             *(fmt.mantissa_bits, out.data_ptr(), torch.get_num_threads()),
         )
         return out
@@ -111,11 +111,11 @@ def decoded(
     """
     if _takes(codes):
         source, numbers = codes.contiguous(), table(fmt, codes.device)
-        of_blocks = None if factors is None else factors.contiguous()
+        block_factors = None if factors is None else factors.contiguous()
         out = torch.empty(codes.shape[0], codes.shape[1] * 8 // fmt.bits, dtype=dtype, device=codes.device)
         FILE.functions[_DECODE](
             *(source.data_ptr(), *out.shape, *block, fmt.bits, numbers.data_ptr()),
-            None if of_blocks is None else of_blocks.data_ptr(),
+            None if block_factors is None else block_factors.data_ptr(),
             *(out.data_ptr(), dtype == torch.float32, torch.get_num_threads()),
         )
         return out

@@ -101,8 +101,8 @@ def _code_table(fmt: FloatFormat, device: torch.device) -> torch.Tensor:
     values = torch.where(high < 1 << 15, high, high - (1 << 16)).mul(1 << 16).view(torch.float32)
     numbers = table(fmt, high.device)[: fmt.max_code + 1]
     codes = torch.searchsorted(numbers, fmt.round(values).abs()).clamp(max=fmt.max_code)
-    of_nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
-    codes = torch.where(values.isnan(), of_nan, codes + 2 ** (fmt.bits - 1) * torch.signbit(values))
+    nan_code = fmt.max_code if fmt.nan_code is None else fmt.nan_code
+    codes = torch.where(values.isnan(), nan_code, codes + 2 ** (fmt.bits - 1) * torch.signbit(values))
     return codes.to(torch.uint8).to(device)
 
 

@@ -81,8 +81,8 @@ def quantized(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tu
         if rules.better_of_two is None:
             codes[part], scales[part] = _one_scale(matrix[part], encode_scale[rows_of], rules)
         else:
-            of_tensor = amax.view(-1, 1)[rows_of], encode_scale[rows_of]
-            codes[part], scales[part] = _better_of_two_scales(matrix[part], *of_tensor, rules)
+            tensor_scales = amax.view(-1, 1)[rows_of], encode_scale[rows_of]
+            codes[part], scales[part] = _better_of_two_scales(matrix[part], *tensor_scales, rules)
     return codes, scales
 
 

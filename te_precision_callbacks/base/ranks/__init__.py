@@ -29,13 +29,18 @@ def is_distributed(group: dist.ProcessGroup | None) -> bool:
     return is_initialized() and dist.get_world_size(group) > 1
 
 
-def in_words(of_rank: Mapping[int, Any]) -> str:
+def has_other_ranks(group: dist.ProcessGroup | None) -> bool:
+    """Return whether there are other ranks, which the backend "fake" only pretends."""
+    return is_distributed(group) and dist.get_backend(group) != "fake"
+
+
+def format_by_rank(values: Mapping[int, Any]) -> str:
     """Format values and their ranks, the most frequent first: ``5 on ranks 0, 2-7; 4 on rank 1``."""
     ranks_with: dict[Any, list[int]] = {}
-    for rank, value in sorted(of_rank.items()):
+    for rank, value in sorted(values.items()):
         ranks_with.setdefault(value, []).append(rank)
     most_first = sorted(ranks_with.items(), key=lambda entry: -len(entry[1]))
-    shown = [f"{value} on {ranks_in_words(ranks)}" for value, ranks in most_first[:_MOST_NAMED]]
+    shown = [f"{value} on {format_ranks(ranks)}" for value, ranks in most_first[:_MOST_NAMED]]
     more = len(most_first) - len(shown)
     return "; ".join([*shown, f"and {more} others"] if more else shown)
 
@@ -43,7 +48,7 @@ def in_words(of_rank: Mapping[int, Any]) -> str:
 _MOST_NAMED = 8
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

@@ -1,16 +1,16 @@
 """The private gloo process group for messages among the ranks of a run.
 
-Our messages must not use the training's process groups: where ranks disagree, a message would pair with a gradient.
-So :class:`Group` constructs a ``ProcessGroupGloo`` over keys of the training's store, as TorchFT does, without
-``new_group``, which would change the training's group counters.
+In the training's process groups, a message could pair with a gradient where ranks disagree. :class:`Group` constructs
+a ``ProcessGroupGloo`` over keys of the training's store, as TorchFT does; ``new_group`` would change the training's
+group counters.
 
 Three properties of gloo need care (torch 2.13):
 
 - Ranks that send different sizes abort the process. Callers agree on sizes before they send a payload.
 - ``abort`` and ``shutdown`` close no connection, and the destructor waits for running operations. :meth:`Group.close`
   therefore shuts down the sockets, which ends the operations on all ranks.
-- A forked process, such as a DataLoader worker, inherits the sockets and would keep them open after the rank has
-  died. It closes its copies, and never runs the destructor, which would wait for threads that it does not have.
+- A forked process, such as a DataLoader worker, inherits the sockets. It closes its copies, and never runs the
+  destructor, which would wait for threads that it does not have.
 
 Operations are polled, since ``Work.wait`` blocks signal handlers of Python.
 """
@@ -37,56 +37,33 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names the network interface; gloo reads it too."""
 
 _LONGEST_PAUSE = 0.005
-_LOOPBACK = "127.0.0.1"
 _OPEN: weakref.WeakSet[Group] = weakref.WeakSet()
 
 AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
 
-class NoAddressError(Exception):
-    """This machine has no address that other machines can reach; the message has the remedy."""
-
-
-def devices(*, on_one_machine: bool) -> list[Any]:
-    """Listen on the user's interface, else on loopback on one machine, else on this machine's address."""
+def devices() -> list[Any]:
+    """Listen on the user's interfaces, else on the address that reaches the training's master, else as torch does."""
     create = dist.ProcessGroupGloo.create_device
     names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
+    if names:
+        return [create(interface=name) for name in names]
     try:
-        if names:
-            return [create(interface=name) for name in names]
-        return [create(hostname=_LOOPBACK if on_one_machine else _own_address())]
-    except RuntimeError as error:
-        text = str(error).splitlines()[0].rpartition("] ")[2]
-        raise NoAddressError(f"cannot listen on {INTERFACE}={','.join(names)}: {text}") from error
-
-
-def _own_address() -> str:
-    addresses: list[str] = []
-    with contextlib.suppress(OSError, KeyError):
-        family, kind, _, _, where = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, master = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)
-            addresses.append(probe.getsockname()[0])
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        addresses += [str(where[0]) for *_, where in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)]
-    for address in addresses:
-        if not address.startswith("127.") and address != "::1":
-            return address
-    problem = f"resolves to {addresses[-1]} only" if addresses else "does not resolve"
-    raise NoAddressError(f"the host name {name!r} {problem}. Set {INTERFACE} to the interface that all machines share")
+            probe.connect(master)
+            return [create(hostname=probe.getsockname()[0])]
+    except (KeyError, OSError):
+        return [dist.ProcessGroupGloo.create_default_device()]
 
 
 class Group:
-    """The connections of a rank to all others. The constructor waits for them.
+    """The connections of a rank to all others; raises RuntimeError if a rank does not connect.
 
     Args:
         store: provides keys for this group only.
         timeout: seconds for all ranks to connect.
         longest: timeout of an operation in seconds; callers give up earlier.
-
-    Raises:
-        RuntimeError: not all ranks have connected.
     """
 
     def __init__(

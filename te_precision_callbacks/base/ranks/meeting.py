@@ -1,9 +1,8 @@
 """Rendezvous of the ranks, through the store of the training's process group.
 
-Ranks arrive, are connecting, and have connected. In each of these phases the last rank to come decides that all
-are there; a rank that waits too long, or fails, decides that they are not. The first decision of a phase holds for all
-ranks, also for late ones, so nobody waits for a rank that has given up. Each rank needs the same few keys, however many
-ranks there are.
+Ranks arrive, then connect. In both phases the last rank to come decides that all are there; a rank that waits too
+long, or fails, decides that they are not. The first decision holds for all ranks, also for late ones. The number of
+keys does not grow with the ranks.
 
 Read from torch 2.13: ``torch.distributed.distributed_c10d._get_default_store``, and ``Store.clone``, which allows
 separate timeouts. ``Store.wait`` is not used: it blocks Python's signal handlers, and warns after each timeout.
@@ -12,17 +11,15 @@ separate timeouts. ``Store.wait`` is not used: it blocks Python's signal handler
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from te_precision_callbacks.base.ranks.group import Group, NoAddressError, devices
+from te_precision_callbacks.base.ranks.group import Group, devices
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +29,15 @@ PROTOCOL = 3
 WAITING = 15.0
 """Seconds of waiting after which a rank warns."""
 
+CONNECTING = 15.0
+"""Timeout in seconds for connecting after all ranks have come."""
+
 _ANSWER = 10.0
 """Seconds in which the store should respond."""
 
 _LONGEST_PAUSE = 0.25
 
-_ARRIVED, _CONNECTING, _CONNECTED = _PHASES = ("arrived", "connecting", "connected")
+_ARRIVED, _CONNECTED = _PHASES = ("arrived", "connected")
 
 
 class MeetingFailed(Exception): ...
@@ -63,29 +63,37 @@ def below(prefix: str, store: Any) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
-def keys_of_meeting(store: Any, at: Place) -> Any:
-    """Begin the next meeting. Each rank counts its meetings, so a late rank still finds the decisions of this one."""
-    return below(str(store.add(f"meetings/{at.rank}", 1)), store)
+def next_keys(store: Any, rank: int) -> Any:
+    """Return the keys of the next meeting. Each rank counts, so a late rank still finds the decisions of this one."""
+    return below(str(store.add(f"meetings/{rank}", 1)), store)
 
 
-def meet(keys: Any, at: Place, wait: float, why: str) -> bool:
-    """Wait ``wait`` seconds for all ranks, and return whether they are on one machine; ``why`` is for a warning.
+def meet(keys: Any, at: Place, wait: float, longest: float, why: str) -> Group:
+    """Wait ``wait`` seconds for all ranks, and connect to them; see :class:`Group` for ``longest``.
+
+    Args:
+        why: the purpose, for a warning: "to attach a session".
 
     Raises:
-        MeetingFailed: not all came in time, one has refused, or versions differ.
-        RuntimeError: the store failed.
+        MeetingFailed: not all came or connected in time, one has refused, or versions differ.
+        RuntimeError: the store or gloo failed.
     """
-    machine = f"on {_machine()}"
-    keys.add(machine, 1)
+    listening = devices()
     keys.add("versions", PROTOCOL)
-    missing = f"not all of them have come within {wait:g} s"
-    _all_come(keys, _ARRIVED, at, time.monotonic() + wait, missing, _warning(at, why))
+    _all_come(keys, _ARRIVED, at, wait, f"not all of them have come within {wait:g} s", _warning(at, why))
     if keys.add("versions", 0) != PROTOCOL * at.size:
         raise MeetingFailed(
             f"they have different versions of te-precision-callbacks ({at.name(at.rank)} has version {PROTOCOL} of the"
             " messages)"
         )
-    return bool(keys.add(machine, 0) == at.size)
+    group = Group(below("gloo", keys), at.rank, at.size, listening, CONNECTING, longest)
+    try:
+        # Else a rank could leave before another one has connected to it.
+        _all_come(keys, _CONNECTED, at, CONNECTING, f"not all of them have connected within {CONNECTING:g} s")
+    except BaseException:
+        group.close()
+        raise
+    return group
 
 
 def refuse(keys: Any, why: str) -> None:
@@ -96,34 +104,10 @@ def refuse(keys: Any, why: str) -> None:
             keys.set(f"{phase}/decision", why)
 
 
-def connect(keys: Any, at: Place, wait: float, longest: float, *, on_one_machine: bool) -> Group:
-    """Connect the ranks that have met, in ``wait`` seconds; see :class:`Group` for ``longest``.
-
-    Raises:
-        MeetingFailed: a rank cannot be reached.
-        RuntimeError: the store or gloo failed.
-    """
-    until, missing = time.monotonic() + wait, f"not all of them have connected within {wait:g} s"
-    try:
-        listening = devices(on_one_machine=on_one_machine)
-    except NoAddressError as error:
-        text = f"cannot be reached by the other ranks: {error}"
-        logger.warning("%s %s.", at.name(at.rank).capitalize(), text)
-        raise MeetingFailed(f"{at.name(at.rank)} {text}") from error
-    _all_come(keys, _CONNECTING, at, until, missing)
-    group = Group(below("gloo", keys), at.rank, at.size, listening, max(until - time.monotonic(), 1.0), longest)
-    try:
-        # Else a rank could leave before another one has connected to it.
-        _all_come(keys, _CONNECTED, at, until, missing)
-    except BaseException:
-        group.close()
-        raise
-    return group
-
-
 def _all_come(
-    keys: Any, phase: str, at: Place, until: float, missing: str, on_wait: Callable[[], None] = lambda: None
+    keys: Any, phase: str, at: Place, wait: float, missing: str, on_wait: Callable[[], None] = lambda: None
 ) -> None:
+    until = time.monotonic() + wait
     if keys.add(phase, 1) == at.size:
         _decide(keys, phase, "")
     pause = 0.001
@@ -156,10 +140,3 @@ def _warning(at: Place, why: str) -> Callable[[], None]:
             logger.warning("%s has waited %g s for the other ranks, %s together with them.", who, WAITING, why)
 
     return warn
-
-
-def _machine() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()

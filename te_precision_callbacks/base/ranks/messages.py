@@ -1,13 +1,11 @@
 """Messages among the ranks of a run.
 
-A message begins with a header of fixed size, reduced by the maximum of its values and of their negatives. It shows
-all ranks whether they send the same kind of message, with payloads of equal size and equal texts. Otherwise nobody
-sends a payload. Values are then summed, or reduced by the maximum. Texts that differ are gathered on rank 0, which
-broadcasts their union. They are JSON: nothing from the network is unpickled.
+A message begins with a header of fixed size, reduced by the maximum of its values and of their negatives. Unless it
+shows equal kinds and sizes on all ranks, nobody sends a payload. Values are then summed, or reduced by the maximum.
+Texts that differ are gathered on rank 0, which broadcasts their union. They are JSON: nothing is unpickled.
 
 A rank that fails writes the reason into the store and closes its group. The others detect that in their current or
-next message, read the reason, and leave too, so nobody waits for a rank that has failed. A rank that hangs costs the
-others a timeout.
+next message, and leave too. A rank that hangs costs the others a timeout.
 """
 
 from __future__ import annotations
@@ -30,15 +28,14 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.ranks import meeting, ranks_in_words
+from te_precision_callbacks.base.ranks import format_ranks, has_other_ranks, meeting
 from te_precision_callbacks.base.ranks.group import Group
 from te_precision_callbacks.base.ranks.meeting import (
     MeetingFailed,
     Place,
     below,
-    connect,
-    keys_of_meeting,
     meet,
+    next_keys,
     refuse,
     shared_store,
 )
@@ -54,9 +51,6 @@ EXCHANGING = 60.0
 FIRST_STEP = 300.0
 """The longest timeout of messages in the first step, in which some ranks compile. A rank that skips its first
 ``step()`` blocks the others for this time, once."""
-
-CONNECTING = 15.0
-"""Timeout for connecting after a meeting."""
 
 RECONNECTING = 10.0
 """Timeout for connecting during training."""
@@ -146,22 +140,14 @@ class Messages:
         self._keys: Any = None
         self._count = 0
         self.timeout = EXCHANGING
-        self._on_one_machine = False
         self._return: _Return | None = None
 
     def name(self, rank: int) -> str:
         return f"rank {self._ranks[rank]}"
 
-    def number(self, rank: int) -> int:
-        return self._ranks[rank]
-
     @property
     def is_open(self) -> bool:
         return self._group is not None
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
 
     # ------------------------------------------------------------------ the beginning and the end
 
@@ -178,12 +164,11 @@ class Messages:
         try:
             self.close()
             self._return = None
-            if dist.get_backend(self.group) == "fake":
+            if not has_other_ranks(self.group):
                 raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
             wait = _patience(self.group)
             keys = self._new_meeting()
-            self._on_one_machine = meet(keys, self._at, wait, why)
-            self._connect(keys, CONNECTING)
+            self._connect(keys, wait, why)
             self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
         except RanksLostError as error:
             raise self._apart(error.departure.text) from error
@@ -203,15 +188,15 @@ class Messages:
 
     def _new_meeting(self) -> Any:
         group = "all" if self.group is None else "-".join(map(str, self._ranks))
-        return keys_of_meeting(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self._at)
+        return next_keys(shared_store(f"te_precision_callbacks/{self._purpose}/{group}"), self.rank)
 
     def settle(self) -> None:
         """Allow reconnecting, and use short timeouts after the next message, which may still wait for compilation."""
         if self._group is not None:
             self._return = _Return(self._keys)
 
-    def _connect(self, keys: Any, wait: float) -> None:
-        self._group = connect(keys, self._at, wait, 2 * FIRST_STEP, on_one_machine=self._on_one_machine)
+    def _connect(self, keys: Any, wait: float, why: str) -> None:
+        self._group = meet(keys, self._at, wait, 2 * FIRST_STEP, why)
         self._keys, self._count = keys, 0
         self.meetings += 1
 
@@ -254,41 +239,22 @@ class Messages:
 
     # ------------------------------------------------------------------ messages
 
-    def merge(self, kind: str, why: str, numbers: Numbers, sums: int) -> None:
-        """Reduce values over the ranks, in place.
+    def merge(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
+        """Reduce values over the ranks, in place, and return the union of their texts.
 
         Args:
             kind: the kind of message, equal on all ranks.
             why: the purpose, for a warning: "to reduce statistics".
             numbers: a contiguous array.
             sums: the number of leading values that are summed; others are reduced by the maximum.
+            text: a JSON list of entries of the type ``of``.
 
         Raises:
             RanksLostError: the ranks are separated.
         """
-        self._exchange(kind, why, numbers, sums)
-
-    def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
-        """Return the maximum of each number over the ranks; integers up to 2**53 are exact."""
-        own = np.array(numbers, np.float64)
-        self.merge(kind, why, own, 0)
-        return tuple(own.tolist())
-
-    def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
-        """Return the union of entries of a type that pydantic parses, on all ranks, lower ranks first."""
-        text = _written(own, of)
-        entries: list[Entry] = _read(self._exchange(kind, why, np.empty(0), 0, text, of), of)
-        return entries
-
-    def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
-        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks."""
-        own = self._ranks[self.rank], tuple(numbers)
-        return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
-
-    def _exchange(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
         group = self._group
         if group is None:
-            raise RanksLostError(self.departure, self._in_words(self.departure))
+            raise RanksLostError(self.departure, self._describe(self.departure))
         self._count += 1
         try:
             finish = functools.partial(group.finish, _Wait(self, self._keys, self._count, why).check)
@@ -303,10 +269,27 @@ class Messages:
                 self._leave(self._departure_of_another(error))
             else:  # the others cannot know how far this rank has come: they go on, and it does too
                 self.leave(error)
-            raise RanksLostError(self.departure, self._in_words(self.departure)) from error
+            raise RanksLostError(self.departure, self._describe(self.departure)) from error
         except BaseException as error:
             self.leave(error)
             raise
+
+    def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
+        """Return the maximum of each number over the ranks; integers up to 2**53 are exact."""
+        own = np.array(numbers, np.float64)
+        self.merge(kind, why, own, 0)
+        return tuple(own.tolist())
+
+    def pooled(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
+        """Return the union of entries of a type that pydantic parses, on all ranks, lower ranks first."""
+        text = _written(own, of)
+        entries: list[Entry] = _read(self.merge(kind, why, np.empty(0), 0, text, of), of)
+        return entries
+
+    def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
+        """Return the numbers of each global rank; for error messages only, since the size grows with the ranks."""
+        own = self._ranks[self.rank], tuple(numbers)
+        return dict(sorted(self.pooled([own], kind, why, tuple[int, tuple[int, ...]])))
 
     def _exchanged(
         self, group: Group, finish: Callable[[], None], kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
@@ -342,7 +325,7 @@ class Messages:
         why = line.partition("]")[2].partition(". This is")[0].strip() or line
         return Departure(self.rank, f"A rank cannot be reached any more: {why}")
 
-    def _in_words(self, departure: Departure) -> str:
+    def _describe(self, departure: Departure) -> str:
         who = self.name(departure.rank).capitalize()
         return f"{who} has failed: {departure.text}" if departure.kind else departure.text
 
@@ -367,7 +350,7 @@ class Messages:
         try:
             if not attempts.is_time(self._at, iteration, optimizer_steps):
                 return None
-            self._connect(attempts.keys_of_attempt(), RECONNECTING)
+            self._connect(attempts.keys_of_attempt(), RECONNECTING, "to reconnect")
         except Exception as error:  # the store may be gone, or a rank
             self.decline(error, attempts.keys_of_attempt())
             logger.info("%s has not met the other ranks again: %s.", self.name(self.rank).capitalize(), _reason(error))
@@ -508,7 +491,7 @@ class _Wait:
         messages, keys = self._messages, self._keys
         places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
         late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]
-        return ranks_in_words(sorted(map(messages.number, late))) if late else "other ranks"
+        return format_ranks(sorted(messages._ranks[rank] for rank in late)) if late else "other ranks"
 
 
 def _patience(group: dist.ProcessGroup | None) -> float:

@@ -15,9 +15,7 @@ from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
     from te_precision_callbacks.base.torch_facts import Torch
-    from te_precision_callbacks.cli.doctor.advice import DoctorFinding
-    from te_precision_callbacks.cli.doctor.machine import Machine
-    from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine
+    from te_precision_callbacks.cli.doctor.machine import DoctorFinding, Machine, TransformerEngine
 
 
 def doctor_command(
@@ -30,8 +28,7 @@ def doctor_command(
 
     The exit code is 1 if there are problems. Only environment variables that change results are shown.
     """
-    from te_precision_callbacks.cli.doctor.advice import findings
-    from te_precision_callbacks.cli.doctor.machine import examine
+    from te_precision_callbacks.cli.doctor.machine import examine, findings
 
     machine = examine(log_dir)
     advice = findings(machine)

@@ -1,19 +1,131 @@
-"""Examination of packages, Transformer Engine, torch, variables and the log folder."""
+"""Examination of packages, Transformer Engine, torch, variables and the log folder, and known problems of them.
+
+Transformer Engine is imported in another process, since the import may fail, crash or hang. Its own checks (2.20.2,
+``pytorch/quantization.py``) decide which recipes run.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-from te_precision_callbacks.base.environment import read_environment
-from te_precision_callbacks.base.installed import installed_version
+from te_precision_callbacks import reference
+from te_precision_callbacks.base.environment import installed_version, read_environment
+from te_precision_callbacks.base.errors import install_line
 from te_precision_callbacks.base.torch_facts import Torch, torch_facts
-from te_precision_callbacks.cli.doctor.te_installation import TransformerEngine, transformer_engine
+from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.dumps.budget import why_full
+from te_precision_callbacks.reference import ReferenceBackendError, inherited, target
+from te_precision_callbacks.reference.launch import Backend, plan_launch
+
+_TE_PACKAGES = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
+
+_TIMEOUT = 180.0
+"""Seconds after which the other process counts as hanging."""
+
+
+class NoAnswerError(Exception):
+    """The process failed, crashed or hung."""
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """The recipes that run.
+
+    Attributes:
+        place: ``this GPU``, or the emulated compute capability.
+        refusals: recipe -> why it does not run.
+        failure: the exception of the checks; empty without one.
+    """
+
+    place: str
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class TransformerEngine:
+    """The Transformer Engine of this machine; the reasons are empty where they do not apply.
+
+    ``backend`` is the ``compiled`` build, the ``reference`` backend, or ``none``; ``recipes`` is None if neither can be
+    used.
+    """
+
+    installed: Mapping[str, str]
+    backend: Literal["compiled", "reference", "none"]
+    description: str
+    why_not_compiled: str
+    why_no_reference: str
+    recipes: Recipes | None
+
+
+def find_transformer_engine() -> TransformerEngine:
+    installed = {name: version for name in _TE_PACKAGES if (version := installed_version(name)) is not None}
+    environment = {name: value for name, value in os.environ.items() if name != inherited.ENVIRONMENT_VARIABLE}
+    try:
+        recipes = recipes_in_process(environment)
+    except NoAnswerError as error:
+        why = str(error)
+    else:
+        return TransformerEngine(installed, "compiled", "the compiled Transformer Engine", "", "", recipes)
+    try:
+        plan = plan_launch(Backend.REFERENCE)
+    except ReferenceBackendError as error:
+        return TransformerEngine(installed, "none", "no Transformer Engine that can be used", why, str(error), None)
+    try:
+        recipes = recipes_in_process(environment | plan.environment)
+    except NoAnswerError as error:
+        recipes = Recipes("reference backend", failure=str(error))
+    return TransformerEngine(installed, "reference", plan.description, why, "", recipes)
+
+
+def recipes_in_process(environment: Mapping[str, str]) -> Recipes:
+    """Return the recipes that run in a process with this environment, on the GPU or on the reference backend.
+
+    Raises:
+        NoAnswerError: Transformer Engine cannot be imported there.
+    """
+    code = f"from {__name__} import recipes_here; import json; print(json.dumps(recipes_here()))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    try:
+        done = subprocess.run(
+            command, env=dict(environment), capture_output=True, text=True, check=False, timeout=_TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"the process had not ended after {_TIMEOUT:.0f} seconds") from None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        raise NoAnswerError(lines[-1] if lines else f"the process ended with status {done.returncode}")
+    return Recipes(**json.loads(done.stdout.splitlines()[-1]))  # imports may have printed before
+
+
+def recipes_here() -> dict[str, Any]:
+    from transformer_engine.pytorch import quantization
+
+    emulated = "reference backend at {}.{}".format(*target.capability())
+    return dataclasses.asdict(_recipes(quantization, emulated if reference.is_installed() else "this GPU"))
+
+
+def _recipes(quantization: Any, place: str) -> Recipes:
+    try:
+        answers = {name: getattr(quantization, row.check)() for name, row in RECIPES.items()}
+    except Exception as error:  # a compiled build without a GPU, for example
+        return Recipes(place, failure=f"{type(error).__name__}: {error}")
+    refusals = {recipe: why for recipe, (runs, why) in answers.items() if not runs}
+    return Recipes(place, refusals)
+
+
+# ---------------------------------------------------------------------- the machine
 
 _PACKAGES = (
     *("te-precision-callbacks", "transformer-engine", "nvdlfw-inspect", "torch", "triton", "numpy", "pyarrow"),
@@ -53,7 +165,7 @@ def examine(log_dir: Path) -> Machine:
     return Machine(
         platform=platform.platform(),
         packages={"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}},
-        transformer_engine=transformer_engine(),
+        transformer_engine=find_transformer_engine(),
         torch=torch,
         environment=read_environment(os.environ),
         log_folder=log_folder(log_dir),
@@ -63,7 +175,7 @@ def examine(log_dir: Path) -> Machine:
 def log_folder(folder: Path) -> LogFolder:
     """Write a file in the folder, or where the folder would be made, and remove it."""
     path = folder.expanduser().absolute()
-    place = next(each for each in (path, *path.parents) if each.exists())
+    place = next(parent for parent in (path, *path.parents) if parent.exists())
     why_not_writable = ""
     try:
         if not place.is_dir():
@@ -73,3 +185,82 @@ def log_folder(folder: Path) -> LogFolder:
     except OSError as error:
         why_not_writable = str(error)
     return LogFolder(str(path), path.is_dir(), why_not_writable, why_full(path) or "", shutil.disk_usage(place).free)
+
+
+# ---------------------------------------------------------------------- problems
+
+Severity = Literal["stops a run", "changes a run"]
+
+COMPILED_BUILD = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'"
+_ORDER: tuple[Severity, ...] = ("stops a run", "changes a run")
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    severity: Severity
+    what: str
+    remedy: str
+
+
+def findings(machine: Machine) -> tuple[DoctorFinding, ...]:
+    engine, torch = machine.transformer_engine, machine.torch
+    advice = list(_engine_findings(engine, with_gpu=not isinstance(torch, str) and bool(torch.gpus)))
+    advice += _torch_findings(torch)
+    advice += _folder_findings(machine.log_folder)
+    return tuple(sorted(advice, key=lambda finding: _ORDER.index(finding.severity)))
+
+
+def _engine_findings(engine: TransformerEngine, *, with_gpu: bool) -> Iterator[DoctorFinding]:
+    if engine.backend == "none":
+        yield DoctorFinding(
+            "stops a run",
+            "neither the compiled Transformer Engine nor the reference backend can be used. Compiled:"
+            f" {engine.why_not_compiled}. Reference backend: {engine.why_no_reference}",
+            f"With a GPU: {COMPILED_BUILD}. Without a GPU: {install_line('reference')}. Overflow"
+            " detection needs neither.",
+        )
+    elif engine.backend == "reference" and (with_gpu or len(engine.installed) > 1):
+        yield DoctorFinding(
+            "changes a run",
+            f"the compiled Transformer Engine cannot be imported: {engine.why_not_compiled}. The reference backend runs"
+            " instead where a script or te-precision run installs it, and is slow",
+            f"Install the build for this torch and CUDA: {COMPILED_BUILD}",
+        )
+    recipes = engine.recipes
+    if recipes is None:
+        return
+    if recipes.failure:
+        yield DoctorFinding(
+            "stops a run",
+            f"Transformer Engine's checks of recipes fail ({recipes.place}): {recipes.failure}",
+            "A variable with a bad value can be the reason: see the other findings.",
+        )
+    elif len(recipes.refusals) == len(RECIPES):
+        reasons = "; ".join(dict.fromkeys(recipes.refusals.values()))
+        yield DoctorFinding("changes a run", f"no FP8 recipe runs on this GPU: {reasons}", "Use another GPU.")
+
+
+def _torch_findings(torch: Torch | str) -> Iterator[DoctorFinding]:
+    if isinstance(torch, str):
+        yield DoctorFinding("stops a run", f"torch cannot be imported: {torch}", "Install torch again.")
+        return
+    for warning in torch.warnings:
+        yield DoctorFinding("changes a run", f"torch warns: {warning}", "Until this is solved, torch may see no GPU.")
+    if torch.driver is not None and not torch.gpus and torch.visible_devices not in ("", "-1"):
+        yield DoctorFinding(
+            "changes a run",
+            f"there is an NVIDIA driver ({torch.driver}), but torch sees no GPU",
+            "Check CUDA_VISIBLE_DEVICES, and that torch is a build for CUDA (torch.version.cuda).",
+        )
+
+
+def _folder_findings(folder: LogFolder) -> Iterator[DoctorFinding]:
+    where = f"the log folder {folder.path}"
+    if folder.why_not_writable:
+        yield DoctorFinding(
+            "stops a run", f"{where} cannot be written to: {folder.why_not_writable}", "Give another one: log_dir=."
+        )
+    if folder.why_full:
+        yield DoctorFinding(
+            "changes a run", f"{where}: {folder.why_full}. Tensors are not dumped", "Make room, or use another disk."
+        )

@@ -80,7 +80,6 @@ def statistics_command(
 
 
 def _options(name: str, request: Request) -> tuple[tuple[str, ...], str]:
-    """The features that collect a statistic, and a line for their options."""
     from te_precision_callbacks.statistics.table import BLOCKWISE, OF_GEMMS
 
     if request.statistic.of in OF_GEMMS:

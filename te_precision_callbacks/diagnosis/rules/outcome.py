@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 from te_precision_callbacks.sinks.step_records import Event
@@ -102,7 +103,7 @@ RULES = (
         judge=BrokenContract,
     ),
     Rule(
-        id="observation",
+        id=FAILED_OBSERVATION,
         title="the observation failed",
         subject="model",
         needs="a run without a failure of the observation",

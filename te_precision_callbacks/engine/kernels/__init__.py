@@ -1,17 +1,13 @@
 """One pass over a tensor: a Triton kernel on a GPU, C++ or plain torch on a CPU.
 
     add([Pending(tensor, codes, scale_inv, False, places)], sums, maxima)           # merged into these vectors
-    sums, maxima = measure(tensor)                                                  # MOMENT_SUMS, MAXIMA
-    sums, maxima = measure(tensor, codes, scale_inv, e5m2=False)                    # also of codes and scale
-    sums, maxima = measure(tensor, histogram=True)                                  # and EXPONENT_BINS counts
 
-All give the columns of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, without waiting
-for it.
+The columns are those of :mod:`te_precision_callbacks.engine.kernels.columns`, on the tensor's device, without
+waiting for it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -20,43 +16,11 @@ import torch
 
 from te_precision_callbacks.base.devices import is_lost
 from te_precision_callbacks.engine.kernels import eager, eager_blocks, native
-from te_precision_callbacks.engine.kernels.columns import (
-    COMPARISON_SUMS,
-    EXPONENT_BINS,
-    MAXIMA,
-    MOMENT_SUMS,
-    NOTHING,
-    SCALE_MAXIMA,
-    SCALE_SUMS,
-    ColumnPlaces,
-    Layout,
-    Pending,
-    layout,
-    measured_by,
-)
-
-__all__ = [
-    "COMPARISON_SUMS",
-    "EXPONENT_BINS",
-    "MAXIMA",
-    "MOMENT_SUMS",
-    "NOTHING",
-    "SCALE_MAXIMA",
-    "SCALE_SUMS",
-    "ColumnPlaces",
-    "Layout",
-    "Pending",
-    "add",
-    "layout",
-    "measure",
-    "measured_by",
-]
+from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending
 
 logger = logging.getLogger(__name__)
 
 Pass = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]
-
-_on_gpu: Pass | None = None
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -75,26 +39,9 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
         taken(list(together), sums, maxima)
 
 
-def measure(
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Measure one tensor; returns the sums and maxima of :func:`layout`.
-
-    Args:
-        values, codes, scale_inv, e5m2: as :class:`Pending` has them.
-        histogram: whether the exponents are counted.
-    """
-    return measured_by(add, values.detach(), codes, scale_inv, e5m2=e5m2, histogram=histogram)
-
-
-def _pass_of(one: Pending) -> Pass:
-    taken = _pass_for(one.values)
-    return _blocks_in_torch if one.in_blocks is not None and taken in (eager.add, native.add) else taken
+def _pass_of(tensor: Pending) -> Pass:
+    taken = _pass_for(tensor.values)
+    return _blocks_in_torch if tensor.in_blocks is not None and taken in (eager.add, native.add) else taken
 
 
 def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -107,23 +54,14 @@ def _blocks_in_torch(pending: Sequence[Pending], sums: torch.Tensor, maxima: tor
 
 def _pass_for(values: torch.Tensor) -> Pass:
     if values.device.type == "cuda" and values.element_size() <= 4:
-        return _gpu_pass()
+        return _on_gpu
     if native.takes(values):
         return native.add
     return eager.add
 
 
-def _gpu_pass() -> Pass:
-    global _on_gpu
-    if _on_gpu is None:
-        _on_gpu = eager.add if importlib.util.find_spec("triton") is None else _with_triton
-        if _on_gpu is eager.add:
-            _say("Triton is not installed. Install it with: pip install triton")
-    return _on_gpu
-
-
 def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """Measure with Triton, or in plain torch once the kernel has failed to compile."""
+    """Measure with Triton, or in plain torch once Triton is missing or the kernel has failed to compile."""
     global _on_gpu
     left = list(pending)
     try:
@@ -141,9 +79,13 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
         if is_lost(error):
             raise  # nor is this: nothing can run on the GPU any more
         _on_gpu = eager.add
-        _say(f"The Triton kernel cannot be used ({type(error).__name__}: {error}).")
+        logger.warning(
+            "Statistics on the GPU are computed by plain torch operations: slower, but equally exact. The Triton kernel"
+            " cannot be used (%s: %s).",
+            type(error).__name__,
+            error,
+        )
         add(left, sums, maxima)
 
 
-def _say(why: str) -> None:
-    logger.warning("Statistics on the GPU are computed by plain torch operations: slower, but equally exact. %s", why)
+_on_gpu: Pass = _with_triton

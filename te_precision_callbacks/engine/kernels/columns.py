@@ -7,7 +7,6 @@ except ``nonfinite`` ignores inf and nan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -164,19 +163,3 @@ def layout(*, codes: bool, histogram: bool) -> Layout:
         places = places._replace(compared=compared, scales=scales, scale_maxima=len(MAXIMA))
     maxima = len(MAXIMA) + (len(SCALE_MAXIMA) if codes else 0)
     return Layout(places, exponents + (EXPONENT_BINS if histogram else 0), maxima)
-
-
-def measured_by(
-    add: Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None],
-    values: torch.Tensor,
-    codes: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    *,
-    e5m2: bool = False,
-    histogram: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    places, width, extremes = layout(codes=codes is not None, histogram=histogram)
-    sums = torch.zeros(width, dtype=torch.float64, device=values.device)
-    maxima = torch.full((extremes,), NOTHING, dtype=torch.float64, device=values.device)
-    add([Pending(values, codes, scale_inv, e5m2, places)], sums, maxima)
-    return sums, maxima

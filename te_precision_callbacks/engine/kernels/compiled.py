@@ -1,9 +1,8 @@
 """Simulated recipes and block statistics on a CPU by ``torch.compile``: each input is read once.
 
 A kernel for each function and combination of dtypes is compiled for the first tensor of at least :data:`SMALLEST`
-elements (some seconds each, cached on disk by Inductor); smaller tensors are cheaper in plain torch. Compilation waits
-until plain torch has measured :data:`PAYS_FROM` elements: in a short run it would cost more than it saves. Without a
-C++ compiler, plain torch does everything, which is logged once.
+elements (some seconds each, cached on disk by Inductor), once plain torch has measured :data:`PAYS_FROM` elements.
+Without a C++ compiler, plain torch does everything, which is logged once.
 """
 
 from __future__ import annotations
@@ -77,12 +76,7 @@ def _has_compiler() -> bool:
 def pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Split a matrix into pieces of rows that suit :func:`run`."""
     size = _PIECE if takes(rows) else eager.piece_size(rows)
-    return _split(rows, max(1, size // rows.shape[1]))
-
-
-def _split(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    found: tuple[torch.Tensor, ...] = torch.split(tensor, size)
-    return found
+    return torch.split(rows, max(1, size // rows.shape[1]))
 
 
 def run(function: _Function, rows: torch.Tensor, *others: torch.Tensor) -> Any:

@@ -1,8 +1,7 @@
 """The pass in plain torch, in pieces whose temporaries fit the CPU cache.
 
-For any device, without a compiler. :func:`comparison` is shared with the compiled simulation of recipes. Squares
-and sums are float64: the square of a float32 is exact and cannot overflow, and a sum of raw squares still resolves a
-spread of 1e-5 of the mean.
+For any device, without a compiler. Squares and sums are float64: the square of a float32 is exact and cannot overflow,
+and a sum of raw squares still resolves a spread of 1e-5 of the mean.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import in_blocks
+from te_precision_callbacks.base.numerics.blocks import as_matrix, in_blocks, padded
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import COMPARISON_SUMS, NOTHING, BlockPlaces, InBlocks, Pending
+from te_precision_callbacks.statistics.names import Blocks
 from te_precision_callbacks.statistics.table import Of
 
 SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -65,7 +66,7 @@ def places_of(at: Callable[[Of], tuple[int, int]]) -> BlockPlaces:
     return BlockPlaces(limits=limits, losses=losses[0], ranges=ranges[0], loss_maxima=losses[1], range_maxima=ranges[1])
 
 
-def columns(found: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
+def columns(tensor: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]) -> dict[Of, SumsAndMaxima]:
     """Compute the columns of the wanted kinds.
 
     Args:
@@ -75,35 +76,35 @@ def columns(found: InBlocks, values: torch.Tensor | None, wanted: Collection[Of]
     Raises:
         ValueError: the tensors differ in size.
     """
-    part, (down, along) = found.part, found.stored_again
-    matrix = None if values is None else found.matrix(values)
+    part, (down, along) = tensor.part, tensor.stored_again
+    matrix = None if values is None else tensor.matrix(values)
     factors, scales = part.factors()[::down, ::along], part.block_scales()[::down, ::along]
     merged: dict[Of, SumsAndMaxima] = {}
-    for of_rows, of_blocks in _bands(found):
-        band = matrix if matrix is None else in_blocks(matrix[of_rows], found.block)
+    for of_rows, of_blocks in _bands(tensor):
+        band = matrix if matrix is None else in_blocks(matrix[of_rows], tensor.block)
         its_factors = factors[of_blocks].reshape(-1, 1)
         compared = occupied = None
         if band is not None and _needs_comparison(wanted):
-            elements = in_blocks(part.elements(of_rows), found.block, 0.0)
+            elements = in_blocks(part.elements(of_rows), tensor.block, 0.0)
             compared = _compared(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
         elif needs_blocks(wanted):
-            occupied = _occupied(in_blocks(part.elements(of_rows), found.block, 0.0) if band is None else band)
-        its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *found.limits)
+            occupied = _occupied(in_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band)
+        its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *tensor.limits)
         merged = _merged(merged, columns_of(wanted, compared, its_scales, occupied, band))
     return merged
 
 
-def _bands(found: InBlocks) -> Iterator[tuple[slice, slice]]:
-    (rows, row), height = found.part.matrix_shape, found.block[0]
+def _bands(tensor: InBlocks) -> Iterator[tuple[slice, slice]]:
+    (rows, row), height = tensor.part.matrix_shape, tensor.block[0]
     step = max(1, _BAND // max(1, height * row))
     for first in range(0, -(-rows // height), step):
         yield slice(first * height, (first + step) * height), slice(first, first + step)
 
 
-def _merged(found: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> dict[Of, SumsAndMaxima]:
+def _merged(merged: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> dict[Of, SumsAndMaxima]:
     return {
-        of: (_both(torch.add, found[of][0], sums), _both(torch.maximum, found[of][1], maxima))
-        if of in found
+        of: (_both(torch.add, merged[of][0], sums), _both(torch.maximum, merged[of][1], maxima))
+        if of in merged
         else columns_of_kind
         for of, columns_of_kind in more.items()
         for sums, maxima in (columns_of_kind,)
@@ -111,13 +112,12 @@ def _merged(found: dict[Of, SumsAndMaxima], more: dict[Of, SumsAndMaxima]) -> di
 
 
 def _both(
-    merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], one: torch.Tensor | None, other: torch.Tensor | None
+    merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], first: torch.Tensor | None, other: torch.Tensor | None
 ) -> torch.Tensor | None:
-    return other if one is None or other is None else merge(one, other)
+    return other if first is None or other is None else merge(first, other)
 
 
 def _occupied(blocks: torch.Tensor) -> torch.Tensor:
-    """Return which blocks have a finite element other than 0: bool, [blocks]."""
     return ((blocks != 0) & blocks.isfinite()).any(1)
 
 
@@ -179,22 +179,22 @@ def columns_of(
         occupied: bool, [blocks]: which have an element other than 0; None if ``compared`` shows it.
         blocks: [blocks, elements], before quantization; needed for the ranges.
     """
-    found: dict[Of, SumsAndMaxima] = {}
+    kinds: dict[Of, SumsAndMaxima] = {}
     if occupied is None and compared is not None and needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
     # The factor of a block of zeros depends on the recipe alone.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, 0.0)
     if Of.SCALES in wanted:
-        found[Of.SCALES] = eager.scale_columns(factors)
+        kinds[Of.SCALES] = eager.scale_columns(factors)
     if compared is not None and Of.QUANTIZED in wanted:
-        found[Of.QUANTIZED] = compared.sum(1), None
+        kinds[Of.QUANTIZED] = compared.sum(1), None
     if compared is not None and Of.LOSSES in wanted:
-        found[Of.LOSSES] = _loss_columns(compared)
+        kinds[Of.LOSSES] = _loss_columns(compared)
     if Of.SCALE_LIMITS in wanted and occupied is not None:
-        found[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
+        kinds[Of.SCALE_LIMITS] = _limit_sums(scales, occupied), None
     if blocks is not None and Of.RANGES in wanted:
-        found[Of.RANGES] = range_columns(blocks)
-    return found
+        kinds[Of.RANGES] = range_columns(blocks)
+    return kinds
 
 
 def _loss_columns(compared: torch.Tensor) -> SumsAndMaxima:
@@ -223,21 +223,55 @@ def range_columns(blocks: torch.Tensor) -> SumsAndMaxima:
     Args:
         blocks: [blocks, elements], any float dtype; non-finite elements are ignored.
     """
-    pieces = [compiled.run(extremes, piece) for piece in compiled.pieces(blocks)]
+    pieces = [compiled.run(_extremes, piece) for piece in compiled.pieces(blocks)]
     largest, smallest = (torch.cat([piece[index] for piece in pieces]) for index in (0, 1))
     counted = largest > 0
-    ranges = torch.where(counted, log2_of_ratio(largest, smallest), 0.0)
+    ranges = torch.where(counted, _log2_of_ratio(largest, smallest), 0.0)
     maxima = torch.stack([torch.where(counted, ranges, NOTHING).amax(), torch.where(counted, -ranges, NOTHING).amax()])
     return torch.stack([counted.sum(dtype=torch.float64), ranges.sum()]), maxima
 
 
-def log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:
+def largest_range(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Largest log2(max(abs(x)) / min(abs(x))) over the non-zero finite elements of any of the user's own blocks.
+
+    As ``max_blockwise_dynamic_range`` of Transformer Engine 2.20.2 (``debug/features/utils/stats_computation.py``),
+    except that a block at the edge may be partial, and non-finite elements are ignored.
+
+    Args:
+        values: any shape, any float dtype; the last dimension is a row.
+
+    Returns:
+        float64, [1]; :data:`NOTHING` where no block has a non-zero finite element.
+    """
+    matrix = as_matrix(values)
+    if not matrix.numel():
+        return torch.full((1,), NOTHING, dtype=torch.float64, device=matrix.device)
+    largest = _largest_range(matrix, blocks)
+    if blocks.both and blocks.dims != 2:  # square tiles of the transposed tensor are the same tiles
+        largest = torch.maximum(largest, _largest_range(matrix.t(), blocks))
+    return largest.reshape(1)
+
+
+def _largest_range(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    height = min(blocks.size, matrix.shape[0]) if blocks.dims == 2 else 1
+    width = min(blocks.size, matrix.shape[1])
+    # Padding zeros are ignored, like the tensor's own zeros.
+    whole = padded(matrix, (height, width), 0.0)
+    pieces = [compiled.run(_extremes, piece) for piece in compiled.pieces(whole.reshape(-1, width))]
+    # Reduce rows first, without a transposed copy; then the rows of a tile.
+    tiles = (whole.shape[0] // height, height, whole.shape[1] // width)
+    largest = torch.cat([largest for largest, _ in pieces]).view(tiles).amax(1)
+    smallest = torch.cat([smallest for _, smallest in pieces]).view(tiles).amin(1)
+    return torch.where(largest > 0, _log2_of_ratio(largest, smallest), NOTHING).amax()
+
+
+def _log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:
     """log2(largest / smallest), float64: exact for powers of two, and never out of range."""
     (upper, upper_exponent), (lower, lower_exponent) = torch.frexp(largest), torch.frexp(smallest)
     return torch.log2(upper.to(torch.float64) / lower) + (upper_exponent - lower_exponent)
 
 
-def extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Largest magnitude of each row, or 0; and smallest above 0, or inf."""
     magnitude = eager.widened(pieces).abs()
     counted = (magnitude > 0) & (magnitude < math.inf)

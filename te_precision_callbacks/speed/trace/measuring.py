@@ -254,7 +254,6 @@ class MeasuredStep:
     Attributes:
         device: the name of the device, or ``CPU``.
         on_device: whether device kernels were measured, rather than host operators.
-        iterations: empty if the trace does not mark them and counts as one step.
         wall_ms: milliseconds per step from the first kernel to the last; on a CPU, the length of the iterations.
         products: longest first.
         notes: limits of these times.
@@ -274,7 +273,6 @@ class MeasuredStep:
         return sum(row.ms for row in self.products)
 
     def by_kind(self) -> dict[tuple[str, str], float]:
-        """Return kind and format -> milliseconds, longest first."""
         sums: dict[tuple[str, str], float] = defaultdict(float)
         for row in self.products:
             sums[row.kind, row.format] += row.ms
@@ -285,24 +283,24 @@ def measure(trace: Trace) -> MeasuredStep:
     """Measure the steps of a trace.
 
     Raises:
-        TraceError: the trace has no layer ranges, or nothing in it has a time.
+        TraceError: the trace has no ranges of layers or of a whole step, or nothing in it has a time.
     """
     spans = set_contexts(trace)
     all_work = trace.kernels or [event for event in trace.host if event.what == "operator"]
+    if not spans or not any(parse_range(event.name)[0] in ("forward", "backward") for event in trace.host):
+        raise TraceError(
+            f"{trace.path} has no ranges of layers and of whole steps, so kernels cannot be assigned to layers. Record"
+            ' the trace with profile=, such as profile="11-13", which adds them.'
+        )
     work, iterations = _in_iterations(all_work, spans)
     if not work:
         raise TraceError(
             f"{trace.path} has no kernels and no operators. Profile a step of the training with the activities CPU and"
             " CUDA."
         )
-    if not any(parse_range(event.name)[0] in ("forward", "backward") for event in trace.host):
-        raise TraceError(
-            f"{trace.path} has no ranges of layers, so kernels cannot be assigned to layers. Record the trace with"
-            ' profile=, such as profile="11-13", which adds them.'
-        )
-    steps = max(1, len(iterations))
+    steps = len(iterations)
     wall = max(event.end for event in work) - min(event.begin for event in work)
-    if not trace.kernels and iterations:
+    if not trace.kernels:
         wall = sum(spans[number][1] - spans[number][0] for number in iterations)
     known = {event: _named(event) for event in work}
     return MeasuredStep(
@@ -312,15 +310,13 @@ def measure(trace: Trace) -> MeasuredStep:
         iterations=iterations,
         wall_ms=wall / 1e3 / steps,
         products=_rows(known, steps),
-        notes=tuple(_notes(trace, known, iterations)),
+        notes=tuple(_notes(trace, known)),
     )
 
 
 def _in_iterations(
     work: Sequence[TraceEvent], spans: Mapping[int, tuple[float, float]]
 ) -> tuple[Sequence[TraceEvent], tuple[int, ...]]:
-    if not spans:
-        return work, ()
     counted, iterations = [], set()
     for event in work:
         for number, (begin, end) in spans.items():
@@ -350,12 +346,7 @@ def _rows(work: Mapping[TraceEvent, NamedKernel], steps: int) -> tuple[MeasuredP
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.layer, row.gemm)))
 
 
-def _notes(trace: Trace, work: Mapping[TraceEvent, NamedKernel], iterations: tuple[int, ...]) -> Iterable[str]:
-    if not iterations:
-        yield (
-            "The trace does not mark steps, so all of it counts as one step. Profile with profile=, or call step() of"
-            " torch.profiler once per step."
-        )
+def _notes(trace: Trace, work: Mapping[TraceEvent, NamedKernel]) -> Iterable[str]:
     if not trace.kernels:
         yield "The trace has no GPU events. The times are those of operators on the host."
     products = [event for event, known in work.items() if known.kind in ("gemm", "attention")]
@@ -367,7 +358,7 @@ def _notes(trace: Trace, work: Mapping[TraceEvent, NamedKernel], iterations: tup
 def show(step: MeasuredStep) -> None:
     """Print kinds of kernels by pass, layers by time, and notes."""
     iterations = step.iterations
-    of = f"iteration {iterations[0]}" if iterations else "the whole trace"
+    of = f"iteration {iterations[0]}"
     if len(iterations) > 1:
         of = f"mean of {len(iterations)} iterations ({iterations[0]} to {iterations[-1]})"
     rank = "" if step.rank is None else f", rank {step.rank}"

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_RANGE = re.compile(
-    r"(?:te_precision\|(iteration|unended|layer\|forward|layer\|backward)\||ProfilerStep#)(.*)", re.DOTALL
-)
+_RANGE = re.compile(r"te_precision\|(iteration|unended|layer\|forward|layer\|backward)\|(.*)", re.DOTALL)
 
 
 def layer_range(layer: str, gemm: str = "", *, backward: bool = False) -> str:
-    """Return the name of the range around a layer, a module of several layers, or one GEMM of a layer."""
     return f"te_precision|layer|{'backward' if backward else 'forward'}|{gemm}|{layer}"
 
 
@@ -24,7 +21,7 @@ def unended_range(iteration: int) -> str:
 
 
 def parse_range(name: str) -> tuple[str, str]:
-    """Parse the name of a range, also torch.profiler's ``ProfilerStep#3``.
+    """Parse the name of a range.
 
     Returns:
         ``iteration`` or ``unended`` and the number, or ``forward`` or ``backward`` and the GEMM and layer with a bar
@@ -33,7 +30,7 @@ def parse_range(name: str) -> tuple[str, str]:
     match = _RANGE.fullmatch(name)
     if match is None:
         return "", ""
-    kind = (match[1] or "iteration").removeprefix("layer|")
+    kind = match[1].removeprefix("layer|")
     return (kind, match[2]) if match[2].isdigit() or kind in ("forward", "backward") else ("", "")
 
 

@@ -85,7 +85,7 @@ def _with_layers(table: pa.Table, renamed: Callable[[str], str]) -> pa.Table:
 
 
 _OF_EVERY_RUN = frozenset(
-    {"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_namespace", "pid_started", "launch"}
+    {"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_namespace", "pid_started"}
 )
 """Facts that no two runs share, beside times."""
 
@@ -224,7 +224,7 @@ def compare(
     if search.without_steps == len(paired):
         raise ComparisonError(
             f"{first.name} and {other.name} have {len(paired)} series in common, but no step of any: {_span(first)},"
-            f" {_span(other)}.{first.run.notes_in_words}{other.run.notes_in_words}"
+            f" {_span(other)}.{first.run.notes_sentence}{other.run.notes_sentence}"
         )
     same_run = (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id)
     return Comparison(
@@ -251,7 +251,7 @@ def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
 
 
 def _layers_apart(first: Side, other: Side) -> str:
-    notes = first.run.notes_in_words + other.run.notes_in_words
+    notes = first.run.notes_sentence + other.run.notes_sentence
     if any(subject.layer for subject in first.series if subject in other.series):
         return ""
     for side in (first, other):

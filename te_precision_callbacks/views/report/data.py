@@ -18,9 +18,9 @@ from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.answers import (
-    no_step_in_words,
-    not_measured_in_words,
-    outcome_in_words,
+    no_step_note,
+    not_measured_notes,
+    outcome_notes,
     why_nothing_to_show,
 )
 from te_precision_callbacks.runs.index import REDUCED
@@ -75,9 +75,9 @@ class PageData:
         content: dict[str, Any] = {
             "run": _run(run),
             "notes": [
-                *no_step_in_words(run),
+                *no_step_note(run),
                 *run.notes,
-                *not_measured_in_words(run),
+                *not_measured_notes(run),
                 *left_out,
             ],
             "layers": _layers(run, subjects),
@@ -313,7 +313,7 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "duration": facts.duration(run),
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
-        "outcome": list(outcome_in_words(run)),
+        "outcome": list(outcome_notes(run)),
         "other_steps": other_steps_of_run(run),
         "states": run.states.to_pylist(),
         "plan": facts.plan(run),

@@ -79,7 +79,7 @@ def show_command(
         last = chosen_run(path, chosen)[0] if follow else recorded
         why = why_nothing_to_show(last)
         if why:
-            raise NothingToShowError(why + last.notes_in_words)
+            raise NothingToShowError(why + last.notes_sentence)
     if as_json:
         terminal.show_json(view.as_json())
     elif not is_drawn:

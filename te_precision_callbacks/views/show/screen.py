@@ -98,7 +98,7 @@ def _facts(view: RunView) -> str:
     if view.first is not None:
         parts.append(f"statistics of steps {view.first} to {view.last}")
     parts.append(f"{len(view.run.series):,} series")
-    if lacks := view.run.lacks_in_words:
+    if lacks := view.run.missing_contents:
         parts.append(lacks[:1].lower() + lacks[1:].rstrip("."))
     return visible(", ".join(parts))
 

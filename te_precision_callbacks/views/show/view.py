@@ -18,12 +18,12 @@ from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs import RecordedRun, list_runs
 from te_precision_callbacks.runs.answers import (
+    format_status,
     loss_first,
-    no_step_in_words,
-    not_measured_in_words,
-    outcome_in_words,
+    no_step_note,
+    not_measured_notes,
+    outcome_notes,
     precision_shares,
-    status_in_words,
 )
 from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
@@ -116,7 +116,7 @@ class RunView:
             "steps": len(run.steps),
             "series": len(run.series),
             "unread": run.unread,
-            "lacks": run.lacks_in_words,
+            "lacks": run.missing_contents,
             "scalars": {name: _curve_as_json(curve) for name, curve in self.scalars.items()},
             "worst": {name: [_worst_as_json(series) for series in worst] for name, worst in self.worst.items()},
             **self.verdict.as_json(),
@@ -157,8 +157,8 @@ def look(
         verdict=diagnose(run),
         speed=_speed(run),
         more=_command(run, "diagnose"),
-        status=status_in_words(run),
-        outcome=tuple(outcome_in_words(run)),
+        status=format_status(run),
+        outcome=tuple(outcome_notes(run)),
         facts={} if segment is None else _in_short(segment.facts, segment.world),
         first=min(first, default=None),
         last=max(last, default=None),
@@ -168,7 +168,7 @@ def look(
         worst={name: tuple(_worst(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),
         events=tuple(map(_shown_event, run.events_of_ranks()[-MOST_EVENTS:])),
-        notes=(*no_step_in_words(run), *run.notes, *not_measured_in_words(run), *_first_steps_alone(groups, chosen)),
+        notes=(*no_step_note(run), *run.notes, *not_measured_notes(run), *_first_steps_alone(groups, chosen)),
     )
 
 
@@ -265,7 +265,7 @@ def _why_nothing(run: RecordedRun, name: str, known: Sequence[str]) -> str:
     histogram = logged_request(name)
     if histogram is not None and histogram.statistic.is_histogram and name in run.series["statistic"].to_pylist():
         return f"{name!r} is a histogram, of which no number is the worst. 'te-precision report' draws it."
-    return f"{run.path} has no statistic {name!r}.{it_has(name, known)}{run.notes_in_words}"
+    return f"{run.path} has no statistic {name!r}.{it_has(name, known)}{run.notes_sentence}"
 
 
 def _is_of(label: str, statistic: str) -> bool:

@@ -10,8 +10,7 @@ function inWords(value) {
 const mapping = (values) => table(["name", "value"], Object.entries(values).map(([name, value]) =>
   [el("span", { class: "mono" }, name), el("div", { class: "value" }, inWords(value))]));
 
-// "launch" is what the ranks of a launch know one another by.
-const SHOWN_APART = ["versions", "environment", "config_text", "launch"];
+const SHOWN_APART = ["versions", "environment", "config_text"];
 
 function segmentCard(segment, number) {
   const { facts } = segment;

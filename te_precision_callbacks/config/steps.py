@@ -1,22 +1,26 @@
-"""The option ``early_steps=``: more collection steps at the start of a run.
+"""The steps of a config's features: ``early_steps=``, and features that never acted.
 
-This cannot be a key of configs, which stay valid for Transformer Engine, whose ``freq`` is one number. Steps count from
-the start of the training, so a resumed run collects in the same steps as an uninterrupted one.
+Early steps are more collection steps at the start of a run. They cannot be a key of configs, which stay valid for
+Transformer Engine, whose ``freq`` is one number. Steps count from the start of the training, so a resumed run collects
+in the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
-from te_precision_callbacks.config.levels import ObservingFeatureSchema
+from te_precision_callbacks.config.levels import Level, ObservingFeatureSchema, Target
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import Section
-from te_precision_callbacks.config.schemas import DumpTensors, LogGemmError
+from te_precision_callbacks.config.schemas import DumpTensors, LogGemmError, LogGemmErrorItem
+from te_precision_callbacks.statistics.schedule import EVERY_STEP
+
+_MOST_NAMED = 3
 
 EarlySteps = bool | Sequence[int] | None
 
@@ -70,3 +74,46 @@ def _with_early_steps(section: Section, steps: Sequence[int]) -> Section:
         return section
     own = {name: early(options) for name, options in features.items()}
     return replace(section, features={**section.features, NAMESPACE: own})
+
+
+def describe_never_due(config: Config, last: int) -> str:
+    """Return a warning about features that begin after the ``last`` step of a run; empty without any."""
+    never_due: dict[str, None] = {}
+    for section, feature, target in _all_targets(config):
+        schedule = getattr(target.options, "schedule", EVERY_STEP)
+        first = schedule.at(-1)[1]
+        if first is None or first > last:
+            never_due[f"{section.place(NAMESPACE, feature)}: {feature}, {schedule}"] = None
+    if not never_due:
+        return ""
+    more = [f"and {len(never_due) - _MOST_NAMED} more"] if len(never_due) > _MOST_NAMED else []
+    return (
+        f"The run ended after step {last}, before these features acted for the first time:"
+        f" {'; '.join([*list(never_due)[:_MOST_NAMED], *more])}. Choose steps up to {last}, or run longer; steps count"
+        " from 0."
+    )
+
+
+def why_gemm_error_not_due(config: Config, begin: int, last: int) -> str:
+    """Return why LogGemmError was not due from the first to the last step so far; empty if it was, or is not
+    configured.
+    """
+    items = [target.options for *_, target in _all_targets(config)]
+    schedules = [item.schedule for item in items if isinstance(item, LogGemmErrorItem)]
+    due = [first for schedule in schedules if (first := schedule.at(begin - 1)[1]) is not None]
+    if not schedules or min(due, default=last + 1) <= last:
+        return ""
+    return f"the run began at iteration {begin}, and it is " + (
+        f"first due at iteration {min(due)}" if due else "not due from there on"
+    )
+
+
+def _all_targets(config: Config) -> Iterator[tuple[Section, str, Target[Level]]]:
+    for section in config.enabled_sections:
+        for feature, options in section.features.get(NAMESPACE, {}).items():
+            for target in _targets(options):
+                yield section, feature, target
+
+
+def _targets(options: object) -> tuple[Target[Level], ...]:
+    return options.schema.every_target if isinstance(options, ReadOptions) and options.schema.enabled else ()
