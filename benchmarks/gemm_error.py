@@ -1,7 +1,6 @@
-"""Accuracy, missed faults and false alarms of LogGemmError, and its cost.
+"""Accuracy, missed faults and false alarms of LogGemmError.
 
-    python benchmarks/gemm_error.py [--json] [--trials 1000] [--healthy 100000]
-        [--parts trials faults healthy cost] [--layers 1 --hidden 768] [--seconds 300]
+    python benchmarks/gemm_error.py [--json] [--trials 1000] [--healthy 100000] [--parts trials faults healthy]
 
 Parts:
   trials   each recipe and GEMM on the reference backend: the error of the kernel and of the format, against whole
@@ -10,31 +9,22 @@ Parts:
   faults   faults of a kernel in a result of the reference backend: how many are missed, and of how many the rows and
            columns are located.
   healthy  GEMMs of operands of many kinds, summed by the models of the accumulators, with errors within rounding.
-  cost     cost of a session with LogGemmError in a training step of examples/byte_lm.py, as step.py trains it: in a
-           step in which all GEMMs are measured, in another one, and at the default freq; with default options. Its
-           processor time, and the most memory that torch holds in a step. OMP_NUM_THREADS=1 where other work runs:
-           threads that wait for a core use processor time.
+
+Values of a case: worst is the largest deviation in standard deviations (trials), or the least (faults) or largest
+(healthy) ratio to the tolerance; beyond counts the estimates more than 6 standard deviations off, the missed faults, or
+the false alarms. An error of 3 times its tolerance is missed in less than one of 100,000 cases.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
-import json
 import math
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from accumulating import accumulated
-from in_turn import Interval, add_arguments
 from measuring import arguments, report
-from step import Run, Training, measure, with_ours, without
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.recipes import round_blocks
@@ -47,7 +37,7 @@ from te_precision_callbacks.reference import target
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
-COLUMNS = ("case", "number", "worst", "beyond", "seconds")
+COLUMNS = {name: name for name in ("case", "number", "worst", "beyond", "spread", "largest_ratio")}
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "nvfp4 rht", "nvfp4 rht stochastic")
 LAYOUTS: Mapping[GemmName, str] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
 N, M, K = 64, 96, 128
@@ -101,14 +91,14 @@ def gemm_of(recipe: str, gemm: GemmName, seed: int, sizes: tuple[int, int, int] 
     torch.manual_seed(seed)
     n, m, k = sizes
     layout = LAYOUTS[gemm]
-    of_a, of_b = layout[0] == "N", layout[1] == "T"
-    high_a = torch.randn((k, m) if of_a else (m, k)).to(BF16)
-    high_b = torch.randn((k, n) if of_b else (n, k)).to(BF16)
+    transposed_a, transposed_b = layout[0] == "N", layout[1] == "T"
+    high_a = torch.randn((k, m) if transposed_a else (m, k)).to(BF16)
+    high_b = torch.randn((k, n) if transposed_b else (n, k)).to(BF16)
     a = quantizer(recipe, weight=gemm != "wgrad", gradient=False)(high_a)
     b = quantizer(recipe, weight=False, gradient=gemm != "fprop")(high_b)
     out = general_gemm(a, b, out_dtype=BF16, layout=layout, use_split_accumulator=True)[0]
-    left, right = factor_of(b, columnwise=of_b), factor_of(a, columnwise=of_a)
-    highs = (high_b.t() if of_b else high_b).double(), (high_a.t() if of_a else high_a).double()
+    left, right = factor_of(b, columnwise=transposed_b), factor_of(a, columnwise=transposed_a)
+    highs = (high_b.t() if transposed_b else high_b).double(), (high_a.t() if transposed_a else high_a).double()
     return Gemm(left, right, *highs, out)
 
 
@@ -139,7 +129,6 @@ def trials(number: int) -> Iterator[dict[str, Any]]:
     """Estimates, against whole products."""
     for recipe in RECIPES:
         for kind in LAYOUTS:
-            begin = time.process_time()
             results: dict[str, list[float]] = {"kernel": [], "format": []}
             ratios = []
             for seed in range(number):
@@ -147,26 +136,25 @@ def trials(number: int) -> Iterator[dict[str, Any]]:
                 decoded = gemm.left.matrix() @ gemm.right.matrix().t()
                 exact = gemm.high_left @ gemm.high_right.t()
                 x = probes(M, PROBES, seed_of(seed, "x"), CPU)
-                one = judge(gemm, gemm.out, seed)
-                ratios.append(float(one.ratio))
-                results["kernel"].append(deviation(float(one.error_square) / PROBES, gemm.out.double() - decoded))
+                judgement = judge(gemm, gemm.out, seed)
+                ratios.append(float(judgement.ratio))
+                results["kernel"].append(deviation(float(judgement.error_square) / PROBES, gemm.out.double() - decoded))
                 v_hp = gemm.high_left @ (gemm.high_right.t() @ x.double())
                 v_deq = gemm.left.matrix() @ (gemm.right.matrix().t() @ x.double())
                 results["format"].append(deviation(float((v_deq - v_hp).square().sum()) / PROBES, decoded - exact))
             for what, deviations in results.items():
-                yield _estimates(f"{recipe}, {kind}: {what}", deviations, ratios, begin)
+                yield _estimates(f"{recipe}, {kind}: {what}", deviations, ratios)
 
 
-def _estimates(case: str, deviations: Sequence[float], ratios: Sequence[float], begin: float) -> dict[str, Any]:
+def _estimates(case: str, deviations: Sequence[float], ratios: Sequence[float]) -> dict[str, Any]:
     """Return a case, from the deviations of estimates and the ratios of errors to tolerances."""
     return {
         "case": case,
         "number": len(deviations),
         "worst": max(map(abs, deviations)),
-        "spread": math.sqrt(sum(one**2 for one in deviations) / len(deviations)),
-        "beyond": sum(abs(one) > 6 for one in deviations),
+        "spread": math.sqrt(sum(deviation**2 for deviation in deviations) / len(deviations)),
+        "beyond": sum(abs(deviation) > 6 for deviation in deviations),
         "largest_ratio": max(ratios),
-        "seconds": time.process_time() - begin,
     }
 
 
@@ -202,26 +190,24 @@ def faults(number: int) -> Iterator[dict[str, Any]]:
     """Faults of a kernel, in E4M3 by blocks."""
     gemms = [gemm_of("mxfp8", "fprop", seed, (96, 128, 256)) for seed in range(8)]
     for name, (fault, rows, columns) in FAULTS.items():
-        begin = time.process_time()
-        least, missed_ones, elsewhere = math.inf, 0, 0
+        least, missed, elsewhere = math.inf, 0, 0
         for seed in range(number):
             torch.manual_seed(seed)
             gemm = gemms[seed % len(gemms)]
             out = gemm.out.clone()
             fault(out)
-            one = judge(gemm, out, seed)
-            least = min(least, float(one.ratio))
-            missed_ones += float(one.ratio) <= 1
-            for ratios, places in ((one.rows, rows), (one.columns, columns)):
+            judgement = judge(gemm, out, seed)
+            least = min(least, float(judgement.ratio))
+            missed += float(judgement.ratio) <= 1
+            for ratios, places in ((judgement.rows, rows), (judgement.columns, columns)):
                 wrong = set(torch.nonzero(ratios > 1).view(-1).tolist())
                 elsewhere += places is not None and wrong != places
         yield {
             "case": f"fault: {name}",
             "number": number,
             "worst": least,
-            "beyond": missed_ones,
+            "beyond": missed,
             "not_localized": elsewhere,
-            "seconds": time.process_time() - begin,
         }
 
 
@@ -246,11 +232,10 @@ def healthy(number: int) -> Iterator[dict[str, Any]]:
         for accumulator in (FLOAT32, HOPPER_FAST, HOPPER_SPLIT)
         for dtype in (BF16, torch.float32, torch.float16)
     ]
-    each = -(-number // len(cases))
+    repeats = -(-number // len(cases))
     for name, accumulator, dtype in cases:
-        begin = time.process_time()
         largest, alarms = 0.0, 0
-        for seed in range(each):
+        for seed in range(repeats):
             torch.manual_seed(seed_of(name, seed) % 2**31)
             k = (128, 256, 512, 1024)[seed % 4]
             rows, columns = (8, 16, 24)[seed % 3], (8, 20)[seed % 2]
@@ -258,8 +243,7 @@ def healthy(number: int) -> Iterator[dict[str, Any]]:
             if name == "sums that cancel":
                 drawn[0][:, k // 2 :] *= -1
             left, right = (
-                round_blocks("mxfp8", one.reshape(-1, 32), one.abs().amax(), settings).values.view(one.shape)
-                for one in drawn
+                round_blocks("mxfp8", x.reshape(-1, 32), x.abs().amax(), settings).values.view(x.shape) for x in drawn
             )
             if dtype == torch.float16:
                 left = left / left.abs().amax().clamp(min=1)
@@ -270,69 +254,16 @@ def healthy(number: int) -> Iterator[dict[str, Any]]:
             largest, alarms = max(largest, ratio), alarms + (ratio > 1)
         yield {
             "case": f"healthy: {name}, {accumulator.name}, {str(dtype).removeprefix('torch.')}",
-            "number": each,
+            "number": repeats,
             "worst": largest,
             "beyond": alarms,
-            "seconds": time.process_time() - begin,
         }
-
-
-SEQUENCE, BATCH = 512, 4
-"""Of the trained model: 2,048 tokens."""
-
-
-def cost(layers: int, hidden: int, seconds: float, least: int) -> Iterator[dict[str, Any]]:
-    """Cost of measuring GEMMs in training steps."""
-    from te_precision_callbacks.config.schemas import LogGemmErrorItem
-
-    training = Training(layers, hidden, SEQUENCE, BATCH, CPU)
-    freq, max_memory = (LogGemmErrorItem.model_fields[key].get_default() for key in ("freq", "max_memory"))
-    every = {"a step in which all GEMMs are measured": 1, "a step in which none is due": freq}
-    runs: dict[str, Run] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, schedule in every.items():
-            options = {"enabled": True, "gemms": list(LAYOUTS), "freq": schedule}
-            section = {
-                "enabled": True,
-                "layers": {"layer_types": ["all"]},
-                "transformer_engine": {"LogGemmError": options},
-            }
-            path = Path(folder) / f"{schedule}.yaml"
-            path.write_text(yaml.safe_dump({"s": section}))
-            runs[name] = functools.partial(with_ours, training.model, path, "auto")
-        due, other = (results.ratio("processor") for results in measure(training, runs, seconds, least).values())
-        added = [
-            100 * (one / freq + rest * (1 - 1 / freq) - 1)
-            for one, rest in zip(dataclasses.astuple(due), dataclasses.astuple(other), strict=True)
-        ]
-        alone, measured = (most_held(training, run) / 2**20 for run in (without, next(iter(runs.values()))))
-    sizes = {"layers": layers, "hidden": hidden, "tokens": SEQUENCE * BATCH, "threads": torch.get_num_threads()}
-    for case, worst in {
-        **dict(zip((f"{name}, as a multiple of one without a session" for name in runs), (due, other), strict=True)),
-        f"added to a training at freq: {freq}, percent": Interval(*added),
-        f"held by torch in a step without, MiB; max_memory is {max_memory}": alone,
-        "the same in a measured step": measured,
-    }.items():
-        yield {"case": f"cost: {case}", "worst": worst, **sizes}
-
-
-def most_held(training: Training, run: Run) -> float:
-    """The most bytes of what torch allocates in a step that are held at once, by torch's profiler."""
-    with training.within(run) as step, tempfile.TemporaryDirectory() as folder:
-        step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
-            step()
-        path = Path(folder) / "trace.json"
-        profiled.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return float(max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]"))
 
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "trials": lambda given: trials(given.trials),
     "faults": lambda given: faults(given.trials),
     "healthy": lambda given: healthy(given.healthy),
-    "cost": lambda given: cost(given.layers, given.hidden, given.seconds, given.least),
 }
 
 
@@ -341,21 +272,12 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--healthy", type=int, default=100_000)
-    parser.add_argument("--layers", type=int, default=1, help="of the model of cost (default: 1)")
-    parser.add_argument("--hidden", type=int, default=768, help="of the model of cost (default: 768)")
-    add_arguments(parser, 300, "cost may take")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     given = parser.parse_args()
     reference.install()
     target.choose((10, 0))  # which has every recipe
     cases = [case for part in given.parts for case in PARTS[part](given)]
-    notes = (
-        "worst: the largest deviation in standard deviations (trials), the least (faults) or largest (healthy)"
-        " ratio to the tolerance, what is measured (cost; processor time). beyond: estimates more than 6"
-        " standard deviations off, faults missed, false alarms. An error of 3"
-        " times its tolerance is missed in less than one of 100,000 cases."
-    )
-    report(cases, COLUMNS, notes, as_json=given.json)
+    report(cases, COLUMNS, CPU, as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 It takes at most nine minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in its own process
 with a time limit. Parts that check correctness run four at a time, then parts that measure time run one by one. A
-failing check is a row, and the part continues with its next check. After ``--seconds`` no part starts, and running
+failing check is a row, and the part continues with its next check. After nine minutes no part starts, and running
 parts are stopped. Parts use the compiled Transformer Engine if it can be imported, otherwise the reference backend.
 
 The table is printed, and written with the machine and the versions to ``<out>/<name of the GPU>.json``. There,
@@ -34,8 +34,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gpu_parts.rows import BEGUN, Backend, Row, brief, read_rows, row
-from measuring import progress, report
+import torch
+from gpu_parts.machine import facts
+from gpu_parts.rows import Backend, Row, brief, read_rows, row
+from measuring import commit, progress, table
 
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
 
@@ -49,8 +51,6 @@ _SLOWER_ON_A_CPU = 5
 """Factor on the time limit of a part: most of its time are imports, on a machine that others may use too."""
 _LEAST_SECONDS = 5.0
 """A part does not start with less time left."""
-_MACHINE_SECONDS = 240.0
-"""Time limit of gpu_parts.machine, which imports the compiled Transformer Engine for the first time."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class Part:
         name: printed name.
         seconds: time limit on a GPU.
         module: module of ``gpu_parts``; None for the one with the part's name.
-        needs_transformer_engine: whether the part needs at least Transformer Engine's Python.
         capability: compute capability of the recipes, run on the reference backend if the GPU has another one.
         gpus: number of visible GPUs.
         measures_time: whether the part runs alone, after all checks of correctness.
@@ -70,7 +69,6 @@ class Part:
     name: str
     seconds: float
     module: str | None = None
-    needs_transformer_engine: bool = True
     capability: str | None = None
     gpus: int = 1
     measures_time: bool = False
@@ -79,8 +77,8 @@ class Part:
 PARTS = (
     Part("planted", 300),
     Part("healthy", 240),
-    Part("kernels", 200, needs_transformer_engine=False),
-    Part("blocks", 300, needs_transformer_engine=False),
+    Part("kernels", 200),
+    Part("blocks", 300),
     Part("parity", 120),
     Part("capture", 120),
     Part("launches", 60),
@@ -88,9 +86,9 @@ PARTS = (
     Part("ranks", 60, gpus=2),
     Part("hopper", 60, "recipes", capability="9.0"),
     Part("blackwell", 60, "recipes", capability="10.0"),
-    Part("streams", 45, needs_transformer_engine=False),
-    Part("overflow", 45, needs_transformer_engine=False),
-    Part("large", 60, needs_transformer_engine=False),
+    Part("streams", 45),
+    Part("overflow", 45),
+    Part("large", 60),
     Part("bandwidth", 45, measures_time=True),
     Part("speed", 45, measures_time=True),
     Part("overhead", 180, measures_time=True),
@@ -98,48 +96,22 @@ PARTS = (
 """The longest ones first, so that none of them starts when the others end."""
 
 
-class CannotRunError(Exception):
-    """The requested GPU does not exist, or a required package cannot be imported."""
-
-
 class Check:
     """Run parts in processes.
 
     Args:
-        device: ``cuda`` or ``cpu``.
-        small: whether to use the sizes of a test.
+        device: ``cuda`` or ``cpu``, which has the sizes of a test.
         seconds: time limit of all parts together.
 
     Attributes:
         machine: hardware and versions that the values depend on.
-
-    Raises:
-        CannotRunError: the device is ``cuda`` and there is none, or gpu_parts.machine failed.
     """
 
-    def __init__(self, device: str, *, small: bool, seconds: float) -> None:
+    def __init__(self, device: str, seconds: float) -> None:
         self._device = device
-        self._options = ["--device", device, *(["--small"] if small else [])]
         self._until = time.monotonic() + seconds
-        self._small = small
         self._running: set[subprocess.Popen[bytes]] = set()
-        self.machine = self._machine_facts()
-
-    def _machine_facts(self) -> dict[str, Any]:
-        command = [sys.executable, "-m", "gpu_parts.machine", "--device", self._device]
-        environment = _environment(self._device)
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False, timeout=_MACHINE_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            raise CannotRunError(f"gpu_parts.machine did not end within {_MACHINE_SECONDS:.0f} s") from None
-        if done.returncode:
-            raise CannotRunError(f"gpu_parts.machine failed: {_last_line(done.stderr)}")
-        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        if "error" in facts:
-            raise CannotRunError(f"{facts['error']}. With --device cpu the same code runs on the CPU")
-        return facts
+        self.machine = facts(device)
 
     def run(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Return the machine, the verdict of each part, and all rows."""
@@ -159,7 +131,7 @@ class Check:
             "machine": self.machine,
             "commit": commit(),
             "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "small": self._small,
+            "small": self._device == "cpu",
             "ok": all(row["ok"] is not False for row in rows),
             "parts": {name: {**verdict(rows), "seconds": seconds} for name, (rows, seconds) in results.items()},
             "rows": rows,
@@ -177,13 +149,11 @@ class Check:
     def _rows_of(self, part: Part) -> list[Row]:
         left = self._until - time.monotonic()
         if left < _LEAST_SECONDS:
-            return [row(part.name, "all", note="no time was left for it: --seconds gives more")]
+            return [row(part.name, "all", note="no time was left for it: choose fewer --parts")]
         backend = self._backend_of(part)
-        if part.needs_transformer_engine and backend == "none":
-            return [row(part.name, "all", note=self.machine["why_this_backend"])]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "rows")
-            command = [sys.executable, "-m", f"gpu_parts.{part.module or part.name}", *self._options]
+            command = [sys.executable, "-m", f"gpu_parts.{part.module or part.name}", "--device", self._device]
             command += ["--rows", str(path), "--backend", backend]
             command += [] if part.capability is None else ["--capability", part.capability]
             limit = part.seconds * (1 if self._device == "cuda" else _SLOWER_ON_A_CPU)
@@ -191,9 +161,6 @@ class Check:
             rows = read_rows(path)
             for read in rows:
                 read["part"] = part.name  # some parts share a module
-            begun = path.with_suffix(BEGUN)
-            if failure and begun.exists():
-                failure = f"{failure}, in: {begun.read_text(encoding='utf-8')}"
         if not failure and not rows:
             failure = "it wrote no rows"
         if failure:
@@ -223,7 +190,7 @@ class Check:
             try:
                 status = process.wait(limit)
             except subprocess.TimeoutExpired:
-                return f"it had not ended after {limit:.0f} s"
+                return f"it had not ended after {limit:.0f} s, {_last_line(output.read_text(errors='replace'))}"
             finally:
                 _end(process)
                 self._running.discard(process)
@@ -264,16 +231,6 @@ def _last_line(text: str) -> str:
     return brief(lines[-1]) if lines else "no output"
 
 
-def commit() -> str | None:
-    """Return the commit of the checkout, with ``-dirty`` if files have changed; None without a checkout."""
-    command = ["git", "-C", str(BENCHMARKS), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None
-
-
 def file_name(machine: dict[str, Any]) -> str:
     """Return the name of the GPU, or ``cpu``, as a file name."""
     name = machine["gpu"]["name"] if machine["gpu"] else "cpu"
@@ -289,50 +246,37 @@ def describe(machine: dict[str, Any]) -> str:
     return f"{device}; {packages}; Transformer Engine: {machine['backend']}{why}"
 
 
-def _parse_parts(names: str) -> Sequence[Part]:
-    """Return the parts with these names, in the order of :data:`PARTS`."""
-    wanted = {name.strip() for name in names.split(",")}
-    unknown = wanted - {part.name for part in PARTS}
-    if unknown:
-        known = ", ".join(part.name for part in PARTS)
-        raise argparse.ArgumentTypeError(f"no such part: {', '.join(sorted(unknown))}. There are {known}.")
-    return [part for part in PARTS if part.name in wanted]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 1 if a value is wrong or a part has failed, and 2 if the command cannot run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device of tensors (default: cuda)")
-    names = ",".join(part.name for part in PARTS)
-    parser.add_argument("--parts", type=_parse_parts, default=PARTS, help=f"some of {names}")
-    parser.add_argument("--small", action="store_true", help="the sizes of a test; always on a CPU")
-    parser.add_argument(
-        "--seconds", type=float, help=f"time limit of all parts together (default: {SECONDS:.0f}; none on a CPU)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the written JSON instead of a table")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--parts", default=",".join(names), help="parts to run, separated by commas (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "gpu", help="folder (default: benchmarks/gpu)")
     options = parser.parse_args(arguments)
-    try:
-        small = options.small or options.device == "cpu"
-        seconds = options.seconds or (SECONDS if options.device == "cuda" else math.inf)
-        check = Check(options.device, small=small, seconds=seconds)
-    except CannotRunError as error:
-        progress(f"{parser.prog}: {error}.")
-        return 2
-    results = check.run(options.parts)
+    chosen = options.parts.split(",")
+    if unknown := [name for name in chosen if name not in names]:
+        parser.error(f"--parts: there is no part {', '.join(unknown)}; there are {', '.join(names)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no GPU here. With --device cpu the same code runs on the CPU.")
+    check = Check(options.device, SECONDS if options.device == "cuda" else math.inf)
+    results = check.run([part for part in PARTS if part.name in chosen])
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / file_name(check.machine)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if options.json:
         print(json.dumps(results, indent=1))
-    else:
-        print(describe(check.machine), end="\n\n")
-        parts = results["parts"].items()
-        summary = ", ".join(f"{name} {part['verdict']} ({part['seconds']:.0f} s)" for name, part in parts)
-        wrong = [row for row in results["rows"] if row["ok"] is False]
-        notes = f"{len(results['rows'])} rows, {len(wrong)} wrong. {summary}. Written to {path.name}."
-        notes += "".join(f"\nWRONG: {row['part']}, {row['check']}: {row['value']}. {row['note']}" for row in wrong)
-        report([{**row, "verdict": _VERDICTS[row["ok"]]} for row in results["rows"]], COLUMNS, notes, as_json=False)
+        return 0 if results["ok"] else 1
+    print(describe(check.machine), end="\n\n")
+    rows = [{**row, "verdict": _VERDICTS[row["ok"]]} for row in results["rows"]]
+    print(table(COLUMNS, [[row[column] for column in COLUMNS] for row in rows]), end="\n\n")
+    parts = results["parts"].items()
+    summary = ", ".join(f"{name} {part['verdict']} ({part['seconds']:.0f} s)" for name, part in parts)
+    wrong = [row for row in rows if row["ok"] is False]
+    print(f"{len(rows)} rows, {len(wrong)} wrong. {summary}. Written to {path.name}.")
+    for wrong_row in wrong:
+        print("WRONG: {part}, {check}: {value}. {note}".format_map(wrong_row))
     return 0 if results["ok"] else 1
 
 

@@ -1,6 +1,6 @@
 """Plant drifts that leave the model's function unchanged, and check that te-precision compare names them.
 
-    python benchmarks/planted.py [--draws 20] [--json]
+    python benchmarks/planted.py [--draws 20]
 
 A training is one of a small network of ``te.Linear`` in FP8, with ReLU between them: both keep powers of two, so that a
 planted drift does not change the loss. Behind a planted drift training goes on as it would have: where a parameter is
@@ -14,21 +14,15 @@ The exit code is 1 if fewer than 19 of 20 are found, or if a healthy training ha
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from te_precision_callbacks import reference
 
@@ -129,18 +123,12 @@ class Block(torch.nn.Module):
         self.alive = (x != 0).any(0)
         return _scaled(self.linear(_scaled(x * self.gain, 1 / self.factor)), self.factor)
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The linear layer's."""
-        weight: torch.Tensor = self.linear.weight
-        return weight
-
     @torch.no_grad()
     def learn(self) -> None:
         """Do a step of gradient descent, equal to the step without the drift."""
-        if self.weight.grad is not None:
-            self.weight.sub_(RATE * self.rates * self.weight.grad / self.factor)
-        self.weight.grad = None
+        if self.linear.weight.grad is not None:
+            self.linear.weight.sub_(RATE * self.rates * self.linear.weight.grad / self.factor)
+        self.linear.weight.grad = None
 
 
 class Network(torch.nn.Module):
@@ -170,26 +158,18 @@ def _plant(network: Network, drift: Drift, since: int, seed: int) -> None:
     if drift.kind == "weights":
         if since == 0:
             after = network.blocks[drift.layer + 1]
-            block.weight.mul_(2.0**12)
-            after.weight.mul_(2.0**-12)
+            block.linear.weight.mul_(2.0**12)
+            after.linear.weight.mul_(2.0**-12)
             block.rates, after.rates = block.rates * 2.0**24, after.rates * 2.0**-24
     elif drift.kind == "channel":
         if since == 0:  # what ReLU leaves at 0 for the whole batch does not grow
             block.channel = random.Random(seed).choice(block.alive.nonzero().flatten().tolist())
         if since < 6:
             block.gain[block.channel] *= 2
-            block.weight[:, block.channel] /= 2
+            block.linear.weight[:, block.channel] /= 2
             block.rates[block.channel] /= 4
     else:
         block.factor = 2.0**10
-
-
-@contextmanager
-def _reset() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        FP8GlobalStateManager.reset()
 
 
 def train(seed: int, folder: Path, drift: Drift | None = None, *, rows: int = ROWS) -> RecordedRun:
@@ -205,7 +185,7 @@ def train(seed: int, folder: Path, drift: Drift | None = None, *, rows: int = RO
     network = Network()
     data = torch.Generator().manual_seed(seed)
     target = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
-    with _reset(), InspectSession(CONFIG, model=network, log_dir=folder, strict=True) as session:
+    with InspectSession(CONFIG, model=network, log_dir=folder, strict=True) as session:
         for step in range(STEPS):
             if drift is not None and step >= FIRST:
                 _plant(network, drift, step - FIRST, seed)
@@ -217,94 +197,47 @@ def train(seed: int, folder: Path, drift: Drift | None = None, *, rows: int = RO
                 block.learn()
             session.log({"loss": loss})
             session.step()
+    FP8GlobalStateManager.reset()
     return open_run(folder)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Result of the comparison for a planted drift.
-
-    Attributes:
-        seed: of the training.
-        kind, layer, tensors: the drift, and the place where it begins.
-        first: what comes first, with its step and origin.
-        inherited: the tensors that are called inherited.
-        found: whether it is first, made there, and no other layer is blamed.
-    """
-
-    seed: int
-    kind: str
-    layer: str
-    tensors: tuple[str, ...]
-    first: str
-    inherited: tuple[str, ...]
-    found: bool
-
-
-def judge(seed: int, drift: Drift, comparison: Comparison) -> Outcome:
-    """Judge whether a comparison names the drift."""
+def is_named(drift: Drift, comparison: Comparison) -> bool:
+    """Return whether a comparison names the drift first, made there, and blames no other layer."""
     first = comparison.first
-    inherited = tuple(parting.name for parting in comparison.parted if parting.origin == "inherited")
     own = {drift.name, f"layers.{drift.layer + 1}.linear"} if drift.kind == "weights" else {drift.name}
-    blamed = {parting.layer for parting in comparison.parted if parting.origin == "made here" and parting.layer} - own
-    is_first = first is not None and first.layer == drift.name and first.tensor in drift.tensors
-    return Outcome(
-        seed,
-        drift.kind,
-        drift.name,
-        drift.tensors,
-        "nothing" if first is None else f"step {first.iteration}: {first.name}, {first.origin}",
-        inherited,
-        first is not None and is_first and first.origin == "made here" and not blamed,
-    )
+    blamed = {parting.layer for parting in comparison.parted if parting.origin == "made here" and parting.layer}
+    if first is None or blamed - own:
+        return False
+    return first.layer == drift.name and first.tensor in drift.tensors and first.origin == "made here"
 
 
-def measure(draws: int, folder: Path) -> tuple[list[Outcome], list[str], str]:
-    """Return the outcomes of all draws, the findings in healthy trainings, and how many of their pairs differ without a
-    noise floor."""
-    healthy, noise = train(0, folder / "healthy"), train(1, folder / "noise")
-    outcomes = []
-    for seed in range(2, 2 + draws):
-        drift = Drift.drawn(seed)
-        run = train(seed, folder / f"drift-{seed}", drift)
-        outcomes.append(judge(seed, drift, compare(healthy, run, noise=[noise])))
-        print(f"{seed - 1} of {draws}: {outcomes[-1].first}", file=sys.stderr, flush=True)
-    wrong = []
-    others = [train(seed, folder / f"healthy-{seed}") for seed in range(1000, 1000 + draws)]
-    for seed, run in enumerate(others, 1000):
-        first = compare(healthy, run, noise=[noise]).first
-        if first is not None:
-            wrong.append(f"seed {seed}, step {first.iteration}: {first.name}, {first.strongest.statistic}")
-    pairs = list(combinations([healthy, noise, *others], 2))
-    found = sum(bool(compare(one, other).parted) for one, other in pairs)
-    return outcomes, wrong, f"{found} of {len(pairs)}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exits with 1 if too few drifts are found, or any where there is none."""
+def main() -> int:
+    """Return 1 if too few drifts are found, or any where there is none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=20, help="planted drifts, and healthy trainings (default: 20)")
-    parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
-    options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes, wrong, without_floor = measure(options.draws, Path(folder))
-    if options.json:
-        told = {
-            "drifts": [dataclasses.asdict(each) for each in outcomes],
-            "findings_in_healthy": wrong,
-            "without_floor": without_floor,
-        }
-        print(json.dumps(told, indent=1))
-    else:
-        table = Table("seed", "planted", "in", "first", "inherited", "found")
-        for each in outcomes:
-            told_of = ", ".join(each.inherited)
-            table.add_row(str(each.seed), each.kind, each.layer, each.first, told_of, "yes" if each.found else "NO")
-        Console(width=160).print(table)
-        found = sum(each.found for each in outcomes)
-        print(f"{found} of {len(outcomes)} found; findings in healthy trainings: {'; '.join(wrong) or 'none'}")
-        print(f"pairs of healthy trainings with a finding without a noise floor: {without_floor}")
-    return 0 if 20 * sum(each.found for each in outcomes) >= 19 * len(outcomes) and not wrong else 1
+    draws = parser.parse_args().draws
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        healthy, noise = train(0, folder / "healthy"), train(1, folder / "noise")
+        named = 0
+        for seed in range(2, 2 + draws):
+            drift = Drift.drawn(seed)
+            comparison = compare(healthy, train(seed, folder / f"drift-{seed}", drift), noise=[noise])
+            named += is_named(drift, comparison)
+            print(f"seed {seed}: {drift.kind} in {drift.name}; first: {_first(comparison)}", flush=True)
+        others = [train(seed, folder / f"healthy-{seed}") for seed in range(1000, 1000 + draws)]
+        comparisons = [compare(healthy, other, noise=[noise]) for other in others]
+        wrong = [_first(comparison) for comparison in comparisons if comparison.first is not None]
+        pairs = list(combinations([healthy, noise, *others], 2))
+        without_floor = sum(bool(compare(a, b).parted) for a, b in pairs)
+    print(f"{named} of {draws} drifts are named; healthy trainings with a finding: {'; '.join(wrong) or 'none'}")
+    print(f"pairs of healthy trainings with a finding without a noise floor: {without_floor} of {len(pairs)}")
+    return 0 if 20 * named >= 19 * draws and not wrong else 1
+
+
+def _first(comparison: Comparison) -> str:
+    first = comparison.first
+    return "nothing" if first is None else f"step {first.iteration}: {first.name}, {first.origin}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Distance of each recipe's loss from BF16 for a TransformerLayer, and the distance that its format explains.
 
-    python benchmarks/recipes.py [--steps 50] [--draws 3] [--json]
+    python benchmarks/recipes.py [--capability 10.0] [--steps 50] [--draws 3] [--json]
 
 A language model of one TransformerLayer learns bytes, from the same start and on the same data, in BF16 and in each
 recipe. Beside each recipe it learns in BF16 with every GEMM's operands rounded to the recipe's format in a few lines of
@@ -10,17 +10,13 @@ Transformer Engine's quantizers, of Hadamard transforms, of stochastic rounding.
 something wrong in it.
 
 The distance is the mean over the steps of the absolute difference to the loss in BF16. Two passes without a step come
-first, for the scales of delayed scaling. Each compute capability has its own process, since the reference
-backend stands for one GPU at a time.
+first, for the scales of delayed scaling. The reference backend stands for a GPU of the given compute capability.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -30,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import Case, arguments, report
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
@@ -39,6 +34,16 @@ from te_precision_callbacks.session import InspectSession
 
 HIDDEN, HEADS, WINDOW, BATCH = 128, 4, 64, 4
 WARMUP = 2
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COLUMNS = {
+    "recipe": "recipe",
+    "last loss": "last_loss",
+    "in BF16": "last_loss_bf16",
+    "distance": "distance",
+    "explained, from": "least_explained",
+    "to": "most_explained",
+    "is explained": "is_explained",
+}
 TOLERATED = 3.0
 """How many times the largest distance of the draws a recipe may be away: a few draws do not know the largest one."""
 
@@ -84,32 +89,6 @@ RECIPES = (
     Recipe("MXFP8BlockScaling", "10.0", E4M3, E4M3, 32, power_of_two=True),
     Recipe("NVFP4BlockScaling", "10.0", E2M1, E2M1, 16),
 )
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Result of a recipe.
-
-    Attributes:
-        recipe: its name.
-        capability: of the GPU that it was tried on.
-        last_loss: in the last step.
-        last_loss_bf16: of BF16.
-        distance: mean absolute difference to the losses in BF16.
-        explained: the same of BF16 with operands rounded in plain torch, one for each draw of the grids.
-    """
-
-    recipe: str
-    capability: str
-    last_loss: float
-    last_loss_bf16: float
-    distance: float
-    explained: Sequence[float]
-
-    @property
-    def holds(self) -> bool:
-        """Return whether the format explains the distance."""
-        return self.distance <= TOLERATED * max(self.explained)
 
 
 class RoundedOperands:
@@ -162,7 +141,6 @@ def losses(steps: int, recipe: Recipe | None = None, rounding_seed: int | None =
     """The loss in each step: in BF16, in a recipe, or in BF16 with operands rounded in plain torch."""
     import transformer_engine.pytorch as te
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     layer = te.TransformerLayer(
         HIDDEN,
@@ -172,9 +150,9 @@ def losses(steps: int, recipe: Recipe | None = None, rounding_seed: int | None =
         attn_input_format="bshd",
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        device=device,
+        device=DEVICE,
     )
-    embedding, head = torch.nn.Embedding(256, HIDDEN, device=device), torch.nn.Linear(HIDDEN, 256, device=device)
+    embedding, head = torch.nn.Embedding(256, HIDDEN, device=DEVICE), torch.nn.Linear(HIDDEN, 256, device=DEVICE)
     model = torch.nn.ModuleDict({"embedding": embedding, "layer": layer, "head": head})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
@@ -191,8 +169,8 @@ def losses(steps: int, recipe: Recipe | None = None, rounding_seed: int | None =
             )
         for step in range(-WARMUP, steps):
             starts = torch.randint(len(text) - WINDOW - 1, (BATCH,), generator=drawn).tolist()
-            tokens = torch.stack([text[start : start + WINDOW + 1] for start in starts]).to(device)
-            with torch.autocast(device.type, torch.bfloat16), te.autocast(enabled=made is not None, recipe=made):
+            tokens = torch.stack([text[start : start + WINDOW + 1] for start in starts]).to(DEVICE)
+            with torch.autocast(DEVICE.type, torch.bfloat16), te.autocast(enabled=made is not None, recipe=made):
                 logits = head(layer(embedding(tokens[:, :-1])))
             loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
             optimizer.zero_grad()
@@ -222,66 +200,39 @@ def _rounding_config(recipe: Recipe, seed: int) -> dict[str, Any]:
     }
 
 
-def compare(recipe: Recipe, steps: int, in_bf16: Sequence[float], draws: int) -> Trained:
+def measure(recipe: Recipe, steps: int, in_bf16: Sequence[float], draws: int) -> Case:
     """Compare a recipe, and BF16 with operands rounded to its format, with BF16."""
 
     def distance(results: Sequence[float]) -> float:
-        return sum(abs(one - other) for one, other in zip(results, in_bf16, strict=True)) / steps
+        return sum(abs(loss - other) for loss, other in zip(results, in_bf16, strict=True)) / steps
 
     quantized = losses(steps, recipe)
     rounded = [distance(losses(steps, recipe, seed)) for seed in range(1, draws + 1)]
-    return Trained(recipe.name, recipe.capability, quantized[-1], in_bf16[-1], distance(quantized), rounded)
+    return {
+        "recipe": recipe.name,
+        "last_loss": quantized[-1],
+        "last_loss_bf16": in_bf16[-1],
+        "distance": distance(quantized),
+        "least_explained": min(rounded),
+        "most_explained": max(rounded),
+        "is_explained": distance(quantized) <= TOLERATED * max(rounded),
+    }
 
 
-def measure(capability: str, steps: int, draws: int) -> list[Trained]:
-    """The recipes of one capability, which the reference backend stands for where there is no such GPU."""
-    major, minor = map(int, capability.split("."))
-    reference.install(capability=(major, minor))
-    in_bf16 = losses(steps)
-    return [compare(recipe, steps, in_bf16, draws) for recipe in RECIPES if recipe.capability == capability]
-
-
-def _measure_in_child(capability: str, steps: int, draws: int) -> list[Trained]:
-    arguments = ["--capability", capability, "--steps", str(steps), "--draws", str(draws), "--json"]
-    done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=False)
-    if not done.stdout:
-        sys.exit(f"The recipes of capability {capability} could not be measured: see above.")
-    return [Trained(**row) for row in json.loads(done.stdout)]
-
-
-def as_table(results: Sequence[Trained], steps: int) -> Table:
-    """One row a recipe."""
-    table = Table(title=f"{steps} steps of a TransformerLayer, beside BF16")
-    for heading in ("recipe", "GPU", "last loss", "in BF16", "distance", "of its format", ""):
-        table.add_column(heading, justify="left" if heading in ("recipe", "") else "right")
-    for row in results:
-        explained = f"{min(row.explained):.4f} to {max(row.explained):.4f}"
-        verdict = "explained" if row.holds else "MORE THAN THE FORMAT EXPLAINS"
-        numbers = (f"{row.last_loss:.3f}", f"{row.last_loss_bf16:.3f}", f"{row.distance:.4f}")
-        table.add_row(row.recipe, row.capability, *numbers, explained, verdict)
-    return table
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exits with 1 if a recipe is further away than its format explains."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Return 1 if a recipe is further away than its format explains."""
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=50, help="training steps (default: 50)")
     parser.add_argument("--draws", type=int, default=3, help="grids that operands are rounded to (default: 3)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--capability", help="only the recipes of this compute capability, in this process")
-    options = parser.parse_args(arguments)
-    if options.capability is not None:
-        results = measure(options.capability, options.steps, options.draws)
-    else:
-        capabilities = dict.fromkeys(recipe.capability for recipe in RECIPES)
-        results = [
-            row for capability in capabilities for row in _measure_in_child(capability, options.steps, options.draws)
-        ]
-    if options.json:
-        sys.stdout.write(json.dumps([dataclasses.asdict(row) for row in results], indent=1) + "\n")
-    else:
-        Console(width=120).print(as_table(results, options.steps))
-    return 0 if all(row.holds for row in results) else 1
+    parser.add_argument("--capability", choices=("9.0", "10.0"), default="9.0", help="of the GPU (default: 9.0)")
+    options = parser.parse_args()
+    major, minor = map(int, options.capability.split("."))
+    reference.install(capability=(major, minor))
+    in_bf16 = losses(options.steps)
+    recipes = [recipe for recipe in RECIPES if recipe.capability == options.capability]
+    cases = [measure(recipe, options.steps, in_bf16, options.draws) for recipe in recipes]
+    report(cases, COLUMNS, DEVICE, as_json=options.json)
+    return 0 if all(case["is_explained"] for case in cases) else 1
 
 
 if __name__ == "__main__":

@@ -129,18 +129,18 @@ def fit(name: str) -> Constants:
         peak = device.peak_tflops(kernels) or math.nan
         kernel[kernels] = _operations(s for which in sums for s in SHAPES[which]) / (sum(sums.values()) * peak * 1e9)
     recipes = [recipe for recipe in SUMS[name] if recipe != HIGH and KERNEL_OF_RECIPE[recipe] in kernel]
-    best = min((_casts(device, kernel, recipes, float(launch)) for launch in _LAUNCHES), key=lambda one: one[0])
-    _, launch, cast, of_casts = best
+    best = min((_casts(name, kernel, recipes, float(launch)) for launch in _LAUNCHES), key=lambda fitted: fitted[0])
+    _, launch, cast, cast_errors = best
     if BLOCK in SUMS[name]:
         cast[BLOCK] = cast[CURRENT]
-        kernel["fp8_block"] = _share_of_block(device, kernel, cast, launch)
+        kernel["fp8_block"] = _share_of_block(name, kernel, cast, launch)
     elif "mxfp8" in kernel:  # Blackwell emulates block scaling by MXFP8
         cast[BLOCK], kernel["fp8_block"] = cast["mxfp8"], kernel["mxfp8"]
     degrees = 2 * len(before)
     spread = math.sqrt(statistics.mean(statistics.variance(_relative(sums)) for sums in before.values()))
-    left = max(1, len(of_casts) - len(cast) - 1)
-    of_cast = math.sqrt(sum(one**2 for one in of_casts) / left)
-    twice = [SUMS[name][HIGH][one] / before[HIGH][one] - 1 for one in FITTED]
+    left = max(1, len(cast_errors) - len(cast) - 1)
+    cast_spread = math.sqrt(sum(error**2 for error in cast_errors) / left)
+    twice = [SUMS[name][HIGH][gemm] / before[HIGH][gemm] - 1 for gemm in FITTED]
     return Constants(
         measured_on=device.title,
         kernel={key: round(value, 4) for key, value in kernel.items()},
@@ -149,8 +149,8 @@ def fit(name: str) -> Constants:
         bandwidth=BANDWIDTH[name],
         scatter=Scatter(
             kernel=round(spread / _concentration(), 4),
-            cast=round(of_cast / _concentration(), 4),
-            run=round(math.sqrt(statistics.mean(one**2 for one in twice) / 2), 4),
+            cast=round(cast_spread / _concentration(), 4),
+            run=round(math.sqrt(statistics.mean(error**2 for error in twice) / 2), 4),
             transfer=0.0,
             quantile=_T[degrees],
         ),
@@ -160,7 +160,7 @@ def fit(name: str) -> Constants:
 
 def _relative(sums: Mapping[str, float]) -> list[float]:
     mean = statistics.mean(sums.values())
-    return [one / mean for one in sums.values()]
+    return [value / mean for value in sums.values()]
 
 
 def _with(device: Device, **changed: object) -> Device:
@@ -176,43 +176,38 @@ def _with(device: Device, **changed: object) -> Device:
 
 
 def _casts(
-    device: Device, kernel: Mapping[str, float], recipes: Sequence[str], launch: float
+    name: str, kernel: Mapping[str, float], recipes: Sequence[str], launch: float
 ) -> tuple[float, float, dict[str, float], list[float]]:
     """The sum of squared relative errors with a launch of that time, the launch, the best shares of the casts, and the
     errors of the time of casts alone."""
-    name = _name_of(device)
+    device = device_named(name)
     errors: list[float] = []
-    of_casts: list[float] = []
+    cast_errors: list[float] = []
     shares = {}
     for recipe in recipes:
-        _, of_activation = cast_bytes(recipe, "activation", 1, device.capability)
-        _, of_weight = cast_bytes(recipe, "weight", 1, device.capability, columnwise=False)
-        launches = len(LAYERS) * (of_activation + of_weight) * launch
+        _, activation_launches = cast_bytes(recipe, "activation", 1, device.capability)
+        _, weight_launches = cast_bytes(recipe, "weight", 1, device.capability, columnwise=False)
+        launches = len(LAYERS) * (activation_launches + weight_launches) * launch
         at_once = _with(device, kernel=dict(kernel), cast={recipe: 1.0}, launch_ms=launch)
-        costs = [[call_cost(shape, recipe, at_once) for shape in SHAPES[one]] for one in FITTED]
-        sums = np.array([SUMS[name][recipe][one] for one in FITTED])
+        costs = [[call_cost(shape, recipe, at_once) for shape in SHAPES[gemm]] for gemm in FITTED]
+        sums = np.array([SUMS[name][recipe][gemm] for gemm in FITTED])
         rest, moved = np.moveaxis(np.array(costs).sum(axis=1), 1, 0)
         moved = moved - launches
         a, y = moved / sums, (sums - rest - launches) / sums
         slower = max(float(a @ y / (a @ a)), 1.0)
         shares[recipe] = 1 / slower
         errors += list(a * slower - y)
-        of_casts += list((a * slower - y) * sums / (moved * slower + launches))
-    return sum(one**2 for one in errors), launch, shares, of_casts
+        cast_errors += list((a * slower - y) * sums / (moved * slower + launches))
+    return sum(error**2 for error in errors), launch, shares, cast_errors
 
 
-def _share_of_block(device: Device, kernel: dict[str, float], cast: dict[str, float], launch: float) -> float:
+def _share_of_block(name: str, kernel: dict[str, float], cast: dict[str, float], launch: float) -> float:
     """The share of the peak that reproduces block scaling's sums of dgrad and wgrad."""
-    at_once = _with(device, kernel={**kernel, "fp8_block": 1.0}, cast=cast, launch_ms=launch)
-    sums = SUMS[_name_of(device)][BLOCK]
-    costs = [call_cost(shape, BLOCK, at_once) for one in FITTED for shape in SHAPES[one]]
+    at_once = _with(device_named(name), kernel={**kernel, "fp8_block": 1.0}, cast=cast, launch_ms=launch)
+    sums = SUMS[name][BLOCK]
+    costs = [call_cost(shape, BLOCK, at_once) for gemm in FITTED for shape in SHAPES[gemm]]
     kernels, casts = map(sum, zip(*costs, strict=True))
-    return kernels / (sum(sums[one] for one in FITTED) - casts)
-
-
-def _name_of(device: Device) -> str:
-    """The key of a device among the measured ones."""
-    return next(key for key in SUMS if device_named(key).title == device.title)
+    return kernels / (sum(sums[gemm] for gemm in FITTED) - casts)
 
 
 def expected(shape: Shape, recipe: str, device: Device) -> float:
@@ -230,11 +225,11 @@ def fitted() -> dict[str, Constants]:
     errors = [
         value - 1 for name, row in transferred(results["b300"]).items() if name != HIGH for value in row["speed-up"]
     ]
-    transfer = round(math.sqrt(statistics.mean(one**2 for one in errors)), 4)
-    scatters = [one.scatter for one in results.values()]
-    worst = {key: max(getattr(one, key) for one in scatters) for key in ("kernel", "cast", "run", "quantile")}
+    transfer = round(math.sqrt(statistics.mean(error**2 for error in errors)), 4)
+    scatters = [fit.scatter for fit in results.values()]
+    worst = {key: max(getattr(scatter, key) for scatter in scatters) for key in ("kernel", "cast", "run", "quantile")}
     scatter = Scatter(**worst, transfer=transfer)
-    return {name: one.model_copy(update={"scatter": scatter}) for name, one in results.items()}
+    return {name: constants.model_copy(update={"scatter": scatter}) for name, constants in results.items()}
 
 
 def transferred(constants: Constants) -> dict[str, dict[str, list[float]]]:
@@ -244,7 +239,7 @@ def transferred(constants: Constants) -> dict[str, dict[str, list[float]]]:
     sums = SUMS["h200_nvl"]
     results: dict[str, dict[str, list[float]]] = {}
     for recipe in (HIGH, CURRENT, DELAYED):
-        times = [sum(expected(s, recipe, device) for s in SHAPES[one]) / sums[recipe][one] for one in SHAPES]
+        times = [sum(expected(s, recipe, device) for s in SHAPES[gemm]) / sums[recipe][gemm] for gemm in SHAPES]
         high = results[HIGH]["time"] if results else times
         results[recipe] = {"time": times, "speed-up": [h / t for h, t in zip(high, times, strict=True)]}
     return results
@@ -303,10 +298,10 @@ def _constants(results: Mapping[str, Constants]) -> Iterator[str]:
     shares = "kernels, share of the peak | kernels, share of the bandwidth | casts, share of the bandwidth"
     yield f"| measured on | {shares} | a launch of a cast, ms |"
     yield "|---|---|---|---|---|"
-    for one in results.values():
-        kernel = ", ".join(f"{name} {value:.2f}" for name, value in one.kernel.items())
-        cast = ", ".join(f"{name} {value:.2f}" for name, value in one.cast.items())
-        yield f"| {one.measured_on} | {kernel} | {one.bandwidth:.2f} | {cast} | {one.launch_ms:.4f} |"
+    for fit in results.values():
+        kernel = ", ".join(f"{name} {value:.2f}" for name, value in fit.kernel.items())
+        cast = ", ".join(f"{name} {value:.2f}" for name, value in fit.cast.items())
+        yield f"| {fit.measured_on} | {kernel} | {fit.bandwidth:.2f} | {cast} | {fit.launch_ms:.4f} |"
     scatter = next(iter(results.values())).scatter
     yield ""
     yield (
@@ -321,13 +316,13 @@ def _cells(results: Sequence[Cell]) -> Iterator[str]:
     yield f"| shape | {' | '.join(CELLS)} |"
     yield "|---" * (1 + len(CELLS)) + "|"
     for layer, shape in zip(LAYERS, SHAPES["fprop"], strict=True):
-        row = [one for one in results if one.layer == layer]
-        texts = (f"{one.expected:.3f} / {one.measured:.3f}, {100 * one.error:+.0f} %" for one in row)
+        row = [cell for cell in results if cell.layer == layer]
+        texts = (f"{cell.expected:.3f} / {cell.measured:.3f}, {100 * cell.error:+.0f} %" for cell in row)
         yield f"| {layer} {shape} | {' | '.join(texts)} |"
-    errors = [abs(one.error) for one in results]
-    low = [one for one in results if one.recipe != HIGH]
-    inside = sum(one.interval[0] <= one.measured_speedup <= one.interval[1] for one in low)
-    worst = max(results, key=lambda one: abs(one.error))
+    errors = [abs(cell.error) for cell in results]
+    low = [cell for cell in results if cell.recipe != HIGH]
+    inside = sum(cell.interval[0] <= cell.measured_speedup <= cell.interval[1] for cell in low)
+    worst = max(results, key=lambda cell: abs(cell.error))
     yield ""
     yield (
         f"The median error is {100 * statistics.median(errors):.1f} %, the worst {100 * max(errors):.1f} %"
@@ -353,7 +348,9 @@ def main() -> None:
 
 def constants_text() -> str:
     """The text of constants.yaml."""
-    text = yaml.safe_dump({name: one.model_dump() for name, one in fitted().items()}, sort_keys=False, width=110)
+    text = yaml.safe_dump(
+        {name: constants.model_dump() for name, constants in fitted().items()}, sort_keys=False, width=110
+    )
     return f"# Made by benchmarks/speed_model.py --write, whose docstring says from what.\n{text}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 from pathlib import Path
@@ -32,43 +31,36 @@ SHORTEST = ("--seconds=0", "--least=1")
 
 
 def test_stats() -> None:
-    cases = cases_of("stats.py", "--size", "160", *SHORTEST, "--device", "cpu")
-    assert len(cases) == 9
+    cases = cases_of("stats.py", "--size", "160", *SHORTEST)
+    assert len(cases) == 8
     for case in cases.values():
-        for key in ("ours_ms", "ours_reads", "te_ms", "te_eager_ms", "read_once_ms", "flush_ms"):
+        for key in ("ours_ms", "ours_reads", "te_ms", "read_once_ms", "flush_ms"):
             assert 0 < case[key]["low"] <= case[key]["value"] <= case[key]["high"], (key, case)
-        te = [case["te_eager_ms"]["value"], (case["te_compile_ms"] or {"value": math.inf})["value"]]
-        assert case["te_ms"]["value"] == min(te)
         assert case["ratio"] == pytest.approx(case["te_ms"]["value"] / case["ours_ms"]["value"])
-        assert case["te_mode"] in ("eager", "torch.compile")
         assert case["shape"] == [160, 160]
         assert "torch" in case["machine"]
-    assert {case["path"] for name, case in cases.items() if "plain torch" in name} == {"eager"}
-    assert {case["dtype"] for case in cases.values()} == {"float32", "bfloat16"}
-    assert {len(case["statistics"]) for case in cases.values()} == {4, 5, 8, 13}
+    assert {name.rpartition(", ")[2] for name in cases} == {"float32", "bfloat16"}
 
 
-def test_the_default_config() -> None:
-    sizes = ("--layers=1", "--hidden=64", "--sequence=32", "--batch=2")
-    cases = cases_of("step.py", "--default", *sizes, *SHORTEST)
-    first, collection, other, *wholes = (case["ours_processor_percent"]["value"] for case in cases.values())
-    assert [case.get("collection_steps") for case in cases.values()] == [None, None, None, 8, 16]
-    assert wholes == pytest.approx(
-        [(first + 7 * collection + 192 * other) / 200, (first + 15 * collection + 984 * other) / 1000]
-    )
-
-
-def test_step() -> None:
-    sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
-    cases = cases_of("step.py", *(f"--{name}={size}" for name, size in sizes.items()), *SHORTEST)
-    assert list(cases) == [
+STEP_CASES = {
+    "statistics": [
         "tensor statistics",
         "tensor and FP8 statistics",
         "fused, tensor statistics",
         "fused, tensor and FP8 statistics",
         "nothing due",
-        "layers without features",
-    ]
+    ],
+    "default": ["start, first step and stop", "a collection step", "five other steps"],
+    "gemms": ["a step in which all GEMMs are measured", "another step"],
+    "overflow": ["float32", "bfloat16"],
+}
+
+
+@pytest.mark.parametrize("mode", STEP_CASES)
+def test_step(mode: str) -> None:
+    sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
+    cases = cases_of("step.py", mode, *(f"--{name}={size}" for name, size in sizes.items()), *SHORTEST)
+    assert list(cases) == STEP_CASES[mode]
     for case in cases.values():
         assert case["none_ms"]["value"] > 0
         # What is added may be below zero: at this size it is noise.
@@ -77,20 +69,8 @@ def test_step() -> None:
         assert case["pairs"] == 1
         assert sizes.items() <= case.items()
         assert "torch" in case["machine"]
-    tokens, hidden = sizes["sequence"] * sizes["batch"], sizes["hidden"]
-    # qkv, proj, fc1, fc2: inputs and their gradients, outputs and theirs; weights and theirs.
-    inputs, outputs = 1 + 1 + 1 + 4, 3 + 1 + 4 + 1
-    elements = 2 * tokens * hidden * (inputs + outputs) + 2 * hidden * hidden * (3 + 1 + 4 + 4)
-    for name in ("tensor statistics", "tensor and FP8 statistics"):
-        case = cases[name]
-        ours, te, *by_mode = (case[f"{side}_added_ms"]["value"] for side in ("ours", "te", "te_eager", "te_compile"))
-        assert case["te_mode"] in ("eager", "torch.compile")
-        assert te == min(by_mode)
-        assert case["ratio"] == pytest.approx(te / ours)
-        assert case["watched_elements"] == elements
-        assert case["te_ns_per_element"] == pytest.approx(1e6 * te / elements)
-        assert case["ours_ns_per_element"] == pytest.approx(1e6 * ours / elements)
-    assert [name for name, case in cases.items() if case["claim"]] == list(cases)[2:4]
+    compared = {"statistics": STEP_CASES["statistics"][:2], "overflow": STEP_CASES["overflow"]}.get(mode, [])
+    assert [name for name, case in cases.items() if case["upstream_added_percent"]] == compared
 
 
 # --- gpu_check.py -----------------------------------------------------------------------------------------------------
@@ -108,7 +88,7 @@ def gpu_check(
 ) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
     """Run the command on a CPU with the sizes of a test; return its JSON and the finished process."""
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    options = ["--device", "cpu", "--small", "--out", str(folder), *arguments]
+    options = ["--device", "cpu", "--out", str(folder), *arguments]
     command = [executable(whole=whole), str(BENCHMARKS / "gpu_check.py"), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -148,7 +128,6 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     launches = rows_of(found, "launches")
     for path in ("fused", "debug"):
         assert launches[f"{path}: host waits of ours in forward and backward"]["ok"] is True
-        assert launches[f"{path}: operations in a step"]["value"] > launches["without: operations in a step"]["value"]
     assert rows_of(found, "hopper")["Float8BlockScaling: losses, gradients and weights with a session"]["ok"] is True
     assert rows_of(found, "large")["16,448 elements, transposed"]["ok"] is True
     assert rows_of(found, "streams")["statistics, growing vectors: wrong numbers"]["value"] == 0

@@ -9,15 +9,16 @@ training without graphs, and has the same verdict.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from step import with_ours, without
 
 from gpu_parts.rows import CannotRunHereError, Rows, Settings, in_one_line, run_part
 from gpu_parts.training import transformer_layers
@@ -37,6 +38,7 @@ Graphs = Literal["none", "before", "after"]
 """Whether graphs are made, before or after the session starts."""
 
 Make = Callable[[], torch.nn.Module]
+Trained = TypeVar("Trained")
 
 
 class Packed(torch.nn.Module):
@@ -48,11 +50,11 @@ class Packed(torch.nn.Module):
         self.register_buffer("bounds", torch.tensor([0, TOKENS // 4, TOKENS], dtype=torch.int32, device=device))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        query, key, value = (one.reshape(1, TOKENS, HEADS, -1) for one in self.qkv(inputs).chunk(3, -1))
-        found: torch.Tensor = torch.ops.aten._efficient_attention_forward(
+        query, key, value = (part.reshape(1, TOKENS, HEADS, -1) for part in self.qkv(inputs).chunk(3, -1))
+        mixed: torch.Tensor = torch.ops.aten._efficient_attention_forward(
             query, key, value, None, self.bounds, self.bounds, TOKENS, TOKENS, 0.0, 0, True
         )[0]
-        return found.reshape(inputs.shape)
+        return mixed.reshape(inputs.shape)
 
 
 def models(settings: Settings) -> dict[str, Make]:
@@ -85,21 +87,6 @@ class _Step:
         self._optimizer.step()
 
 
-@contextlib.contextmanager
-def _watched(model: torch.nn.Module, *, watched: bool) -> Iterator[Callable[[], object]]:
-    """A session with everything on; gives what ends a step."""
-    if not watched:
-        yield lambda: None
-        return
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        InspectSession(
-            CONFIG, model=model, log_dir=folder, debug="activation_overflow", allow_unmatched=True
-        ) as session,
-    ):
-        yield session.step
-
-
 def _trained(settings: Settings, make: Make, *, watched: bool, warm: bool) -> list[torch.Tensor]:
     """The weights after a capture and some replays.
 
@@ -124,7 +111,8 @@ def _trained(settings: Settings, make: Make, *, watched: bool, warm: bool) -> li
 
     if not warm:
         warm_up(lambda: None)
-    with _watched(model, watched=watched) as end:
+    session = with_ours(model, CONFIG, debug="activation_overflow", allow_unmatched=True) if watched else without()
+    with session as end:
         if warm:
             warm_up(end)
         graph = torch.cuda.CUDAGraph()
@@ -137,52 +125,41 @@ def _trained(settings: Settings, make: Make, *, watched: bool, warm: bool) -> li
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+Statistics = dict[tuple[int, str, str, str], float]
+"""Iteration, layer, tensor and statistic -> value."""
+
+
 @dataclass
 class _Result:
     """A training of graphed layers.
 
     Attributes:
         weights: the last weights.
-        statistics: iteration, layer, tensor and statistic -> value.
-        state, summary: of the verdict.
+        statistics: of a session.
+        state, summary: of the session's verdict.
         refused: why layers were not observed.
     """
 
     weights: list[torch.Tensor] = field(default_factory=list)
-    statistics: dict[tuple[int, str, str, str], float] = field(default_factory=dict)
+    statistics: Statistics = field(default_factory=dict)
     state: str = ""
     summary: str = ""
     refused: set[str] = field(default_factory=set)
 
-    def has_weights_of(self, other: _Result) -> bool:
-        return all(torch.equal(own, others) for own, others in zip(self.weights, other.weights, strict=True))
 
-    def difference(self, other: _Result) -> str:
-        """The first difference of the statistics; empty without one."""
-        keys = dict.fromkeys([*other.statistics, *self.statistics])
-        differing = [key for key in keys if repr(self.statistics.get(key)) != repr(other.statistics.get(key))]
-        if not differing:
-            return ""
-        key = differing[0]
-        values = f"{self.statistics.get(key)}, without graphs {other.statistics.get(key)}"
-        return f"{len(differing)} of {len(keys)} differ, first {key}: {values}"
+def _same(weights: list[torch.Tensor], others: list[torch.Tensor]) -> str:
+    return "same" if all(map(torch.equal, weights, others)) else "other"
 
 
-class _Keeper:
-    """A sink that keeps statistics."""
-
-    def __init__(self, result: _Result) -> None:
-        self._result = result
-
-    def start(self, run: Any) -> None:
-        pass
-
-    def write(self, records: Any) -> None:
-        for row in records:
-            self._result.statistics[records.iteration, row.layer, row.tensor, row.statistic] = row.value
-
-    def close(self, error: BaseException | None) -> None:
-        pass
+def _difference(statistics: Statistics, without_graphs: Statistics) -> str:
+    """The first difference of the statistics; empty without one."""
+    keys = dict.fromkeys([*without_graphs, *statistics])
+    differing = [key for key in keys if repr(statistics.get(key)) != repr(without_graphs.get(key))]
+    if not differing:
+        return ""
+    key = differing[0]
+    values = f"{statistics.get(key)}, without graphs {without_graphs.get(key)}"
+    return f"{len(differing)} of {len(keys)} differ, first {key}: {values}"
 
 
 class _Blocks(torch.nn.Module):
@@ -247,14 +224,17 @@ def _train_blocks(settings: Settings, recipe: Any, *, graphs: Graphs, watched: b
     if watched:
         with (
             tempfile.TemporaryDirectory() as folder,
-            InspectSession(None, model=model, log_dir=folder, sinks=[_Keeper(result)]) as session,
+            InspectSession(None, model=model, log_dir=folder) as session,
         ):
             if graphs == "after":
                 make_graphs()
 
             def end_step(loss: torch.Tensor) -> None:
                 session.log({"loss": loss})
-                session.step()
+                records = session.step()
+                if records is not None:
+                    for row in records:
+                        result.statistics[records.iteration, row.layer, row.tensor, row.statistic] = row.value
 
             train(end_step)
         result.state, result.summary = session.findings.state, session.findings.summary
@@ -266,38 +246,44 @@ def _train_blocks(settings: Settings, recipe: Any, *, graphs: Graphs, watched: b
     return result
 
 
+def _captured(train: Callable[[], Trained]) -> Trained:
+    """Train without a session.
+
+    Raises:
+        CannotRunHereError: the training cannot be captured.
+    """
+    try:
+        return train()
+    except Exception as error:
+        raise CannotRunHereError(f"it cannot be captured without a session: {in_one_line(error)}") from error
+
+
 def _check_blocks(settings: Settings, rows: Rows, name: str, recipe: Any, *, caches: bool) -> None:
     """Compare trainings with ``te.make_graphed_callables``, with and without a session."""
 
     def train(graphs: Graphs, *, watched: bool) -> _Result:
         return _train_blocks(settings, recipe, graphs=graphs, watched=watched, caches=caches)
 
-    trained: list[_Result] = []
+    alone = eager = _Result()
     with rows.of(name):
-        try:
-            alone, again = (train("before", watched=False) for _ in range(2))
-        except Exception as error:
-            why = f"it cannot be captured without a session: {in_one_line(error)}"
-            raise CannotRunHereError(why) from error
-        if not alone.has_weights_of(again):
+        alone, again = (_captured(functools.partial(train, "before", watched=False)) for _ in range(2))
+        if _same(alone.weights, again.weights) == "other":
             raise CannotRunHereError("two trainings without a session have different weights")
-        trained += alone, train("none", watched=True)
-    if not trained:
+        eager = train("none", watched=True)
+    if not eager.weights:
         return
-    alone, eager = trained
-    as_eager = eager.has_weights_of(alone)
-    text = "same" if as_eager else "other"
-    rows.measured(f"{name}: the weights without graphs", text, note=f"the verdict: {eager.summary}")
+    as_eager = _same(eager.weights, alone.weights)
+    rows.measured(f"{name}: the weights without graphs", as_eager, note=f"the verdict: {eager.summary}")
     when: Graphs
     for when in ("before", "after"):
         title = f"{name}, graphs made {when} the session starts"
         with rows.of(title):
             watched = train(when, watched=True)
             note = "; ".join(sorted(watched.refused))
-            same = "same" if watched.has_weights_of(alone) else "other"
-            if as_eager:
+            same = _same(watched.weights, alone.weights)
+            if as_eager == "same":
                 rows.equal(f"{title}: the weights", same, "same", note=note)
-                difference = watched.difference(eager)
+                difference = _difference(watched.statistics, eager.statistics)
                 rows.equal(f"{title}: the statistics", "other" if difference else "same", "same", note=difference)
             else:
                 why = "the layers' own forward computes other values than the graph"
@@ -369,14 +355,9 @@ def check(settings: Settings, rows: Rows) -> None:
         for warm in (True, False):
             when = "after steps in the session" if warm else "in the first step"
             with rows.of(f"{name}, captured {when}"):
-                try:
-                    alone = _trained(settings, make, watched=False, warm=warm)
-                except Exception as error:
-                    why = f"it cannot be captured without a session: {in_one_line(error)}"
-                    raise CannotRunHereError(why) from error
-                found = _trained(settings, make, watched=True, warm=warm)
-                same = all(torch.equal(one, other) for one, other in zip(alone, found, strict=True))
-                rows.equal(f"{name}, captured {when}: the weights", "same" if same else "other", "same")
+                alone = _captured(functools.partial(_trained, settings, make, watched=False, warm=warm))
+                watched = _trained(settings, make, watched=True, warm=warm)
+                rows.equal(f"{name}, captured {when}: the weights", _same(alone, watched), "same")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu_parts.rows import KeptSteps, Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings, run_part, values_of
 
 FLOORS = {"current": 0.0375, "mxfp8": 0.0375}
 """Relative errors of products of Gaussian matrices in E4M3."""
@@ -44,22 +44,20 @@ def _measured(made: Any, settings: Settings, size: int, steps: int) -> list[dict
         "layers": {"layer_types": ["all"]},
         "transformer_engine": {"LogGemmError": options},
     }
-    kept = KeptSteps()
     net = te.Linear(size, size, bias=False, params_dtype=torch.bfloat16, device=settings.device)
     torch.nn.init.normal_(net.weight)
     with (
         tempfile.TemporaryDirectory() as folder,
-        InspectSession(
-            {"gemms": section}, model=net, log_dir=Path(folder), sinks=[kept], observe="fused", strict=True
-        ) as session,
+        InspectSession({"gemms": section}, model=net, log_dir=Path(folder), observe="fused", strict=True) as session,
     ):
+        values = []
         for _ in range(steps):
             x = torch.randn(size, size, dtype=torch.bfloat16, device=settings.device, requires_grad=True)
             with te.autocast(enabled=True, recipe=made):
                 out = net(x)
             out.backward(torch.randn_like(out))
-            session.step()
-    return kept.steps
+            values.append(values_of(session.step()))
+    return values
 
 
 def check(settings: Settings, rows: Rows) -> None:

@@ -38,7 +38,7 @@ def _train(model: ModelName, recipe: RecipeName, count: int, settings: Settings,
                 session.log({"loss": built.train_step()})
                 session.step()
         verdict = diagnose(folder)
-        lacks = [f"{each.rule}: {each.why}" for each in verdict.not_judged if each.essential]
+        lacks = [f"{rule.rule}: {rule.why}" for rule in verdict.not_judged if rule.essential]
         said = "; ".join([*map(str, verdict.findings), *lacks])
         rows.add(name, verdict.state, expected="no problems found", ok=verdict.healthy, note=said[:400])
 

@@ -273,7 +273,7 @@ def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: b
     for number, side in enumerate(sides):
         values = drawn(side, side, seed=number).to(dtype)
         codes, scale_inv = quantized(values, e5m2=False) if with_codes else (None, None)
-        codes, scale_inv = (None if one is None else one.to(settings.device) for one in (codes, scale_inv))
+        codes, scale_inv = (None if x is None else x.to(settings.device) for x in (codes, scale_inv))
         at = [place if place < 0 else place + 300 * number for place in places]
         values = values.to(settings.device)
         pending.append(Pending(values, codes, scale_inv, False, ColumnPlaces(*at)))

@@ -8,23 +8,20 @@ the copy of all values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 from measuring import as_in_a_long_run
+from step import Run, with_ours, without
 
 from gpu_parts.rows import Rows, Settings, in_one_line, run_part
-from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
+from gpu_parts.training import Training, statistics_of_all
 from gpu_parts.waits import HostWaits
 from te_precision_callbacks.base.vocabulary import Observe
 
 PATHS: tuple[Observe, ...] = ("fused", "debug")
 
 _WARM_UP = 3
-
-Way = Callable[[], AbstractContextManager[EndOfStep]]
 
 
 class Counted(NamedTuple):
@@ -39,7 +36,7 @@ class Counted(NamedTuple):
     end: HostWaits
 
 
-def counted(training: Training, way: Way, settings: Settings) -> Counted:
+def counted(training: Training, way: Run, settings: Settings) -> Counted:
     """Count in the steps after the first ones, which set things up."""
     with way() as end:
         for _ in range(_WARM_UP):
@@ -55,29 +52,27 @@ def counted(training: Training, way: Way, settings: Settings) -> Counted:
 def check(settings: Settings, rows: Rows) -> None:
     layers, hidden, sequence = (1, 64, 32) if settings.small else (4, 1024, 512)
     training = Training(settings, layers=layers, hidden=hidden, sequence=sequence, batch=2)
-    ways: dict[str, Way] = {"without": without}
+    ways: dict[str, Run] = {"without": without}
     for path in PATHS:
-        ways[path] = functools.partial(watched, training.model, statistics_of_all(path, fp8=False), path)
+        ways[path] = functools.partial(with_ours, training.model, statistics_of_all(path, fp8=False), path)
     with as_in_a_long_run():
         results = {name: counted(training, way, settings) for name, way in ways.items()}
     alone = results["without"]
     note = f"{layers} layers, hidden {hidden}; {settings.backend_note}".removesuffix("; ")
-    for name, one in results.items():
-        if not settings.on_gpu:
-            rows.measured(f"{name}: operations in a step", one.before.operations + one.end.operations, note=note)
+    for name, step in results.items():
         waits = f"{name}: host waits in forward and backward"
         if name == "fused":  # the layers' own path
-            rows.equal(waits, one.before.total, alone.before.total, note=note)
+            rows.equal(waits, step.before.total, alone.before.total, note=note)
         else:
-            rows.measured(waits, one.before.total, note=note)
-        rows.measured(f"{name}: host waits in the end of the step", one.end.total, note=note)
+            rows.measured(waits, step.before.total, note=note)
+        rows.measured(f"{name}: host waits in the end of the step", step.end.total, note=note)
         if name == "without":
             continue
-        rows.equal(f"{name}: host waits of ours in forward and backward", one.before.ours, 0, note=one.before.where)
+        rows.equal(f"{name}: host waits of ours in forward and backward", step.before.ours, 0, note=step.before.where)
         if settings.on_gpu:
-            rows.equal(f"{name}: host waits of ours in the end of the step", one.end.ours, 1, note=one.end.where)
+            rows.equal(f"{name}: host waits of ours in the end of the step", step.end.ours, 1, note=step.end.where)
         else:
-            rows.measured(f"{name}: host waits of ours in the end of the step", one.end.ours, note=one.end.where)
+            rows.measured(f"{name}: host waits of ours in the end of the step", step.end.ours, note=step.end.where)
     if not settings.on_gpu:
         rows.left_out("forward and backward where waits are errors", "needs a GPU")
     elif alone.before.total:
@@ -86,7 +81,7 @@ def check(settings: Settings, rows: Rows) -> None:
         _without_waits(training, ways["fused"], rows)
 
 
-def _without_waits(training: Training, way: Way, rows: Rows) -> None:
+def _without_waits(training: Training, way: Run, rows: Rows) -> None:
     """Run forward and backward on the fused path while torch raises an error for each wait."""
     failure = ""
     with way() as end:

@@ -1,21 +1,13 @@
-"""Print, as JSON, the machine of a check and its usable Transformer Engine.
-
-    python -m gpu_parts.machine --device cuda
-
-It runs in its own process, since some GPUs allow a single process at a time.
-"""
+"""The machine of a check and its usable Transformer Engine."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
 import platform
-import sys
 from typing import Any
 
 import torch
-from measuring import _processor, _usable_processors
+from measuring import cores, processor
 
 from gpu_parts.rows import Backend, brief
 
@@ -35,13 +27,13 @@ _FP8_FROM = (8, 9)
 
 
 def facts(device: str) -> dict[str, Any]:
-    """Return hardware and versions; ``gpu`` is None on a CPU, ``error`` is the reason for a missing GPU."""
+    """Return hardware and versions; ``gpu`` is None on a CPU."""
     backend, why = _backend(device)
-    results: dict[str, Any] = {
+    return {
         "device": device,
-        "gpu": None,
-        "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
-        "cores": len(_usable_processors()),
+        "gpu": _gpu() if device == "cuda" else None,
+        "processor": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "system": platform.system(),
@@ -50,9 +42,6 @@ def facts(device: str) -> dict[str, Any]:
         "why_this_backend": why,
         "layouts": "10.0" if device == "cuda" and torch.cuda.get_device_capability(0) >= (10, 0) else "9.0",
     }
-    if device == "cuda":
-        results["gpu"] = _gpu()
-    return results
 
 
 def _gpu() -> dict[str, Any]:
@@ -76,8 +65,6 @@ def _backend(device: str) -> tuple[Backend, str]:
     """Return the backend of the parts, and the reason if it is not the compiled one."""
     from te_precision_callbacks.reference import compiled_extension
 
-    if _version("transformer-engine") is None:
-        return "none", "Transformer Engine is not installed: pip install 'te-precision-callbacks[reference]'"
     if device == "cpu":
         return "reference", "the device is the CPU"
     capability = torch.cuda.get_device_capability(0)
@@ -92,18 +79,3 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m gpu_parts.machine")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        build = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", which was built without CUDA")
-        print(json.dumps({"error": f"torch sees no GPU here ({build})"}))
-        return
-    sys.stdout.write(json.dumps(facts(options.device)) + "\n")
-
-
-if __name__ == "__main__":
-    main()

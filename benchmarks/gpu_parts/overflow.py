@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from unittest import mock
 
 import torch
 
@@ -69,49 +70,28 @@ def _finds(training: Training, rows: Rows) -> None:
         else:
             rows.equal("the layer that is named", None, CULPRIT, note="nothing was raised")
         after = list(training.model.parameters())
-        same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        same = all(map(torch.equal, before, after))
         rows.equal("the weights after the step that was stopped", "as before" if same else "changed", "as before")
 
 
-Way = Callable[[torch.nn.Module], AbstractContextManager[object]]
-
-
-def _without(model: torch.nn.Module) -> AbstractContextManager[object]:
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _copies() -> Iterator[list[None]]:
-    """An entry for each copy of the extremes to the host: on a CPU nothing else shows it."""
-    results: list[None] = []
-    to_host = extreme_slots.to_host
-
-    def noted(rows: torch.Tensor) -> object:
-        results.append(None)
-        return to_host(rows)
-
-    extreme_slots.to_host = noted  # type: ignore[assignment]
-    try:
-        yield results
-    finally:
-        extreme_slots.to_host = to_host
-
-
-def _waits(training: Training, way: Way, settings: Settings) -> int:
-    """Count the waits for the device in a step."""
-    with way(training.model):
+def _waits(training: Training, detection: AbstractContextManager[object], settings: Settings) -> int:
+    """Count the waits for the device in a step; on a CPU also the copies of the extremes, which do not wait there."""
+    copies = mock.Mock(side_effect=extreme_slots.to_host)
+    with detection, mock.patch.object(extreme_slots, "to_host", copies):
         training.step()
-        with _copies() as copies, HostWaits(settings.device) as waits:
+        copies.reset_mock()
+        with HostWaits(settings.device) as waits:
             training.step()
-    return waits.total + (0 if settings.on_gpu else len(copies))
+    return waits.total + (0 if settings.on_gpu else copies.call_count)
 
 
 def check(settings: Settings, rows: Rows) -> None:
     logging.getLogger("te_precision_callbacks").setLevel(logging.CRITICAL)  # the report of the planted inf
     training = Training(settings)
     _finds(training, rows)
-    added = _waits(training, DebugActivationOverflow, settings) - _waits(training, _without, settings)
-    rows.equal("host waits added to a step", added, 1)
+    without = _waits(training, contextlib.nullcontext(), settings)
+    waits = _waits(training, DebugActivationOverflow(training.model), settings)
+    rows.equal("host waits added to a step", waits - without, 1)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,15 @@ from __future__ import annotations
 
 import functools
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from pathlib import Path
 
 import torch
-import yaml
 from measuring import as_in_a_long_run, progress
-from step import with_ours, with_upstream
+from step import Run, with_ours, with_upstream, without
 
 from gpu_parts.rows import Rows, Settings, run_part
-from gpu_parts.training import EndOfStep, Training, statistics_of_all, watched, without
+from gpu_parts.training import Training, statistics_of_all
 from te_precision_callbacks.base.vocabulary import Observe
-
-Way = Callable[[], AbstractContextManager[EndOfStep]]
 
 PATHS: tuple[Observe, ...] = ("fused", "debug")
 _ROUNDS = 5
@@ -35,7 +28,7 @@ _ROOMY = 40 * 2**30
 """Bytes of free memory with which a GPU holds the large model, its optimizer and what the backward needs."""
 
 
-def block(training: Training, way: Way, warm_up: int, steps: int, settings: Settings) -> float:
+def block(training: Training, way: Run, warm_up: int, steps: int, settings: Settings) -> float:
     """Milliseconds of a step; without a warm-up, starting and ending the session belong to it."""
     settings.synchronize()
     start = time.perf_counter()
@@ -52,7 +45,7 @@ def block(training: Training, way: Way, warm_up: int, steps: int, settings: Sett
     return 1e3 * ((stop if warm_up else time.perf_counter()) - start) / steps
 
 
-def measure(training: Training, ways: dict[str, tuple[Way, int, int]], settings: Settings) -> dict[str, list[float]]:
+def measure(training: Training, ways: dict[str, tuple[Run, int, int]], settings: Settings) -> dict[str, list[float]]:
     """Alternating blocks of all ways: their times."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     block(training, without, 1, 1, settings)
@@ -71,20 +64,18 @@ def check(settings: Settings, rows: Rows) -> None:
     if settings.on_gpu and torch.cuda.mem_get_info(settings.device)[0] < _ROOMY:
         layers = min(layers, 4)
     training = Training(settings, layers=layers, hidden=hidden, sequence=sequence, batch=2)
-    ways: dict[str, tuple[Way, int, int]] = {"without": (without, 2, 5)}
+    ways: dict[str, tuple[Run, int, int]] = {"without": (without, 2, 5)}
     for path in PATHS:
         sections = statistics_of_all(path, fp8=True)
-        ways[f"{path}, every step"] = functools.partial(watched, training.model, sections, path), 2, 3
+        ways[f"{path}, every step"] = functools.partial(with_ours, training.model, sections, path), 2, 3
     default = functools.partial(with_ours, training.model, None)
     ways["default config, first step with start and end"] = default, 0, 1
     ways["default config, a step that samples weights"] = default, 3, 2  # steps 3 and 4
     ways["default config, a collection step"] = default, 5, 1
     ways["default config, another step"] = default, 11, 5
-    with as_in_a_long_run(), tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, "statistics.yaml")
-        config.write_text(yaml.safe_dump(statistics_of_all("debug", fp8=True)))
-        upstream: Way = functools.partial(with_upstream, training.model, config, "torch.compile")
-        ways["Transformer Engine's own, every step"] = upstream, 2, 1  # a step takes seconds
+    upstream: Run = functools.partial(with_upstream, training.model, statistics_of_all("debug", fp8=True))
+    ways["Transformer Engine's own, every step"] = upstream, 2, 1  # a step takes seconds
+    with as_in_a_long_run():
         times = measure(training, ways, settings)
     size = f"{layers} layers, hidden {hidden}, {2 * sequence} tokens"
     alone = statistics.median(times["without"])
@@ -96,7 +87,7 @@ def check(settings: Settings, rows: Rows) -> None:
         rows.measured(f"{name}: a step", statistics.median(values), "ms", note)
         if name != "without":
             # Of the same rounds: a GPU becomes slower while it warms up.
-            added = statistics.median(one - beside for one, beside in zip(values, times["without"], strict=False))
+            added = statistics.median(value - beside for value, beside in zip(values, times["without"], strict=False))
             rows.measured(f"{name}: added", added, "ms", note)
             rows.measured(f"{name}: added share", 100 * added / alone, "%", note)
     if settings.on_gpu:

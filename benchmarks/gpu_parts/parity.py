@@ -77,10 +77,10 @@ def dumped(sides: Sequence[Side], capability: str, folder: Path) -> list[dict[st
 
 def compare(sides: Sequence[Side], made: Sequence[dict[str, Any]], capability: str, rows: Rows) -> None:
     """Rows for each quantizer: the bytes that differ, and the errors of the GEMM."""
-    (one, other), (mine, theirs) = sides, made
+    (side, other), (ours, theirs) = sides, made
     for name, right in theirs.items():
-        results = mine[name]
-        check = f"{name}, {capability}: {one.name} and {other.name}"
+        results = ours[name]
+        check = f"{name}, {capability}: {side.name} and {other.name}"
         refused = results.get("refused") or right.get("refused")
         if refused is not None:
             rows.left_out(check, refused)
@@ -93,15 +93,15 @@ def compare(sides: Sequence[Side], made: Sequence[dict[str, Any]], capability: s
             differing += here
             where += [f"{part}: {here}"] if here else []
         more = results["parts"].keys() - right["parts"].keys()
-        where += [f"only {one.name}: {part}" for part in sorted(more)]
-        for side, made_there in ((one, results), (other, right)):
-            where += [f"{side.name}, {of}: {why}" for of, why in made_there["failures"].items()]
+        where += [f"only {side.name}: {part}" for part in sorted(more)]
+        for place, made_there in ((side, results), (other, right)):
+            where += [f"{place.name}, {key}: {why}" for key, why in made_there["failures"].items()]
         rows.add(f"{check}, bytes that differ", differing, f"of {total}", 0, not where, "; ".join(where)[:400])
         if "product" in right and "product" in results:
             exact, magnitudes = _product(right)
-            limit = IN_TENSOR_CORES if one.backend == "compiled" else IN_FLOAT32
+            limit = IN_TENSOR_CORES if side.backend == "compiled" else IN_FLOAT32
             error = float(((results["product"].double() - exact).abs() / magnitudes).max())
-            rows.at_most(f"{name}, {capability}: GEMM, {one.name}", error, limit, "of the magnitudes")
+            rows.at_most(f"{name}, {capability}: GEMM, {side.name}", error, limit, "of the magnitudes")
             apart = float((results["product"].double() - right["product"].double()).abs().max())
             largest = float(exact.abs().max())
             rows.measured(

@@ -121,25 +121,25 @@ def made(capability: str, device: torch.device) -> dict[str, Any]:
             results[name] = {"refused": refusals[recipe]}
             continue
         parts, operands, failures = {}, {}, {}
-        for of, tensor in tensors().items():
-            if "Hadamard" in name and (tensor.dtype != torch.bfloat16 or of == WEIGHT):
+        for key, tensor in tensors().items():
+            if "Hadamard" in name and (tensor.dtype != torch.bfloat16 or key == WEIGHT):
                 continue  # it takes bfloat16 alone, and no weights
-            its = make(of == WEIGHT)
+            its = make(key == WEIGHT)
             try:
                 quantized = its(tensor.to(device))
-                parts.update({f"{of}, {part}": value.cpu() for part, value in _parts(quantized, its)})
+                parts.update({f"{key}, {part}": value.cpu() for part, value in _parts(quantized, its)})
             except Exception as error:  # the others may be fine
-                failures[of] = in_one_line(error)
+                failures[key] = in_one_line(error)
                 continue
-            operands[of] = quantized
+            operands[key] = quantized
         results[name] = {"parts": parts, "failures": failures}
         if {WEIGHT, ACTIVATION} <= operands.keys():
             try:
                 results[name]["product"] = _product(operands[WEIGHT], operands[ACTIVATION]).cpu()
             except Exception as error:
                 failures["GEMM"] = in_one_line(error)
-            for of in (WEIGHT, ACTIVATION):
-                results[name][of] = _dequantized(operands[of]).cpu()
+            for key in (WEIGHT, ACTIVATION):
+                results[name][key] = _dequantized(operands[key]).cpu()
     return results
 
 

@@ -6,14 +6,11 @@ Models, defects and judgment come from the proof (``benchmarks/proof``), with on
 from __future__ import annotations
 
 import itertools
-import json
 import tempfile
 from pathlib import Path
 
-from defects import KINDS, Defect, Kind
-from judging import row_of
-from planting import train_with_defect
-from running import TRUTH
+from defects import KINDS, Defect, Kind, train_with_defect
+from judging import judge_defect
 
 from gpu_parts.healthy import RECIPES, sizes
 from gpu_parts.rows import Rows, Settings, run_part
@@ -29,10 +26,9 @@ def _train(defect: Defect, settings: Settings, rows: Rows) -> None:
     name = f"{defect.kind} in {defect.model}, {defect.recipe}, {defect.count} blocks"
     with rows.of(name), tempfile.TemporaryDirectory() as folder:
         truth = train_with_defect(defect, Path(folder), settings.device.type)
-        Path(folder, TRUTH).write_text(json.dumps(truth))
-        row = row_of(Path(folder))
-        found = "first finding" if row.right else "found" if row.anywhere else "missed"
-        rows.add(name, found, expected="found", ok=row.anywhere, note=f"{row.first}; planted: {row.truth}"[:400])
+        row = judge_defect(Path(folder), truth)
+        outcome = "first finding" if row.right else "found" if row.anywhere else "missed"
+        rows.add(name, outcome, expected="found", ok=row.anywhere, note=f"{row.first}; planted: {row.truth}"[:400])
 
 
 def check(settings: Settings, rows: Rows) -> None:

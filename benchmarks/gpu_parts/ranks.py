@@ -6,6 +6,7 @@ must be bit-identical to training without a session.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_parts.rows import KeptSteps, Rows, Settings, run_part
+from gpu_parts.rows import Rows, Settings, run_part, values_of
 from te_precision_callbacks.session import InspectSession
 
 RANKS, STEPS, ROWS, WIDTH = 2, 3, 64, 128
@@ -39,19 +40,18 @@ def _train(settings: Settings, device: torch.device, rank: int, folder: Path, *,
     layer = te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device=device)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(layer))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sink = KeptSteps()
-    session = InspectSession(CONFIG, log_dir=folder / f"{rank}", sinks=[sink], observe="fused") if watched else None
-    if session is not None:
-        session.start().attach(model)
-    for step in range(STEPS):
-        model(_inputs(rank, step).to(device)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if session is not None:
-            session.step()
-    if session is not None:
-        session.stop()
-    return {"weight": layer.weight.detach().double().cpu().tolist(), "steps": sink.steps}
+    steps = []
+    with contextlib.ExitStack() as stack:
+        session = InspectSession(CONFIG, model=model, log_dir=folder / f"{rank}", observe="fused")
+        if watched:
+            stack.enter_context(session)
+        for step in range(STEPS):
+            model(_inputs(rank, step).to(device)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if watched:
+                steps.append(values_of(session.step()))
+    return {"weight": layer.weight.detach().double().cpu().tolist(), "steps": steps}
 
 
 def _run_rank(rank: int, settings: Settings, folder: Path, backend: str) -> None:
@@ -94,10 +94,10 @@ def _expected(step: int) -> dict[str, float]:
 
 
 def _judge(name: str, results: list[dict[str, Any]], rows: Rows, note: str) -> None:
-    for rank, of_rank in enumerate(results):
-        same = of_rank["alone"]["weight"] == of_rank["beside"]["weight"]
+    for rank, result in enumerate(results):
+        same = result["alone"]["weight"] == result["beside"]["weight"]
         rows.equal(f"{name}: weights of rank {rank} with a session", "same" if same else "other", "same", note=note)
-        steps = of_rank["beside"]["steps"]
+        steps = result["beside"]["steps"]
         rows.equal(f"{name}: steps of rank {rank}", len(steps), STEPS)
         for number, step in enumerate(steps):
             for key, right in _expected(number).items():

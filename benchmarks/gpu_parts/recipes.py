@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gpu_parts.rows import CannotRunHereError, KeptSteps, Rows, Settings, run_part
+from gpu_parts.rows import CannotRunHereError, Rows, Settings, run_part, values_of
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.session import InspectSession
 
@@ -88,10 +88,10 @@ class Witness:
 
 
 def _config(recipe: str) -> dict[str, Any]:
-    of_codes = "LogNvfp4TensorStats" if recipe.startswith("NVFP4") else "LogFp8TensorStats"
+    code_statistics = "LogNvfp4TensorStats" if recipe.startswith("NVFP4") else "LogFp8TensorStats"
     features = {
         "LogTensorStats": {"enabled": True, "tensors": list(TENSORS), "stats": ["max"]},
-        of_codes: {"enabled": True, "tensors": list(TENSORS), "stats": ["mse", "underflows%"]},
+        code_statistics: {"enabled": True, "tensors": list(TENSORS), "stats": ["mse", "underflows%"]},
     }
     layers = {"layer_name_regex_pattern": ".*"}
     return {"of_all": {"enabled": True, "layers": layers, "transformer_engine": features}}
@@ -104,7 +104,8 @@ def _train(settings: Settings, recipe: Any, *, watched: bool) -> tuple[list[torc
     layer = te.Linear(INPUTS, OUTPUTS, bias=False, params_dtype=torch.bfloat16, device=settings.device)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
-    sink, witness, kept = KeptSteps(), Witness(), []
+    witness, kept = Witness(), []
+    values: Numbers = {}
     with contextlib.ExitStack() as stack:
         session = None
         if watched:
@@ -117,7 +118,6 @@ def _train(settings: Settings, recipe: Any, *, watched: bool) -> tuple[list[torc
                     log_dir=folder,
                     observe="fused",
                     strict=True,
-                    sinks=[sink],
                 )
             )
         for _ in range(STEPS):
@@ -133,9 +133,9 @@ def _train(settings: Settings, recipe: Any, *, watched: bool) -> tuple[list[torc
             optimizer.step()
             optimizer.zero_grad()
             if session is not None:
-                session.step()
+                values = values_of(session.step())
     # Without the recipe in the statistics' names.
-    pairs = ((key.split(), value) for key, value in (sink.steps[-1] if watched else {}).items())
+    pairs = ((key.split(), value) for key, value in values.items())
     last = {f"{tensor} {statistic.rpartition('_')[2]}": value for (tensor, statistic), value in pairs}
     return [*kept, layer.weight.detach().clone()], last, witness.seen
 
@@ -155,7 +155,7 @@ def _recipe(settings: Settings, name: str) -> Any:
 def _check_recipe(settings: Settings, rows: Rows, name: str) -> None:
     alone, _, _ = _train(settings, _recipe(settings, name), watched=False)
     beside, ours, theirs = _train(settings, _recipe(settings, name), watched=True)
-    same = all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
+    same = all(map(torch.equal, alone, beside))
     note = settings.backend_note
     rows.equal(f"{name}: losses, gradients and weights with a session", "same" if same else "other", "same", note=note)
     rows.equal(f"{name}: statistics", len(ours), 3 * len(TENSORS), note=note)

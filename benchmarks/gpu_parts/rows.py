@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import re
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,13 +29,10 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
-from te_precision_callbacks.sinks.step_records import Sink, StepRecords
+from te_precision_callbacks.sinks.step_records import StepRecords
 
-BEGUN = ".begun"
-"""The suffix of the file with the name of the check that runs."""
-
-Backend = Literal["compiled", "reference", "none"]
-"""Which Transformer Engine a part runs on; ``none``: there is not even its Python."""
+Backend = Literal["compiled", "reference"]
+"""Which Transformer Engine a part runs on."""
 
 Value = float | int | str | None
 
@@ -66,19 +62,22 @@ class Settings:
 
     Attributes:
         device: where tensors are.
-        small: whether to use the sizes of a test.
         backend: which Transformer Engine the part runs on.
         capability: the compute capability that the reference backend stands for; None for its own choice.
     """
 
     device: torch.device
-    small: bool
     backend: Backend
     capability: str | None = None
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def small(self) -> bool:
+        """Whether to use the sizes of a test."""
+        return not self.on_gpu
 
     @property
     def backend_note(self) -> str:
@@ -104,15 +103,9 @@ class Settings:
             torch.cuda.synchronize(self.device)
 
 
-class KeptSteps(Sink):
-    """Sink that keeps the values of each step, by ``tensor statistic``."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-
-    def write(self, records: StepRecords) -> None:
-        """Keep a step."""
-        self.steps.append({f"{row.tensor} {row.statistic}": row.value for row in records})
+def values_of(records: StepRecords | None) -> dict[str, float]:
+    """Return the values of a step of one layer, by ``tensor statistic``."""
+    return {f"{row.tensor} {row.statistic}": row.value for row in records or ()}
 
 
 class Rows:
@@ -130,9 +123,7 @@ class Rows:
     @contextlib.contextmanager
     def of(self, check: str) -> Iterator[None]:
         """Run a check: an exception becomes a row, and the part continues with the next check."""
-        begun = self._path.with_suffix(BEGUN)
-        outer = begun.read_text(encoding="utf-8") if begun.exists() else ""
-        begun.write_text(check, encoding="utf-8")  # for who ends the part while it runs
+        print(f"in: {check}", flush=True)  # the last line of a part that is stopped
         try:
             yield
         except CannotRunHereError as why:
@@ -142,10 +133,6 @@ class Rows:
             self.add(check, "failed", expected="ran", ok=False, note=f"{in_one_line(error)} {_where(error)}".strip())
             error.__traceback__ = None  # which holds the tensors of the check
         finally:
-            if outer:
-                begun.write_text(outer, encoding="utf-8")
-            else:
-                begun.unlink()
             gc.collect()
 
     def measured(self, check: str, value: Value, unit: str = "", note: str = "") -> None:
@@ -229,18 +216,16 @@ def run_part(name: str, check: Callable[[Settings, Rows], None]) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", choices=get_args(Backend), default="reference")
     parser.add_argument("--capability")
-    parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("te_precision_callbacks").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    settings = Settings(torch.device(options.device), options.small, options.backend, options.capability)
+    settings = Settings(torch.device(options.device), options.backend, options.capability)
     rows = Rows(name, options.rows)
     try:
         check(settings, rows)
     except CannotRunHereError as why:
         rows.left_out("all", brief(str(why)))
-    sys.stdout.flush()
 
 
 def _plain(value: Value) -> Value:

@@ -63,10 +63,10 @@ def _products_of_shapes(shapes: Iterable[Shape], recipe: str) -> list[Product]:
             "dgrad": (tokens, k, n),
             "wgrad": (n, k, tokens),
         }
-        for gemm, of_product in sizes.items():
+        for gemm, shape_of_gemm in sizes.items():
             operands: dict[str, str] = {str(tensor): form for tensor in OPERANDS[gemm]}
             macs = shape.operations // 2
-            products.append(Product(str(shape), "te", gemm, gemm != "fprop", *of_product, 1, 1, macs, operands))
+            products.append(Product(str(shape), "te", gemm, gemm != "fprop", *shape_of_gemm, 1, 1, macs, operands))
     return products
 
 
@@ -79,17 +79,19 @@ def _device(settings: Settings, rows: Rows) -> Device:
 
 
 def _beside(rows: Rows, modeled: list[ProductTime], measured: list[ProductTime], note: str) -> None:
-    for model, one in zip(modeled, measured, strict=True):
-        name = f"{one.recipe}, {one.layer}, {one.gemm}"
-        if one.source != "calibrated":
+    for model, product in zip(modeled, measured, strict=True):
+        name = f"{product.recipe}, {product.layer}, {product.gemm}"
+        if product.source != "calibrated":
             rows.left_out(f"{name}: measured", "the GEMM did not run")
             continue
         low, high = model.interval
-        inside = "inside" if low <= one.speedup <= high else "outside"
-        rows.measured(f"{name}: BF16", one.high_ms, "ms", f"expected {model.high_ms:.3f}")
-        rows.measured(f"{name}: low precision", one.low_ms, "ms", f"expected {model.low_ms:.3f}; {note}".rstrip("; "))
+        inside = "inside" if low <= product.speedup <= high else "outside"
+        rows.measured(f"{name}: BF16", product.high_ms, "ms", f"expected {model.high_ms:.3f}")
+        rows.measured(
+            f"{name}: low precision", product.low_ms, "ms", f"expected {model.low_ms:.3f}; {note}".rstrip("; ")
+        )
         beside = f"expected {model.speedup:.2f} ({low:.2f} to {high:.2f}): {inside} of the interval"
-        rows.measured(f"{name}: speed-up", one.speedup, "times", beside)
+        rows.measured(f"{name}: speed-up", product.speedup, "times", beside)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from step import config, fused_config
+from step import Config, EndOfStep, config, fused_config
 
 from gpu_parts.rows import Settings
 from te_precision_callbacks.base.vocabulary import Observe
-from te_precision_callbacks.session import InspectSession
-
-EndOfStep = Callable[[], object]
 
 
 def transformer_layers(
@@ -79,23 +73,7 @@ class Training:
         self.finish(end)
 
 
-@contextlib.contextmanager
-def without() -> Iterator[EndOfStep]:
-    """No session."""
-    yield lambda: None
-
-
-@contextlib.contextmanager
-def watched(model: torch.nn.Module, sections: dict[str, Any], observe: Observe) -> Iterator[EndOfStep]:
-    """A session."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        InspectSession(copy.deepcopy(sections), model=model, log_dir=folder, observe=observe) as session,
-    ):
-        yield session.step
-
-
-def statistics_of_all(observe: Observe, *, fp8: bool) -> dict[str, Any]:
+def statistics_of_all(observe: Observe, *, fp8: bool) -> Config:
     """Return a config with the eight statistics of LogTensorStats on all tensors of the path, and FP8 statistics.
 
     Args:

@@ -34,15 +34,13 @@ _SYNCHRONIZING = "called a synchronizing CUDA operation"
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls something for each read of one element, and counts all operations."""
+    """Calls something for each read of one element."""
 
     def __init__(self, note: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
-        self.operations = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
         if function is torch.ops.aten._local_scalar_dense.default:
             self._note()
         return function(*args, **(kwargs or {}))
@@ -58,14 +56,12 @@ class HostWaits:
         total: all of them.
         ours: waits of this project's own code, without the reference backend.
         places: file and line of ours -> how often.
-        operations: on a CPU, the operations of torch.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stack = contextlib.ExitStack()
         self.total = 0
-        self.operations = 0
         self.places: Counter[str] = Counter()
 
     @property
@@ -86,15 +82,13 @@ class HostWaits:
             torch.cuda.set_sync_debug_mode("warn")
             self._stack.callback(torch.cuda.set_sync_debug_mode, "default")
         else:
-            self._reads = self._stack.enter_context(_Reads(self._note))
+            self._stack.enter_context(_Reads(self._note))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
-        if self._device.type == "cpu":
-            self.operations = self._reads.operations
 
     def _shown(self, message: Warning | str, *_: Any, **__: Any) -> None:
         """Called in place of ``warnings.showwarning``, in the thread of the operation and on top of its stack."""
@@ -132,7 +126,7 @@ def _ours(frame: FrameType | None) -> str | None:
 
 
 def _part(path: Path) -> str | None:
-    """The room of this project that a source file is in; of ``base`` the part in it."""
+    """The package of this project that a source file is in; of ``base`` the package in it."""
     if path.is_relative_to(_FEATURES):
         return _FEATURES.name
     if path.is_relative_to(_PACKAGE):

@@ -15,6 +15,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -30,6 +31,9 @@ from models import (
     RecipeName,
     build,
 )
+from running import with_statistics_every
+
+from te_precision_callbacks.session import InspectSession
 
 Kind = Literal[
     "growing-activation",
@@ -73,7 +77,7 @@ class Table:
     """
 
     about: str
-    rules: frozenset[str]
+    rules: tuple[str, ...]
     steps: int = 31
     steps_of_default: int = 51
     starts: tuple[int, int] = (3, 9)
@@ -83,14 +87,10 @@ class Table:
     inner: bool = False
 
 
-def _rules(*names: str) -> frozenset[str]:
-    return frozenset(names)
-
-
 TABLE: Mapping[Kind, Table] = {
     "growing-activation": Table(
         "the input of a layer grows by 1.4 to 2 in each step, under delayed scaling",
-        _rules("overflow", "stale-scale", "growth", "sibling"),
+        ("overflow", "stale-scale", "growth", "sibling"),
         steps=41,
         steps_of_default=101,
         starts=(5, 15),
@@ -98,62 +98,54 @@ TABLE: Mapping[Kind, Table] = {
     ),
     "small-gradient": Table(
         "the gradient of a block's MLP is scaled by 2^-18",
-        _rules("dead-gradient", "underflow", "sibling", "below-eps"),
+        ("dead-gradient", "underflow", "sibling", "below-eps"),
         starts=(0, 9),
     ),
     "large-gradient": Table(
-        "the gradient of a block's MLP is scaled by 2^14", _rules("sibling", "overflow", "stale-scale", "growth")
+        "the gradient of a block's MLP is scaled by 2^14", ("sibling", "overflow", "stale-scale", "growth")
     ),
-    "outlier-row": Table(
-        "a row of a weight is multiplied by 2^12", _rules("sibling", "underflow", "overflow", "growth")
-    ),
+    "outlier-row": Table("a row of a weight is multiplied by 2^12", ("sibling", "underflow", "overflow", "growth")),
     "outlier-channel": Table(
         "a channel of a layer's input is multiplied by 2^14",
-        _rules("sibling", "underflow", "overflow", "growth"),
+        ("sibling", "underflow", "overflow", "growth"),
         starts=(0, 9),
     ),
-    "not-fp8": Table(
-        "a layer is torch's, or is called outside of te.autocast", _rules("hole"), starts=(0, 0), inner=True
-    ),
+    "not-fp8": Table("a layer is torch's, or is called outside of te.autocast", ("hole",), starts=(0, 0), inner=True),
     "spike": Table(
         "the input of a layer is 2^12 to 2^18 times as large in one step, with an amax history of 1024 steps",
-        _rules("stale-scale", "underflow"),
+        ("stale-scale", "underflow"),
         steps_of_default=101,
         starts=(3, 18),
         recipes=("delayed",),
     ),
     "stale-weights": Table(
         "is_first_microbatch is False in all later steps, so the weights in FP8 stay as they are",
-        _rules("stale-weights"),
+        ("stale-weights",),
         starts=(1, 3),
         whole_model=True,
     ),
     "lost-updates": Table(
-        "weights in bfloat16, and a learning rate of 3e-7", _rules("lost-updates"), starts=(0, 0), whole_model=True
+        "weights in bfloat16, and a learning rate of 3e-7", ("lost-updates",), starts=(0, 0), whole_model=True
     ),
-    "tiny-loss": Table(
-        "the loss is scaled by 1e-12", _rules("below-eps", "dead-gradient"), starts=(0, 0), whole_model=True
-    ),
-    "detached": Table(
-        "the output of a block's MLP is detached", _rules("dead-gradient", "missing-gradient"), starts=(0, 0)
-    ),
+    "tiny-loss": Table("the loss is scaled by 1e-12", ("below-eps", "dead-gradient"), starts=(0, 0), whole_model=True),
+    "detached": Table("the output of a block's MLP is detached", ("dead-gradient", "missing-gradient"), starts=(0, 0)),
     "growth": Table(
         "the weights before an MLP's second product grow by 10 to 20 % in each step",
-        _rules("growth", "overflow", "stale-scale", "sibling"),
+        ("growth", "overflow", "stale-scale", "sibling"),
         steps=61,
         steps_of_default=201,
         starts=(0, 10),
     ),
-    "nan": Table("an element of a layer's input or weight is NaN in one step", _rules("nonfinite"), starts=(10, 20)),
+    "nan": Table("an element of a layer's input or weight is NaN in one step", ("nonfinite",), starts=(10, 20)),
     "wrong-kernel": Table(
         "a layer's GEMM zeroes a tile, swaps two rows, halves its result, or has 1 % wrong elements; with LogGemmError"
         " in the config",
-        _rules("gemm-kernel", "gemm-gain"),
+        ("gemm-kernel", "gemm-gain"),
     ),
-    "large-weight": Table("a weight is initialized 1000 times too large", _rules("sibling"), starts=(0, 0)),
+    "large-weight": Table("a weight is initialized 1000 times too large", ("sibling",), starts=(0, 0)),
     "unmoved-scales": Table(
         "the first layer is detached, or te.autocast is entered inside of a reentrant te.checkpoint",
-        _rules("scale-never-updated", "dead-gradient", "missing-gradient"),
+        ("scale-never-updated", "dead-gradient", "missing-gradient"),
         starts=(0, 0),
         recipes=("delayed",),
         models=("bytes", "gpt", "vit", "mixer", "parallel"),
@@ -161,7 +153,7 @@ TABLE: Mapping[Kind, Table] = {
     ),
     "squeezed-gradient": Table(
         "the gradient of a block's MLP is scaled by 2^-18, in E4M3, with an amax history of 1024 steps",
-        _rules("underflow", "stale-scale", "dead-gradient", "sibling"),
+        ("underflow", "stale-scale", "dead-gradient", "sibling"),
         recipes=("delayed",),
     ),
 }
@@ -221,6 +213,11 @@ class Defect:
         return cls(kind, seed, model, recipe, precision, count, block, start, draw.randrange(4), freq)
 
     @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.kind}-{self.seed}"
+
+    @property
     def table(self) -> Table:
         """Properties of all draws of the kind."""
         return TABLE[self.kind]
@@ -251,15 +248,28 @@ class Defect:
         return built
 
     def truth(self, built: Built) -> dict[str, Any]:
-        """Return the right rules, and prefixes of the right layers' names."""
+        """Return the draw, and prefixes of the right layers' names."""
         layers = None if self.block is None else [f"{built.blocks[self.block].path}."]
         return {
             **dataclasses.asdict(self),
-            "rules": sorted(self.table.rules),
             "right_layers": layers,
             "exact_layers": _exact_layers(self, built),
-            "steps": self.steps,
         }
+
+
+def train_with_defect(defect: Defect, log_dir: Path, device: str = "cpu") -> dict[str, Any]:
+    """Train, and return the truth about the defect."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    built = defect.build(device)
+    with planted(defect, built):
+        config = with_statistics_every(defect.freq, gemms=defect.kind == "wrong-kernel")
+        with InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off") as session:
+            for _ in range(defect.steps):
+                session.log({"loss": built.train_step(), "lr": built.optimizer.param_groups[0]["lr"]})
+                session.step()
+    FP8GlobalStateManager.reset()
+    return defect.truth(built)
 
 
 def _target(defect: Defect, built: Built) -> str:
@@ -307,14 +317,12 @@ def planted(defect: Defect, built: Built) -> Iterator[None]:
     try:
         yield
     finally:
-        for each in undo:
-            each()
+        for action in undo:
+            action()
 
 
-def _factor_on_input(
-    built: Built, path: str, factor: Callable[[int], float | torch.Tensor | None], *, undone_in_output: bool
-) -> list[Undo]:
-    """The input of a layer is multiplied; where ``undone_in_output``, its output is divided by the same number."""
+def _factor_on_input(built: Built, path: str, factor: Callable[[int], float | None]) -> list[Undo]:
+    """The input of a layer is multiplied, and its output divided by the same number."""
     module = built.module(path)
 
     def before(_: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
@@ -325,10 +333,7 @@ def _factor_on_input(
         scale = factor(built.step)
         return None if scale is None else _first(output, lambda tensor: tensor / scale)
 
-    undo: list[Undo] = [module.register_forward_pre_hook(before).remove]
-    if undone_in_output:
-        undo.append(module.register_forward_hook(after).remove)
-    return undo
+    return [module.register_forward_pre_hook(before).remove, module.register_forward_hook(after).remove]
 
 
 def _first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -342,7 +347,7 @@ def _growing_activation(defect: Defect, built: Built) -> list[Undo]:
     def factor(step: int) -> float | None:
         return None if step < defect.start else min(per_step ** (step - defect.start + 1), 2.0**20)
 
-    return _factor_on_input(built, _target(defect, built), factor, undone_in_output=True)
+    return _factor_on_input(built, _target(defect, built), factor)
 
 
 def _scaled_gradient(scale: float) -> Callable[[Defect, Built], list[Undo]]:
@@ -426,7 +431,7 @@ def _spike(defect: Defect, built: Built) -> list[Undo]:
     def factor(step: int) -> float | None:
         return 2.0 ** (12 + 2 * defect.variant) if step == defect.start else None
 
-    return _factor_on_input(built, _target(defect, built), factor, undone_in_output=True)
+    return _factor_on_input(built, _target(defect, built), factor)
 
 
 def _stale_weights(defect: Defect, built: Built) -> list[Undo]:
@@ -437,13 +442,8 @@ def _stale_weights(defect: Defect, built: Built) -> list[Undo]:
         return inputs, {**options, "is_first_microbatch": built.step < defect.start}
 
     kinds = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
-    layers = [each for each in built.model.modules() if isinstance(each, kinds)]
-    return [each.register_forward_pre_hook(before, with_kwargs=True).remove for each in layers]
-
-
-def _nothing_more(defect: Defect, built: Built) -> list[Undo]:
-    """The learning rate of the training is the defect."""
-    return []
+    layers = [module for module in built.model.modules() if isinstance(module, kinds)]
+    return [layer.register_forward_pre_hook(before, with_kwargs=True).remove for layer in layers]
 
 
 def _tiny_loss(defect: Defect, built: Built) -> list[Undo]:
@@ -572,7 +572,7 @@ _PLANT: Mapping[Kind, Callable[[Defect, Built], list[Undo]]] = {
     "not-fp8": _not_fp8,
     "spike": _spike,
     "stale-weights": _stale_weights,
-    "lost-updates": _nothing_more,
+    "lost-updates": lambda defect, built: [],  # the learning rate of the training is the defect
     "tiny-loss": _tiny_loss,
     "detached": _detached,
     "growth": _growth,

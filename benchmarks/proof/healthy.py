@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 from models import BLOCK_COUNTS, BLOCKS, FLOAT32_NORMS, MODELS, RECIPES, Built, ModelName, Precision, RecipeName, build
-from running import with_statistics_every
+from running import capability_of, start_process, with_statistics_every
 
 from te_precision_callbacks.session import InspectSession
 
@@ -194,7 +194,9 @@ def _shaped(training: Healthy) -> Built:
             for path in block.linears[:2]:
                 parent, _, name = path.rpartition(".")
                 setattr(built.module(parent), name, Lora(built.module(path)))
-        built.optimizer = torch.optim.AdamW([each for each in built.model.parameters() if each.requires_grad], lr=3e-3)
+        built.optimizer = torch.optim.AdamW(
+            [weight for weight in built.model.parameters() if weight.requires_grad], lr=3e-3
+        )
     if training.shape in ("moe", "grouped"):
         dtype = next(built.model.parameters()).dtype
         for block in built.blocks[1::2]:
@@ -230,34 +232,31 @@ def _warm_up_and_decay(built: Built, steps: int) -> None:
     built.after_step.append(schedule.step)
 
 
-def _steps(built: Built, session: InspectSession, count: int) -> list[float]:
-    losses = []
+def _steps(built: Built, session: InspectSession, count: int) -> None:
     for _ in range(count):
         rate = built.optimizer.param_groups[0]["lr"]
-        losses.append(built.train_step())
-        session.log({"loss": losses[-1], "lr": rate})
+        session.log({"loss": built.train_step(), "lr": rate})
         session.step()
-    return losses
 
 
 def train_healthy(training: Healthy, log_dir: Path) -> dict[str, Any]:
-    """Train, and return the training's description and losses."""
+    """Train, and return the training's description."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if training.shape == "two-ranks":
-        losses = _on_two_ranks(training, log_dir)
+        _on_two_ranks(training, log_dir)
     elif training.shape == "resumed":
-        losses = _resumed(training, log_dir)
+        _resumed(training, log_dir)
     else:
         built = _shaped(training)
         config = with_statistics_every(training.freq)
         with InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off") as session:
-            losses = _steps(built, session, training.steps)
+            _steps(built, session, training.steps)
     FP8GlobalStateManager.reset()
-    return {**dataclasses.asdict(training), "losses": [round(loss, 4) for loss in losses]}
+    return dataclasses.asdict(training)
 
 
-def _resumed(training: Healthy, log_dir: Path) -> list[float]:
+def _resumed(training: Healthy, log_dir: Path) -> None:
     """Half of the steps, a checkpoint, and the other half in a new model."""
     import os
 
@@ -266,7 +265,7 @@ def _resumed(training: Healthy, log_dir: Path) -> list[float]:
     half = training.steps // 2
     built = _shaped(training)
     with InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off") as session:
-        losses = _steps(built, session, half)
+        _steps(built, session, half)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "checkpoint.pt"
             parts = {"model": built.model.state_dict(), "optimizer": built.optimizer.state_dict()}
@@ -280,39 +279,23 @@ def _resumed(training: Healthy, log_dir: Path) -> list[float]:
     again.optimizer.load_state_dict(saved["optimizer"])
     with InspectSession(config, model=again.model, log_dir=log_dir, statistics_log="off") as session:
         session.load_state_dict(saved["session"])
-        losses += _steps(again, session, training.steps - half)
-    return losses
+        _steps(again, session, training.steps - half)
 
 
-def _on_two_ranks(training: Healthy, log_dir: Path) -> list[float]:
+def _on_two_ranks(training: Healthy, log_dir: Path) -> None:
     """Two processes over gloo, with gradients averaged."""
-    context = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        meeting = Path(folder) / "meeting"
-        children = [
-            context.Process(target=_rank, args=(rank, dataclasses.asdict(training), log_dir, meeting))
-            for rank in range(2)
-        ]
-        for child in children:
-            child.start()
-        for child in children:
-            child.join()
-        if any(child.exitcode for child in children):
-            raise RuntimeError("a rank failed")
-        return [float(line) for line in meeting.with_suffix(".losses").read_text().split()]
+        arguments = training, log_dir, Path(folder) / "store"
+        torch.multiprocessing.spawn(_rank, arguments, 2)  # type: ignore[attr-defined,no-untyped-call]
 
 
-def _rank(rank: int, training: dict[str, Any], log_dir: Path, meeting: Path) -> None:
+def _rank(rank: int, training: Healthy, log_dir: Path, store: Path) -> None:
     import torch.distributed as dist
 
-    from te_precision_callbacks import reference
-
-    torch.set_num_threads(1)
-    about = Healthy(**training)
-    reference.install(capability=(10, 0) if about.recipe in ("mxfp8", "nvfp4") else (9, 0))
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    built = _shaped(about)
-    other = build(about.model, about.recipe, about.precision, about.seed + rank)
+    start_process(capability_of(training.recipe))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    built = _shaped(training)
+    other = build(training.model, training.recipe, training.precision, training.seed + rank)
     built.batches = other.batches
 
     def average() -> None:
@@ -322,9 +305,7 @@ def _rank(rank: int, training: dict[str, Any], log_dir: Path, meeting: Path) -> 
                 parameter.grad /= 2
 
     built.after_backward.append(average)
-    config = with_statistics_every(about.freq)
+    config = with_statistics_every(training.freq)
     with InspectSession(config, model=built.model, log_dir=log_dir, statistics_log="off") as session:
-        losses = _steps(built, session, about.steps)
-    if rank == 0:
-        meeting.with_suffix(".losses").write_text("\n".join(map(str, losses)))
+        _steps(built, session, training.steps)
     dist.destroy_process_group()

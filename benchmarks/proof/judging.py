@@ -1,47 +1,21 @@
-"""Judges recorded trainings, and writes tables of that."""
+"""Judge recorded trainings, and write tables of the results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
+import pyarrow.compute as pc
 from defects import TABLE
-from running import truth_of
 
-from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose, replay
-from te_precision_callbacks.diagnosis.engine import Diagnosis
-from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.diagnosis import Finding, diagnose
+from te_precision_callbacks.runs import open_run
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "proof.md"
-
-
-class _Noting(Diagnosis):
-    """Note the step of each finding."""
-
-    came: dict[tuple[str, str, tuple[str, ...]], int]
-
-    def know(self, facts: Facts, iteration: int) -> list[Finding]:
-        return self._note(super().know(facts, iteration), iteration)
-
-    def step(self, numbers: StepNumbers) -> list[Finding]:
-        return self._note(super().step(numbers), numbers.iteration)
-
-    def _note(self, results: list[Finding], iteration: int) -> list[Finding]:
-        for each in results:
-            self.came.setdefault((each.rule, each.tensor, each.layers[:1]), iteration)
-        return results
-
-
-def judged(log_dir: Path) -> tuple[Verdict, dict[tuple[str, str, tuple[str, ...]], int]]:
-    """Return the verdict, and the step of each finding by rule, tensor and first layer."""
-    came: dict[tuple[str, str, tuple[str, ...]], int] = {}
-    with mock.patch.object(_Noting, "came", came, create=True), mock.patch.object(replay, "Diagnosis", _Noting):
-        return diagnose(log_dir), came
 
 
 @dataclass(frozen=True)
@@ -54,10 +28,8 @@ class Row:
         layer: whether its first layer is.
         exact: whether its first layer is one of the defect's first layers.
         anywhere: whether any finding that is an error or a warning is right.
-        as_note: whether a note is right.
         delay: steps from the first one of the defect to the finding; None where the first finding is not right.
-        first: the first finding, in words.
-        as_live: whether the session had the same findings at its end; None where it was recorded before that was kept.
+        first: the first finding, as text.
     """
 
     name: str
@@ -65,26 +37,21 @@ class Row:
     model: str
     recipe: str
     blocks: int
-    start: int
     right: bool
     layer: bool
     exact: bool
     anywhere: bool
-    as_note: bool
     delay: int | None
     first: str
     truth: str
-    as_live: bool | None
 
 
-def row_of(log_dir: Path) -> Row:
+def judge_defect(log_dir: Path, truth: Mapping[str, Any]) -> Row:
     """Diagnose a training with a defect."""
-    truth = truth_of(log_dir)
-    verdict, came = judged(log_dir)
-    loud = verdict.wrong
-    first = loud[0] if loud else None
+    wrong = diagnose(log_dir).wrong
+    first = wrong[0] if wrong else None
     right = first is not None and _is_right(first, truth)
-    step = None if first is None else came.get((first.rule, first.tensor, first.layers[:1]), first.since)
+    step = None if first is None else _reported_in(log_dir, first)
     where = "the model" if truth["right_layers"] is None else ", ".join(truth["exact_layers"])
     return Row(
         name=log_dir.name,
@@ -92,20 +59,28 @@ def row_of(log_dir: Path) -> Row:
         model=truth["model"],
         recipe=truth["recipe"],
         blocks=truth["count"],
-        start=truth["start"],
         right=right,
         layer=first is not None and _has_layer(first, truth["right_layers"]),
         exact=first is not None and _has_layer(first, truth["exact_layers"]),
-        anywhere=any(_is_right(each, truth) for each in loud),
-        as_note=any(_is_right(each, truth) for each in verdict.findings if each.severity == "note"),
+        anywhere=any(_is_right(finding, truth) for finding in wrong),
         delay=max(0, step - truth["start"]) if right and step is not None else None,
         first="nothing" if first is None else f"{first.severity} {first}",
         truth=f"{' or '.join(sorted(TABLE[truth['kind']].rules))} in {where} from step {truth['start']}",
-        as_live=[str(each) for each in verdict.findings] == truth["live"] if "live" in truth else None,
     )
 
 
-def _is_right(finding: Finding, truth: dict[str, Any]) -> bool:
+def _reported_in(log_dir: Path, finding: Finding) -> int | None:
+    """Return the step in which the session reported a finding first."""
+    subject = [finding.rule, finding.tensor, *finding.layers[:1]]
+    reported = []
+    for event in open_run(log_dir).events.filter(pc.field("kind") == "finding").to_pylist():
+        data = json.loads(event["data"])
+        if [data["rule"], data["tensor"], *data["layers"][:1]] == subject:
+            reported.append(event["iteration"])
+    return min(reported, default=finding.since)
+
+
+def _is_right(finding: Finding, truth: Mapping[str, Any]) -> bool:
     return finding.rule in TABLE[truth["kind"]].rules and _has_layer(finding, truth["right_layers"])
 
 
@@ -114,21 +89,15 @@ def _has_layer(finding: Finding, right: Sequence[str] | None) -> bool:
     if right is None:
         return True
     first = f"{finding.layers[0]}." if finding.layers else ""
-    return any(first.startswith(f"{each.removesuffix('.')}.") for each in right)
+    return any(first.startswith(f"{layer.removesuffix('.')}.") for layer in right)
 
 
-def contest_table(rows: Sequence[Row], by: str = "kind") -> str:
+def contest_table(rows: Sequence[Row], by: str, heading: str) -> str:
     """A line for each kind, or for each number of blocks, in Markdown."""
-    first = "defect" if by == "kind" else by
-    heading = (
-        f"| {first} | draws | first finding right | its layer right | found at all | steps until found, median (most) |"
-    )
+    columns = "draws | first finding right | its layer right | found at all | steps until found, median (most)"
     groups = dict.fromkeys(getattr(row, by) for row in rows)
-    lines = [
-        _line(str(group), [row for row in rows if getattr(row, by) == group])
-        for group in (groups if by == "kind" else sorted(groups))
-    ]
-    return "\n".join([heading, "|---|---|---|---|---|---|", *lines, _line("all", rows)])
+    lines = [_line(str(group), [row for row in rows if getattr(row, by) == group]) for group in groups]
+    return "\n".join([f"| {heading} | {columns} |", "|---|---|---|---|---|---|", *lines, _line("all", rows)])
 
 
 def _line(name: str, rows: Sequence[Row]) -> str:
@@ -139,55 +108,9 @@ def _line(name: str, rows: Sequence[Row]) -> str:
     return f"| {name} | {len(rows)} | {shares} | {delay} |"
 
 
-def misses(rows: Iterable[Row]) -> list[str]:
-    """Return a line for each training with a wrong first finding."""
-    return [
-        f"{row.name} ({row.model} of {row.blocks} blocks, {row.recipe}): {row.truth}; first: {row.first}"
-        f"{'' if not row.as_note else '; right as a note'}"
-        for row in rows
-        if not row.right
-    ]
-
-
-@dataclass(frozen=True)
-class Silence:
-    """A judged healthy training."""
-
-    name: str
-    shape: str
-    alarms: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-def silence_of(log_dir: Path) -> Silence:
-    """Diagnose a healthy training."""
-    truth = truth_of(log_dir)
-    verdict, _ = judged(log_dir)
-    loud = tuple(f"{each.severity} {each}" for each in verdict.wrong)
-    notes = tuple(f"{each}" for each in verdict.findings if each.severity == "note")
-    return Silence(log_dir.name, truth["shape"], loud, notes)
-
-
-def silence_table(results: Sequence[Silence]) -> str:
-    """A line for each shape of training, in Markdown."""
-    lines = ["| training | runs | with a false alarm | notes |", "|---|---|---|---|"]
-    groups: dict[str, list[Silence]] = {}
-    for each in results:
-        groups.setdefault(each.shape, []).append(each)
-    for name, group in [*groups.items(), ("all", list(results))]:
-        alarms = sum(bool(each.alarms) for each in group)
-        lines.append(f"| {name} | {len(group)} | {alarms} | {sum(len(each.notes) for each in group)} |")
-    return "\n".join(lines)
-
-
-def as_json(rows: Iterable[Row | Silence]) -> list[dict[str, Any]]:
-    """For a file."""
-    return [asdict(row) for row in rows]
-
-
-def write_into_page(name: str, text: str, page: Path = PAGE) -> None:
-    """Put a text between the markers of its name in a page."""
+def write_into_page(name: str, text: str) -> None:
+    """Put a text between the markers of its name in docs/proof.md."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, _, rest = page.read_text().partition(begin)
+    before, _, rest = PAGE.read_text().partition(begin)
     _, _, after = rest.partition(end)
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")

@@ -98,7 +98,7 @@ class Built:
     def loss(self) -> torch.Tensor:
         """The loss of the next batch."""
         device = next(self.model.parameters()).device
-        inputs, targets = (each.to(device) for each in next(self.batches))
+        inputs, targets = (tensor.to(device) for tensor in next(self.batches))
         with self._precision(device.type):
             outputs = self.model(inputs)
             outputs = getattr(outputs, "logits", outputs)
@@ -113,11 +113,11 @@ class Built:
             for _ in range(self.accumulate):
                 loss = self.loss()
                 (loss * (self.loss_scale / self.accumulate)).backward()  # type: ignore[no-untyped-call]
-        for each in self.after_backward:
-            each()
+        for action in self.after_backward:
+            action()
         self.optimizer.step()
-        for each in self.after_step:
-            each()
+        for action in self.after_step:
+            action()
         self.optimizer.zero_grad()
         self.step += 1
         return loss.item()
@@ -211,10 +211,10 @@ class _ParallelBlock(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         behind = self.norm(x)
         heads = [
-            each.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2)
-            for each in (self.query(behind), self.key_value(behind))
+            projected.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2)
+            for projected in (self.query(behind), self.key_value(behind))
         ]
-        key, value = (each.repeat_interleave(2, 1) for each in heads[1].chunk(2, 1))
+        key, value = (half.repeat_interleave(2, 1) for half in heads[1].chunk(2, 1))
         mixed = torch.nn.functional.scaled_dot_product_attention(heads[0], key, value, is_causal=True)
         out: torch.Tensor = x + self.proj(mixed.transpose(1, 2).flatten(2)) + self.mlp(behind)
         return out
@@ -353,9 +353,9 @@ def _images(seed: int, patches: int) -> Iterator[tuple[torch.Tensor, torch.Tenso
         yield patterns[classes] + torch.randn(2 * BATCH, patches, PATCH, generator=draw), classes
 
 
-_OF_LLAMA = (
-    *(f"self_attn.{each}_proj" for each in "qkvo"),
-    *(f"mlp.{each}_proj" for each in ("gate", "up", "down")),
+_LLAMA_LINEARS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
 
 _PARTS: Mapping[ModelName, tuple[str, tuple[str, ...], str, tuple[str, ...], str]] = {
@@ -369,7 +369,7 @@ _PARTS: Mapping[ModelName, tuple[str, tuple[str, ...], str, tuple[str, ...], str
     ),
     "llama": (
         "model.layers.{}",
-        _OF_LLAMA,
+        _LLAMA_LINEARS,
         "mlp",
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
         "mlp.down_proj",
@@ -390,17 +390,13 @@ _PARTS: Mapping[ModelName, tuple[str, tuple[str, ...], str, tuple[str, ...], str
 def _blocks_of(name: ModelName, count: int) -> list[Block]:
     path, linears, mlp, grows, down = _PARTS[name]
 
-    def of(at: int) -> Block:
-        under = path.format(at)
-        return Block(
-            under,
-            tuple(f"{under}.{each}" for each in linears),
-            f"{under}.{mlp}",
-            tuple(f"{under}.{each}" for each in grows),
-            f"{under}.{down}",
-        )
-
-    return [of(at) for at in range(count)]
+    blocks = []
+    for number in range(count):
+        block = path.format(number)
+        paths = tuple(f"{block}.{linear}" for linear in linears)
+        weights = tuple(f"{block}.{weight}" for weight in grows)
+        blocks.append(Block(block, paths, f"{block}.{mlp}", weights, f"{block}.{down}"))
+    return blocks
 
 
 def build(

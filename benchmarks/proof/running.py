@@ -1,9 +1,9 @@
-"""Run recorded trainings, in one process for each GPU that the reference backend emulates.
+"""Record trainings in processes, some at once.
 
-    record([Job("defect", "spike-3", {...}), ...], folder, processes=2)
+    record(train_healthy, all_healthy(), folder, processes=2)
 
-A job is a training, given as plain data. Each records itself into a folder of its name, and writes the truth
-about itself there as ``truth.json``. Recorded trainings are not repeated.
+Each training records itself into a folder of its name, and what it returns is stored there as ``truth.json``. Recorded
+trainings are not repeated.
 """
 
 from __future__ import annotations
@@ -11,45 +11,23 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import Any
 
 TRUTH = "truth.json"
 
 
-@dataclass(frozen=True)
-class Job:
-    """A training.
-
-    Attributes:
-        kind: what trains it.
-        name: of its folder.
-        about: all that makes it, for JSON.
-        blackwell: whether it needs a GPU of compute capability 10.0.
-    """
-
-    kind: Literal["defect", "healthy"]
-    name: str
-    about: Mapping[str, Any]
-    blackwell: bool
-
-
-def parser_of(description: str | None) -> argparse.ArgumentParser:
+def proof_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of both proofs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    folders = parser.add_mutually_exclusive_group()
-    folders.add_argument("--only-record", type=Path, metavar="FOLDER", help="train, and judge nothing")
-    folders.add_argument("--replay", type=Path, metavar="FOLDER", help="judge what was recorded there")
+    parser.add_argument("--folder", type=Path, help="keep trainings here; those that are there are not repeated")
     parser.add_argument("--processes", type=int, default=2, help="trainings at once (default: 2)")
     parser.add_argument("--page", action="store_true", help="write the table into docs/proof.md")
-    parser.add_argument("--json", action="store_true", help="print a JSON list, one object a training")
     return parser
 
 
@@ -77,81 +55,50 @@ def with_statistics_every(freq: int | None, *, gemms: bool = False) -> dict[str,
     return config
 
 
-def record(jobs: Sequence[Job], folder: Path, *, processes: int) -> None:
-    """All jobs, in that many processes at once."""
-    folder.mkdir(parents=True, exist_ok=True)
-    left = [job for job in jobs if not is_trained(folder / job.name)]
-    shares: list[list[Job]] = []
-    for blackwell in (False, True):
-        alike = [job for job in left if job.blackwell == blackwell]
-        count = min(processes, len(alike))
-        shares.extend(alike[at::count] for at in range(count))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    running: list[subprocess.Popen[bytes]] = []
-    for share in shares:
-        while len(running) >= processes:
-            running = [each for each in running if each.poll() is None]
-            time.sleep(0.2)
-        given = json.dumps([asdict(job) for job in share]).encode()
-        child = subprocess.Popen([sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, env=environment)
-        with cast(IO[bytes], child.stdin) as stdin:
-            stdin.write(given)
-        running.append(child)
-    for child in running:
-        child.wait()
+def record(
+    train: Callable[[Any, Path], dict[str, Any]], trainings: Sequence[Any], folder: Path, *, processes: int
+) -> dict[str, dict[str, Any]]:
+    """Train all, and return the truth of each recorded training by its name. A failure is printed.
+
+    Args:
+        train: a training and its log folder -> the truth about it.
+        trainings: with a ``name`` and a ``recipe``.
+        folder: of the log folders.
+        processes: trainings at once.
+    """
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    context = multiprocessing.get_context("spawn")
+    for capability in ((9, 0), (10, 0)):
+        left = [
+            training
+            for training in trainings
+            if capability_of(training.recipe) == capability and not (folder / training.name / TRUTH).exists()
+        ]
+        # A process has one GPU that the reference backend emulates.
+        with ProcessPoolExecutor(processes, context, initializer=start_process, initargs=(capability,)) as pool:
+            futures = {}
+            for training in left:
+                (folder / training.name).mkdir(parents=True, exist_ok=True)
+                futures[pool.submit(train, training, folder / training.name)] = training.name
+            for future in as_completed(futures):
+                error = future.exception()
+                print(f"{futures[future]}: {error or 'recorded'}", file=sys.stderr, flush=True)
+                if error is None:
+                    (folder / futures[future] / TRUTH).write_text(json.dumps(future.result(), indent=1))
+    paths = {training.name: folder / training.name / TRUTH for training in trainings}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
-def is_trained(log_dir: Path) -> bool:
-    """Return whether a training was recorded to its end; print a failure."""
-    if not (log_dir / TRUTH).exists():
-        return False
-    failed = truth_of(log_dir).get("failed")
-    if failed:
-        print(f"{log_dir.name} could not be trained: {failed}", file=sys.stderr)
-    return not failed
+def capability_of(recipe: str) -> tuple[int, int]:
+    """Return the compute capability of a GPU that has the recipe."""
+    return (10, 0) if recipe in ("mxfp8", "nvfp4") else (9, 0)
 
 
-def truth_of(log_dir: Path) -> dict[str, Any]:
-    """Return the truth about a recorded training."""
-    results: dict[str, Any] = json.loads((log_dir / TRUTH).read_text())
-    return results
-
-
-def _train(job: Job, log_dir: Path) -> dict[str, Any]:
-    if job.kind == "defect":
-        from defects import Defect
-        from planting import train_with_defect
-
-        return train_with_defect(Defect(**job.about), log_dir)
-    from healthy import Healthy, train_healthy
-
-    return train_healthy(Healthy(**job.about), log_dir)
-
-
-def main() -> None:
-    """Trains the jobs that stand on the standard input, one after another."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
-    jobs = [Job(**row) for row in json.loads(sys.stdin.read())]
+def start_process(capability: tuple[int, int]) -> None:
+    """Prepare a process for trainings."""
     import torch
 
     from te_precision_callbacks import reference
 
     torch.set_num_threads(1)
-    reference.install(capability=(10, 0) if jobs[0].blackwell else (9, 0))
-    for job in jobs:
-        log_dir = folder / job.name
-        log_dir.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
-        try:
-            truth = _train(job, log_dir)
-        except Exception:
-            traceback.print_exc()
-            truth = {"failed": traceback.format_exc(limit=-3)}
-        (log_dir / TRUTH).write_text(json.dumps({**truth, "seconds": round(time.monotonic() - began, 2)}, indent=1))
-        print(f"{job.name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    reference.install(capability=capability)

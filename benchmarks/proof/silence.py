@@ -1,58 +1,54 @@
 """Train healthy models of all shapes: the diagnosis must find no problem.
 
-    python benchmarks/proof/silence.py [--only-record FOLDER | --replay FOLDER] [--names PART ...] [--blocks 2 24]
+    python benchmarks/proof/silence.py [--names PART ...] [--blocks 2 24] [--folder FOLDER]
 
-Each warning and each error is a false alarm; notes are counted. ``--only-record`` keeps the recorded trainings, and
-``--replay`` judges them again without training. ``--page`` writes the table into docs/proof.md. The exit code is 1 if
-there is a false alarm.
+Each warning and each error is a false alarm; notes are counted. ``--folder`` keeps the recorded trainings; a further
+call judges them without training. ``--page`` writes the table into docs/proof.md. The exit code is 1 if there is a
+false alarm.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 import tempfile
 from pathlib import Path
 
-from healthy import all_healthy
-from judging import as_json, silence_of, silence_table, write_into_page
+from healthy import all_healthy, train_healthy
+from judging import write_into_page
 from models import BLOCK_COUNTS
-from running import Job, is_trained, parser_of, record
+from running import proof_parser, record
+
+from te_precision_callbacks.diagnosis import diagnose
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Gives the exit code."""
-    parser = parser_of(__doc__)
+def main() -> int:
+    parser = proof_parser(__doc__)
     parser.add_argument("--names", nargs="+", default=[""], help="only trainings whose name contains one of these")
     parser.add_argument("--blocks", nargs="+", type=int, default=BLOCK_COUNTS, metavar="COUNT", help="of the models")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     trainings = [
-        each
-        for each in all_healthy()
-        if any(part in each.name for part in options.names) and each.count in options.blocks
+        training
+        for training in all_healthy()
+        if any(part in training.name for part in options.names) and training.count in options.blocks
     ]
     with tempfile.TemporaryDirectory() as temporary:
-        folder: Path = options.only_record or options.replay or Path(temporary)
-        if options.replay is None:
-            jobs = [
-                Job("healthy", each.name, dataclasses.asdict(each), each.recipe in ("mxfp8", "nvfp4"))
-                for each in trainings
-            ]
-            record(jobs, folder, processes=options.processes)
-        if options.only_record:
-            return 0
-        results = [silence_of(folder / each.name) for each in trainings if is_trained(folder / each.name)]
-    alarms = [f"{each.name}: {alarm}" for each in results for alarm in each.alarms]
-    table = silence_table(results)
-    lines = "\n".join(f"- {alarm}" for alarm in alarms) or "There are no false alarms."
-    if options.json:
-        print(json.dumps(as_json(results), indent=1))
-    else:
-        print(table, lines, sep="\n\n")
+        folder: Path = options.folder or Path(temporary)
+        truths = record(train_healthy, trainings, folder, processes=options.processes)
+        verdicts = {name: diagnose(folder / name) for name in truths}
+    lines = ["| training | runs | with a false alarm | notes |", "|---|---|---|---|"]
+    for shape in [*dict.fromkeys(truth["shape"] for truth in truths.values()), "all"]:
+        group = [verdicts[name] for name, truth in truths.items() if shape in ("all", truth["shape"])]
+        alarms = sum(bool(verdict.wrong) for verdict in group)
+        notes = sum(len(verdict.findings) - len(verdict.wrong) for verdict in group)
+        lines.append(f"| {shape} | {len(group)} | {alarms} | {notes} |")
+    false_alarms = [
+        f"- {name}: {finding.severity} {finding}" for name, verdict in verdicts.items() for finding in verdict.wrong
+    ]
+    text = "\n".join([*lines, "", *(false_alarms or ["There are no false alarms."])])
+    print(text)
     if options.page:
-        write_into_page("silence", f"{table}\n\n{lines}")
-    return 1 if alarms else 0
+        write_into_page("silence", text)
+    return 1 if false_alarms else 0
 
 
 if __name__ == "__main__":
