@@ -1,6 +1,6 @@
 """Check on a GPU what cannot be checked without one, and measure costs.
 
-    python benchmarks/gpu_check.py [--parts kernels parity] [--out benchmarks/gpu]
+    python benchmarks/gpu_check.py [--parts kernels,parity] [--json] [--out benchmarks/gpu]
     python benchmarks/gpu_check.py --device cpu    # the same code on a CPU, with the sizes of a test; three minutes
 
 It takes at most nine minutes and needs no network. Each part is a module of ``gpu_parts`` and runs in its own process
@@ -251,16 +251,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device of tensors (default: cuda)")
     names = [part.name for part in PARTS]
-    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    parser.add_argument("--parts", default=",".join(names), help="parts to run, separated by commas (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "gpu", help="folder (default: benchmarks/gpu)")
     options = parser.parse_args(arguments)
+    chosen = options.parts.split(",")
+    if unknown := [name for name in chosen if name not in names]:
+        parser.error(f"--parts: there is no part {', '.join(unknown)}; there are {', '.join(names)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} sees no GPU here. With --device cpu the same code runs on the CPU.")
     check = Check(options.device, SECONDS if options.device == "cuda" else math.inf)
-    results = check.run([part for part in PARTS if part.name in options.parts])
+    results = check.run([part for part in PARTS if part.name in chosen])
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / file_name(check.machine)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        print(json.dumps(results, indent=1))
+        return 0 if results["ok"] else 1
     print(describe(check.machine), end="\n\n")
     rows = [{**row, "verdict": _VERDICTS[row["ok"]]} for row in results["rows"]]
     print(table(COLUMNS, [[row[column] for column in COLUMNS] for row in rows]), end="\n\n")
