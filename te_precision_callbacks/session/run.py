@@ -43,15 +43,13 @@ from te_precision_callbacks.session.checks import (
     ParameterChecks,
     RuleChecks,
 )
-from te_precision_callbacks.session.closing import ClosingReport
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
-from te_precision_callbacks.session.context import LoopFacts, RunContext
+from te_precision_callbacks.session.context import LoopFacts, RunContext, RunResults
 from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event
-from te_precision_callbacks.session.endings import ProcessEnds, Terminated, Uninterrupted
+from te_precision_callbacks.session.endings import ClosingReport, ProcessEnds, Terminated, Uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
-from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume import ResumeAudit, versions
 from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of

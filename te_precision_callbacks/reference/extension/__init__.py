@@ -83,9 +83,14 @@ from te_precision_callbacks.reference.extension.missing import (
     grouped_mlp_experimental,
 )
 from te_precision_callbacks.reference.extension.multi_tensor import (
+    compute_amax,
+    fused_amax_and_scale_update_after_reduction,
+    multi_tensor_adam,
+    multi_tensor_adam_fp8,
     multi_tensor_compute_scale_and_scale_inv,
     multi_tensor_l2norm,
     multi_tensor_scale,
+    multi_tensor_sgd,
 )
 from te_precision_callbacks.reference.extension.normalization import (
     layernorm_bwd,
@@ -95,11 +100,6 @@ from te_precision_callbacks.reference.extension.normalization import (
     rmsnorm_fwd,
 )
 from te_precision_callbacks.reference.extension.nvfp4 import nvfp4_2d_scale_transpose, nvfp4_data_transpose
-from te_precision_callbacks.reference.extension.optimizers import (
-    multi_tensor_adam,
-    multi_tensor_adam_fp8,
-    multi_tensor_sgd,
-)
 from te_precision_callbacks.reference.extension.padding import fused_multi_row_padding, fused_multi_row_unpadding
 from te_precision_callbacks.reference.extension.partial_cast import (
     multi_tensor_compute_scale_inv_e8m0,
@@ -121,10 +121,6 @@ from te_precision_callbacks.reference.extension.rope import (
     fused_qkv_rope_forward,
     fused_rope_backward,
     fused_rope_forward,
-)
-from te_precision_callbacks.reference.extension.scaling import (
-    compute_amax,
-    fused_amax_and_scale_update_after_reduction,
 )
 from te_precision_callbacks.reference.extension.swizzling import (
     multi_tensor_swizzle_scales_for_gemm_,
