@@ -26,7 +26,7 @@ from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, step_number
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection, StepRecords
-from te_precision_callbacks.sinks.loggers import (
+from te_precision_callbacks.sinks.metrics import (
     LoggerSink,
     add_to_tensorboard,
     names_for_mlflow,

@@ -109,14 +109,10 @@ def unconverted_layers(model: Model) -> dict[str, str]:
     multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15, ``utils/transformer_engine.py``.
     In a run without FP8 that is the reason for all layers.
     """
-    without_fp8 = _without_fp8()
-    return {layer: without_fp8 or unconverted.why for layer, unconverted in _find(model).items()}
-
-
-def _without_fp8() -> str:
-    """Return a message if Accelerate converts nothing in this process; else an empty text."""
     precision = AcceleratorState().mixed_precision if is_initialized() else "fp8"
-    return "" if precision == "fp8" else f"Accelerate converts layers with mixed_precision='fp8', not {precision!r}"
+    converts_with = f"Accelerate converts layers with mixed_precision='fp8', not {precision!r}"
+    without_fp8 = "" if precision == "fp8" else converts_with
+    return {layer: without_fp8 or unconverted.why for layer, unconverted in _find(model).items()}
 
 
 def _find(model: Model) -> dict[str, _Unconverted]:

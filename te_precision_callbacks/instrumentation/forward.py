@@ -30,8 +30,7 @@ from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.instrumentation.answers import Answers
-from te_precision_callbacks.instrumentation.delayed_scaling import scales_in_graph
+from te_precision_callbacks.instrumentation.answers import Answers, scales_in_graph
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords
@@ -194,11 +193,7 @@ class ForwardHooks:
         else:
             self._tap.observe(self._watched.armed)
         self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges)
-
-        self._bypass_graphs()
-
-    def _bypass_graphs(self) -> None:
-        """Bypass the CUDA graphs of layers to observe in this step only."""
+        # Bypass the CUDA graphs of layers to observe in this step only.
         all_graphs = self.products.counting or self._tap.operations.has_new
         if (self._watched.armed or all_graphs) and not is_captured():
             self._graphs.bypass(self._watched.armed, all_graphs=all_graphs)
@@ -366,23 +361,22 @@ def require(owner: Any, *names: str) -> None:
 
 
 class ExecutionOrder:
-    """Layer -> position of its first ``forward`` and ``backward``: a listener of the tap."""
+    """Layer -> position of its first ``forward`` and ``backward``: a listener of the tap.
+
+    Attributes:
+        has_grown: whether layers were added since the reader of the positions has unset it.
+    """
 
     def __init__(self) -> None:
         self.forward: dict[str, int] = {}
         self.backward: dict[str, int] = {}
-        self._has_grown = False
+        self.has_grown = False
 
     def __call__(self, event: GemmEvent) -> None:
         places = self.forward if event.gemm == "fprop" else self.backward
         if event.layer not in places and event.kind in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             places[event.layer] = len(places)
-            self._has_grown = True
-
-    def take_grown(self) -> bool:
-        """Return whether layers were added since the last call."""
-        grown, self._has_grown = self._has_grown, False
-        return grown
+            self.has_grown = True
 
 
 class _NotDebugging:

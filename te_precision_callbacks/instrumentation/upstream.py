@@ -261,7 +261,7 @@ class Inspector:
             self._failures.report("writing", _EVENTS, error)
 
     def report_events(self) -> None:
-        failure = self.events.take_failure()
+        failure = self.events.thread.take_failure()
         if failure is not None:
             self._failures.report("writing", _EVENTS, failure)
 
@@ -500,6 +500,9 @@ class EventLog(logging.Handler):
             <time> - INFO - LAYER=fc1: Feature=LogTensorStats, API=inspect_tensor: activation
 
     Lines stay in memory until :meth:`begin`, since ranks may be unknown before.
+
+    Attributes:
+        thread: writes the lines.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -507,7 +510,7 @@ class EventLog(logging.Handler):
         self.setFormatter(logging.Formatter(FORMAT))
         self._folder = log_dir / EVENTS_FOLDER
         self._lines = _Lines()
-        self._thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MOST_WAITING)
+        self.thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MOST_WAITING)
 
     def begin(self, *, in_full: bool) -> None:
         """Start writing.
@@ -519,7 +522,7 @@ class EventLog(logging.Handler):
             self._lines.least = logging.NOTSET if in_full else logging.WARNING
             path = self._folder / log_file_name(own_rank())
             file = LogFile(path, LIMIT, "")
-            file.note_progress = self._thread.note_progress
+            file.note_progress = self.thread.note_progress
             self._lines.file = file
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -528,18 +531,12 @@ class EventLog(logging.Handler):
         except Exception:
             self.handleError(record)
         else:
-            self._thread.put((record.levelno, f"{line}\n"), 1)
-
-    def hurry(self) -> Callable[[], bool]:
-        return self._thread.hurry()
-
-    def take_failure(self) -> BaseException | None:
-        return self._thread.take_failure()
+            self.thread.put((record.levelno, f"{line}\n"), 1)
 
     def close(self) -> None:
         """Wait until all lines are written, or until the disk no longer responds, which is logged."""
         self.begin(in_full=own_rank() == 0)
-        self._thread.finish()
+        self.thread.finish()
         super().close()
 
 

@@ -52,6 +52,7 @@ class ProcessEnds:
 
     Attributes:
         is_terminated: whether SIGTERM ends the process.
+        at_exit: stops the session at the exit, unless it is cancelled.
     """
 
     def __init__(self, stop: Callable[[BaseException], None], *, at_sigterm: bool) -> None:
@@ -59,17 +60,9 @@ class ProcessEnds:
         self._stop = stop
         self._process = os.getpid()
         # Runs also at the end of a spawned process, which calls no atexit function.
-        self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
+        self.at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
         if at_sigterm and _is_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._handle)
-
-    def forget(self) -> None:
-        self._at_exit.cancel()
-
-    def leave_sigterm(self) -> None:
-        """Restore the default action, unless other code has set a handler since."""
-        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self.handle_sigterm)
 
     def _stop_at_exit(self) -> None:
         error = uncaught()
@@ -79,7 +72,7 @@ class ProcessEnds:
             if isinstance(error, KeyboardInterrupt):
                 _end_by_sigint()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Stop the session; the process still ends by the signal, with its exit status."""
         is_own = os.getpid() == self._process  # a forked process ends at once
         if is_own and self.is_terminated:
@@ -149,8 +142,9 @@ class Uninterrupted:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore(signal.SIGTERM)
-        if self._ends is not None:
-            self._ends.leave_sigterm()
+        handler = None if self._ends is None else self._ends.handle_sigterm
+        if handler is not None and _is_main_thread() and signal.getsignal(signal.SIGTERM) == handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # otherwise other code has set a handler since
         self._restore(signal.SIGINT)  # last: Ctrl-C may come again at once
 
     def _restore(self, number: int) -> None:
@@ -209,7 +203,7 @@ class ClosingReport:
     def print_verdict(self, error: BaseException | None, trace: Path | None) -> None:
         if self._context.options.quiet or os.environ.get(_QUIET, "") not in ("", "0"):
             return
-        has_folder = not self._context.failures.has_lost_folder and self._results.log_dir.is_dir()
+        has_folder = self._context.failures.lost_folder is None and self._results.log_dir.is_dir()
         trace = trace if has_folder else None
         lines = closing_lines(
             self._results.findings,

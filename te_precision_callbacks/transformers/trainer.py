@@ -20,8 +20,13 @@ from te_precision_callbacks.base.debug_values import (
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.session import InspectSession, SessionError
-from te_precision_callbacks.transformers.callback import PrecisionDebugTrainerCallback
-from te_precision_callbacks.transformers.closing import DebugCallback, closing, find_training, refuse_data_parallel
+from te_precision_callbacks.transformers.callback import (
+    DebugCallback,
+    PrecisionDebugTrainerCallback,
+    closing,
+    find_training,
+    refuse_data_parallel,
+)
 
 if TYPE_CHECKING:
     from te_precision_callbacks.overflow import DebugActivationOverflow
@@ -190,7 +195,10 @@ class Trainer(transformers.Trainer):
         if overflow or precision:
             refuse_data_parallel(self.args)
         if precision:
-            self._refuse_second_callback()
+            if any(isinstance(callback, PrecisionDebugTrainerCallback) for callback in self.callback_handler.callbacks):
+                raise OptionError(
+                    "debug= has 'te_precision', and callbacks= a PrecisionDebugTrainerCallback. Give one of the two."
+                )
             watch = (ACTIVATION_OVERFLOW,) if overflow else ()
             self.add_callback(PrecisionDebugTrainerCallback(config, debug=watch))
         elif overflow:
@@ -212,9 +220,3 @@ class Trainer(transformers.Trainer):
         """Train as transformers' Trainer does; every exception ends the debugging."""
         with closing(self):
             return super().train(*arguments, **keywords)
-
-    def _refuse_second_callback(self) -> None:
-        if any(isinstance(callback, PrecisionDebugTrainerCallback) for callback in self.callback_handler.callbacks):
-            raise OptionError(
-                "debug= has 'te_precision', and callbacks= a PrecisionDebugTrainerCallback. Give one of the two."
-            )
