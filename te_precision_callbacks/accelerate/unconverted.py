@@ -68,7 +68,7 @@ def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str
     Returns:
         The result of :func:`unconverted_layers`; empty if the accelerator does not convert layers.
     """
-    if not converts(accelerator):
+    if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
         return {}
     unconverted, text = unconverted_in_words(model)
     if text and accelerator.is_main_process:
@@ -181,10 +181,6 @@ def _converted_elements(model: Model) -> int:
         for parameter in module.parameters(recurse=False)
         if parameter.dim() > 1
     )
-
-
-def converts(accelerator: Accelerator) -> bool:
-    return bool(accelerator.fp8_backend == "TE" and accelerator.distributed_type != DistributedType.MEGATRON_LM)
 
 
 def expects_low_precision(accelerator: Accelerator) -> str:

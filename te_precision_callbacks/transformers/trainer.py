@@ -1,4 +1,4 @@
-"""The Trainer that acts on the debug options of this package, and its TrainingArguments."""
+"""The Trainer that acts on the debug options of this package, also on the overflow option alone."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from te_precision_callbacks.base.debug_values import (
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.session import InspectSession, SessionError
+from te_precision_callbacks.transformers.arguments import parse_options
 from te_precision_callbacks.transformers.callback import (
     DebugCallback,
     PrecisionDebugTrainerCallback,
@@ -30,89 +31,6 @@ from te_precision_callbacks.transformers.callback import (
 
 if TYPE_CHECKING:
     from te_precision_callbacks.overflow import DebugActivationOverflow
-import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-
-from transformers.debug_utils import DebugOption
-from transformers.utils.generic import ExplicitEnum
-
-from te_precision_callbacks.base.debug_values import (
-    CONFIG_HELP,
-    DEBUG_OPTIONS,
-    parse_debug,
-)
-
-
-class PrecisionDebugOption(ExplicitEnum):
-    """This package's values of ``args.debug``; an enum of texts as transformers' own ``DebugOption``."""
-
-    ACTIVATION_OVERFLOW = ACTIVATION_OVERFLOW
-    TE_PRECISION = TE_PRECISION
-
-
-VALID = (*(option.value for option in DebugOption), *DEBUG_OPTIONS)
-"""Every value that ``debug=`` takes."""
-
-
-def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
-    """The options in a value of ``debug=``, each once: a text such as ``"a b"``, a list of such texts or of options, or
-    None.
-
-    Raises:
-        UnknownDebugOptionError: a name is unknown, or the value holds no names; the message lists all valid names.
-    """
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        value = [part.value if isinstance(part, (DebugOption, PrecisionDebugOption)) else part for part in value]
-    names = parse_debug(value, valid=VALID)
-    return [PrecisionDebugOption(name) if name in DEBUG_OPTIONS else DebugOption(name) for name in names]
-
-
-@dataclass
-class TrainingArguments(transformers.TrainingArguments):
-    """``transformers.TrainingArguments`` with a ``debug`` that also takes ``activation_overflow`` and ``te_precision``.
-
-    Both values take effect in :class:`te_precision_callbacks.transformers.Trainer` and its subclasses. To combine the
-    class with another trainer's arguments, in any order::
-
-        @dataclass
-        class Arguments(TrainingArguments, Seq2SeqTrainingArguments): ...
-
-    Args:
-        debug: names separated by spaces, or a list of names: ``activation_overflow``, ``te_precision``, and the options
-            of transformers.
-        te_precision_config: with ``te_precision``, the path of the config, or a mapping. None: statistics on every
-            Transformer Engine layer.
-
-    Raises:
-        UnknownDebugOptionError: a name is unknown, also inside a list; a ValueError.
-        OptionError: ``te_precision_config`` without ``te_precision``, or of a wrong type.
-    """
-
-    debug: str | list[str] = field(  # type: ignore[assignment]  # upstream's enum takes no further members
-        default="",
-        metadata={
-            "help": f"Enable one or more debug features: {', '.join(VALID)}. 'activation_overflow' stops where an"
-            " activation or a gradient becomes inf or nan; 'te_precision' debugs the precision of Transformer Engine's"
-            " layers, see --te_precision_config."
-        },
-    )
-    te_precision_config: str | None = field(default=None, metadata={"help": CONFIG_HELP})
-
-    def __post_init__(self) -> None:
-        options = parse_options(self.debug)
-        config: Any = self.te_precision_config
-        if config is not None and not isinstance(config, (str, os.PathLike, Mapping)):
-            raise OptionError(
-                "te_precision_config= must be the path of a YAML file, or a mapping of the same content, not"
-                f" {type(config).__name__} {config!r}."
-            )
-        refuse_unread_config(config, options)
-        if isinstance(config, os.PathLike):
-            self.te_precision_config = os.fspath(config)
-        self.debug = [option for option in options if isinstance(option, DebugOption)]
-        super().__post_init__()  # type: ignore[no-untyped-call]
-        self.debug = list(options)
 
 
 class ActivationOverflowCallback(DebugCallback):

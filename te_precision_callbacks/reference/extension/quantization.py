@@ -15,11 +15,11 @@ from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.base.vocabulary import RECIPES, recipe_of
 from te_precision_callbacks.reference.errors import UnsupportedRecipeError
 from te_precision_callbacks.reference.extension import float8, float8_block, mxfp8, nvfp4
+from te_precision_callbacks.reference.extension.buffers import swizzle_scales_for_gemm_
 from te_precision_callbacks.reference.extension.casting import Casting, Quantizer
 from te_precision_callbacks.reference.extension.enums import torch_dtype
 from te_precision_callbacks.reference.extension.float8 import transposed
 from te_precision_callbacks.reference.extension.operands import dequantized
-from te_precision_callbacks.reference.extension.swizzling import swizzle_scales_for_gemm_
 
 _CASTINGS: dict[str, Casting] = {
     "fp8_delayed_scaling": float8.DelayedScaling(),
