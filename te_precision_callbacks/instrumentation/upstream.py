@@ -248,7 +248,7 @@ class Inspector:
         inspect_logging.LOGGER = inspect_logging.FileLogger(_PYTHON_LOGGERS[0], str(self._log_dir))
         on_terminal = logging.StreamHandler()
         on_terminal.setLevel(logging.WARNING)
-        on_terminal.setFormatter(logging.Formatter(f"NVDLFW INSPECT - {FORMAT}"))
+        on_terminal.setFormatter(logging.Formatter(f"NVDLFW INSPECT - {EVENTS_FORMAT}"))
         python_logger = logging.getLogger(_PYTHON_LOGGERS[0])
         for handler in (self.events, on_terminal):
             handler.handleError = self._report_log_failure  # type: ignore[method-assign]
@@ -481,13 +481,13 @@ class StrayCalls:
         return ignored
 
 
-LIMIT = 256 << 20
+EVENTS_LIMIT = 256 << 20
 """Size limit of a rank's event log. Only users' features repeat lines."""
 
-MOST_WAITING = 1 << 18
+MOST_EVENTS_WAITING = 1 << 18
 """Maximum queued lines; further ones are dropped."""
 
-FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
+EVENTS_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 """As in nvidia-dlfw-inspect 0.2.2, ``logging.py: FileLogger.initialize``."""
 
 
@@ -507,10 +507,10 @@ class EventLog(logging.Handler):
 
     def __init__(self, log_dir: Path) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter(FORMAT))
+        self.setFormatter(logging.Formatter(EVENTS_FORMAT))
         self._folder = log_dir / EVENTS_FOLDER
         self._lines = _Lines()
-        self.thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MOST_WAITING)
+        self.thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MOST_EVENTS_WAITING)
 
     def begin(self, *, in_full: bool) -> None:
         """Start writing.
@@ -521,7 +521,7 @@ class EventLog(logging.Handler):
         if self._lines.file is None:
             self._lines.least = logging.NOTSET if in_full else logging.WARNING
             path = self._folder / log_file_name(own_rank())
-            file = LogFile(path, LIMIT, "")
+            file = LogFile(path, EVENTS_LIMIT, "")
             file.note_progress = self.thread.note_progress
             self._lines.file = file
 
