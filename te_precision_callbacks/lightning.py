@@ -16,13 +16,13 @@ from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection
-from te_precision_callbacks.sinks.loggers import (
+from te_precision_callbacks.sinks.metrics import (
     LoggerSink,
     add_to_tensorboard,
     names_for_mlflow,
+    overall_name,
     wandb_histogram,
 )
-from te_precision_callbacks.sinks.metrics import overall_name
 
 try:
     from lightning.fabric.loggers.logger import Logger

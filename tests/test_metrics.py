@@ -14,8 +14,7 @@ import transformer_engine.pytorch as te
 
 from te_precision_callbacks import InspectSession, PrecisionDebugError
 from te_precision_callbacks.sinks import LoggerSink, MetricSelection, Row, StepRecords, metric_name
-from te_precision_callbacks.sinks.choice import LATER_PLACES, MOST_SERIES, PLACES
-from te_precision_callbacks.sinks.loggers import names_for_mlflow
+from te_precision_callbacks.sinks.metrics import LATER_PLACES, MOST_SERIES, PLACES, names_for_mlflow
 from te_precision_callbacks.sinks.worst import worst_of_all
 from te_precision_callbacks.statistics.series import family_of
 from tests.conftest import feature

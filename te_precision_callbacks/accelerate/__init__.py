@@ -21,9 +21,8 @@ try:
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.accelerate", "accelerate") from error
 
-from te_precision_callbacks.accelerate.conversion import convert_to_te
 from te_precision_callbacks.accelerate.debugger import STATE_FILE, PrecisionDebugger, scales_loss
-from te_precision_callbacks.accelerate.unconverted import unconverted_layers, warn_of_unconverted
+from te_precision_callbacks.accelerate.unconverted import convert_to_te, unconverted_layers, warn_of_unconverted
 
 __all__ = [
     "STATE_FILE",

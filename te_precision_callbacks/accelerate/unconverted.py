@@ -1,23 +1,56 @@
-"""The layers that Accelerate did not convert to Transformer Engine, and why."""
+"""Accelerate's conversion of a model to layers of Transformer Engine, and the layers left out, with the reasons."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, transformer_engine
 from torch.nn.modules.conv import _ConvNd
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.layers.naming import Model, is_adapted, is_wrapper_part, named_roots
 
 logger = logging.getLogger(__name__)
+
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+
+
+def convert_to_te(model: ModuleT) -> ModuleT:
+    """Convert a model in place, as ``accelerator.prepare`` does with FP8, and return it.
+
+    A run in BF16 then has the same layers as a run in FP8, so that ``te-precision compare`` has the statistics of both.
+    Call this before ``accelerator.prepare`` or ``transformers.Trainer``, and before the optimizer is made: the
+    parameters of converted layers are new, require gradients, and are no longer tied.
+
+    Raises:
+        OptionError: ``model`` is not a ``torch.nn.Module``.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"convert_to_te(model): the model must be a torch.nn.Module, not a {type(model).__name__}.")
+    places = {parameter.device for parameter in model.parameters()}
+    gathered = transformer_engine.GatheredParameters
+    # It asks an Accelerator's state whether DeepSpeed has split the weights, and making that state would meet the other
+    # ranks. Read from Accelerate 1.10 to 1.15, utils/transformer_engine.py.
+    if not is_initialized():
+        transformer_engine.GatheredParameters = lambda *_, **__: contextlib.nullcontext()
+    try:
+        with torch.no_grad():
+            transformer_engine.convert_model(model)
+            if len(places) == 1:
+                model.to(next(iter(places)))  # Transformer Engine makes its layers on the GPU
+    finally:
+        transformer_engine.GatheredParameters = gathered
+    return model
+
 
 _CONVERTED_MULTIPLE = 16
 _LAYERS_IN_WARNING = 5
@@ -35,7 +68,7 @@ def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str
     Returns:
         The result of :func:`unconverted_layers`; empty if the accelerator does not convert layers.
     """
-    if not converts(accelerator):
+    if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
         return {}
     unconverted, text = unconverted_in_words(model)
     if text and accelerator.is_main_process:
@@ -76,14 +109,10 @@ def unconverted_layers(model: Model) -> dict[str, str]:
     multiple of 16, and skips the modules after it. Read from Accelerate 1.10 to 1.15, ``utils/transformer_engine.py``.
     In a run without FP8 that is the reason for all layers.
     """
-    without_fp8 = _without_fp8()
-    return {layer: without_fp8 or unconverted.why for layer, unconverted in _find(model).items()}
-
-
-def _without_fp8() -> str:
-    """Return a message if Accelerate converts nothing in this process; else an empty text."""
     precision = AcceleratorState().mixed_precision if is_initialized() else "fp8"
-    return "" if precision == "fp8" else f"Accelerate converts layers with mixed_precision='fp8', not {precision!r}"
+    converts_with = f"Accelerate converts layers with mixed_precision='fp8', not {precision!r}"
+    without_fp8 = "" if precision == "fp8" else converts_with
+    return {layer: without_fp8 or unconverted.why for layer, unconverted in _find(model).items()}
 
 
 def _find(model: Model) -> dict[str, _Unconverted]:
@@ -152,10 +181,6 @@ def _converted_elements(model: Model) -> int:
         for parameter in module.parameters(recurse=False)
         if parameter.dim() > 1
     )
-
-
-def converts(accelerator: Accelerator) -> bool:
-    return bool(accelerator.fp8_backend == "TE" and accelerator.distributed_type != DistributedType.MEGATRON_LM)
 
 
 def expects_low_precision(accelerator: Accelerator) -> str:

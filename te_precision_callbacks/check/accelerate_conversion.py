@@ -94,8 +94,7 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
         MissingExtraError: Accelerate is not installed.
         ConversionError: Accelerate cannot convert the model; on the meta device that may be the device's fault.
     """
-    from te_precision_callbacks.accelerate.conversion import convert_to_te
-    from te_precision_callbacks.accelerate.unconverted import unconverted_in_words
+    from te_precision_callbacks.accelerate.unconverted import convert_to_te, unconverted_in_words
     from te_precision_callbacks.check.factory import failed, meta_device
     from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 

@@ -2,18 +2,26 @@
 
 Read from Transformer Engine 2.20.2: ``TransformerEngineBaseModule.is_debug_iter`` and ``no_debug_features_active``
 (``pytorch/module/base.py``).
+
+It also detects forwards that use low-precision copies of outdated weights. A forward with ``is_first_microbatch=False``
+uses weights cached by an earlier forward. If a script never passes True again, these are the first step's (2.20.2:
+``_fp8_workspaces`` of the modules, and ``rowwise_gemm_tensor`` of ``DebugQuantizedTensor``).
+
+It reads the state of delayed scaling: of layers that ran before they had a scale, and of layers that only a CUDA graph
+runs. In a layer's first step the scale is 1, so most of a small gradient underflows. The layer's state before its first
+forward shows this: a resumed run may have the scales of its checkpoint.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.base.vocabulary import GEMMS, name_of_format
 from te_precision_callbacks.coverage.precision_audit import (
     LayerGemm,
     PrecisionAudit,
@@ -23,7 +31,6 @@ from te_precision_callbacks.coverage.precision_audit import (
     of_fprop,
 )
 from te_precision_callbacks.engine.quantization import QuantizationError
-from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.refusals import (
     CUDA_GRAPH,
@@ -37,10 +44,84 @@ from te_precision_callbacks.instrumentation.refusals import (
 )
 from te_precision_callbacks.instrumentation.running import CurrentForward
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
-from te_precision_callbacks.instrumentation.stale_weights import stale_shares
 from te_precision_callbacks.instrumentation.watched import WatchedModules
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, outside_of_dynamo, running_forward
+from te_precision_callbacks.layers.fp8_state import delayed_state, delayed_states
+from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.statistics.names import STALE
 from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.statistics.series import log_name
+
+
+class _Look(NamedTuple):
+    """State of a module that was new in an iteration, and whether its scale is still the initial one."""
+
+    scale: torch.Tensor
+    iteration: int
+    is_empty: torch.Tensor
+
+
+class DelayedScalingLayers:
+    """Reads each state of delayed scaling once, in the first forward with features that uses it."""
+
+    def __init__(self) -> None:
+        self._looks: dict[int, _Look] = {}
+
+    def look(self, module: torch.nn.Module, iteration: int) -> None:
+        """Read a module's state in a training forward, without waiting for the device."""
+        states = list(delayed_states(module)) if module.fp8 else []
+        known = self._looks.get(id(module))
+        if states and (known is None or known.scale is not states[0].scale):
+            is_empty = torch.stack([_is_empty(state) for state in states]).any()
+            self._looks[id(module)] = _Look(states[0].scale, iteration, is_empty)
+
+    def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Collection[str]) -> frozenset[str]:
+        """Return the layers with a new, empty state in a step.
+
+        Args:
+            layers: the layers with statistics; layers of other ranks count if one of this rank does.
+        """
+        ours = {layer.name: id(module.module) for module in modules for layer in module.layers}
+        new = {key: look.is_empty for key, look in self._looks.items() if look.iteration == iteration}
+        if not new:
+            return frozenset()
+        device = next(iter(new.values())).device
+        empty = torch.stack([flag.to(device) for flag in new.values()]).tolist()
+        without = {key for key, is_empty in zip(new, empty, strict=True) if is_empty}
+        unscaled = frozenset(name for name, key in ours.items() if key in without)
+        return unscaled.union(layer for layer in layers if layer not in ours) if unscaled else unscaled
+
+
+def _is_empty(state: Any) -> torch.Tensor:
+    """Return whether all scales are 1, and the history has no amax of an earlier step.
+
+    The history's first row holds the current amaxes until the scales are updated. Read from Transformer Engine 2.20.2,
+    ``common/recipe/delayed_scaling.cu`` and ``quantization.py: _update_amax_history``.
+    """
+    has_scale: torch.Tensor = (state.scale != 1).any() | state.amax_history[1:].any()
+    return ~has_scale
+
+
+_STATES = (("scaling_fwd", "activation", 0), ("scaling_fwd", "weight", 1), ("scaling_bwd", "gradient", 0))
+"""State, tensor, and its position among the tensors of a layer (2.20.2, ``quantization.py: FP8FwdTensorIdx``)."""
+
+
+def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``<layer>_<tensor>_scale_inv_max`` and ``_cur_amax`` of layers whose replays update them in place.
+
+    The history's last row has the amaxes of the last forward and backward, once the scales are updated.
+
+    Args:
+        layers: the names of the module's layers.
+    """
+    for direction, tensor, position in _STATES:
+        state = delayed_state(vars(module).get("fp8_meta"), direction)
+        if state is not None:
+            scales, histories = state.scale.chunk(len(layers)), state.amax_history.chunk(len(layers), 1)
+            for layer, scale, history in zip(layers, scales, histories, strict=True):
+                yield f"{layer}_{tensor}_scale_inv_max", 1 / scale[position]
+                if len(history) > 1:
+                    yield f"{layer}_{tensor}_cur_amax", history[-1, position]
 
 
 class Answers:
@@ -99,7 +180,7 @@ class Answers:
         self.current.kind = kind
         self.current.module = module
         frame = running_forward(module)
-        tensor = _input_of(frame)
+        tensor = None if frame is None else frame.f_locals.get(frame.f_code.co_varnames[1])  # its input in TE 2.20.2
         needs_gradient = bool(getattr(tensor, "requires_grad", True))
         self.current.input_needs_gradient = kind is not ForwardKind.OBSERVED or needs_gradient
         self.current.has_quantized_input = has_quantized_input(module, tensor)
@@ -237,7 +318,7 @@ class Answers:
         reasons.
         """
         for module, why_not in refused:
-            if id(module) in self.watched.modules and not self.watched.is_left_alone(module):
+            if id(module) in self.watched.modules and id(module) not in self.watched.refused:
                 self.watched.leave_alone(module)
                 self._note_refusal(module, in_graph(why_not))
             self._captured.pop(id(module), None)
@@ -275,6 +356,37 @@ def _acts_on_activation(quantizers: Iterable[Any]) -> bool:
     return any(quantizer.any_feature_enabled() for quantizer in quantizers if quantizer.tensor_name == "activation")
 
 
-def _input_of(frame: FrameType | None) -> Any:
-    """Return the input of a frame's forward, its first argument in TE 2.20.2, if known."""
-    return None if frame is None else frame.f_locals.get(frame.f_code.co_varnames[1])
+_ROUNDING = {"FP8": 2.0**-3, "MXFP8": 2.0**-3, "NVFP4": 2.0**-1}
+"""First word of the format -> twice the largest rounding error, relative to the element."""
+
+_SMALL = {"FP8": 2.0**-16, "MXFP8": 2.0**-10, "NVFP4": 2.0**-4}
+"""The same for small elements, relative to the tensor's largest element."""
+
+
+def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield log name and :data:`STALE` of each weight that the forward in ``frame`` reads from the cache."""
+    cached = module.__dict__.get("_fp8_workspaces")
+    if not cached or frame is None or frame.f_locals.get("is_first_microbatch") is not False:
+        return
+    for key, held in cached.items():
+        weight, codes = getattr(module, key, None), getattr(held, "rowwise_gemm_tensor", held)
+        if isinstance(weight, torch.Tensor) and codes is not None:
+            share = _share(weight.detach(), codes)
+            if share is not None:
+                layer = layers[1] if key.startswith("fc2") and len(layers) > 1 else layers[0]
+                yield log_name(layer, "weight", STALE), share
+
+
+@torch.no_grad()
+def _share(weight: torch.Tensor, codes: Any) -> torch.Tensor | None:
+    """Return a number on the weight's device; None if the weight is not in low precision."""
+    name = (name_of_format(codes) or "").partition(" ")[0]
+    weight = getattr(weight, "_local_tensor", weight)
+    if name not in _ROUNDING or name_of_format(weight) is not None:
+        return None
+    now, then = weight.float(), codes.dequantize(dtype=torch.float32)
+    if now.shape != then.shape:
+        return None
+    size = now.abs()
+    share: torch.Tensor = 100 * ((then - now).abs() > _ROUNDING[name] * size + _SMALL[name] * size.max()).float().mean()
+    return share

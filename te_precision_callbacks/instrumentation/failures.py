@@ -39,6 +39,9 @@ class ObservationFailures:
     Args:
         strict: raise the first failure as :class:`ObservationError`.
         leads: whether this rank logs for all ranks that reduce statistics together.
+
+    Attributes:
+        lost_folder: a log folder that is not writable.
     """
 
     def __init__(self, *, strict: bool, rank: int, leads: Callable[[], bool] = lambda: True) -> None:
@@ -48,7 +51,7 @@ class ObservationFailures:
         self._leads = leads
         self._count = 0
         self._lost = False
-        self._lost_folder: Path | None = None
+        self.lost_folder: Path | None = None
         self._lost_by: OSError | None = None  # until reported
         self._reported: set[tuple[object, ...]] = set()
         self._new: list[tuple[int, str]] = []
@@ -72,7 +75,7 @@ class ObservationFailures:
             RuntimeError: with ``strict=True``, the exception itself if the GPU is lost.
         """
         where = f"{doing} {of}"
-        if self._lost_folder is not None and _is_of(self._lost_folder, error):
+        if self.lost_folder is not None and _is_of(self.lost_folder, error):
             self._report_lost_folder()
             return
         if is_lost(error):
@@ -111,13 +114,9 @@ class ObservationFailures:
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
         """Report once that a log folder is not writable: on rank 0 now, on others when they have something to write."""
-        self._lost_folder, self._lost_by = folder.absolute(), error
+        self.lost_folder, self._lost_by = folder.absolute(), error
         if self._rank == 0:
             self._report_lost_folder()
-
-    @property
-    def has_lost_folder(self) -> bool:
-        return self._lost_folder is not None
 
     def _report_lost_folder(self) -> None:
         error, self._lost_by = self._lost_by, None
@@ -126,7 +125,7 @@ class ObservationFailures:
                 "log_dir=%r cannot be written to: %s. Training goes on. Rank %d writes no records, statistics log, log"
                 " of events, dumps and report; loggers and sinks get the numbers. Give a writable folder."
                 " strict=True would end the run here.",
-                str(self._lost_folder),
+                str(self.lost_folder),
                 error,
                 self._rank,
             )

@@ -30,14 +30,11 @@ from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.coverage.seen_products import ModelProducts
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.instrumentation.answers import Answers
-from te_precision_callbacks.instrumentation.delayed_scaling import scales_in_graph
+from te_precision_callbacks.instrumentation.answers import Answers, scales_in_graph
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.fused import FusedObservation
-from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors
-from te_precision_callbacks.instrumentation.gemm_records import GemmRecords
+from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
-from te_precision_callbacks.instrumentation.padding import PaddedRows
 from te_precision_callbacks.instrumentation.parameters import is_due as weights_are_sampled
 from te_precision_callbacks.instrumentation.refusals import is_captured
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
@@ -48,6 +45,43 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKin
 from te_precision_callbacks.layers.gemm_events import GemmEvent, Listener
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.statistics.schedule import Schedule
+
+
+class PaddedRows:
+    """Counts the rows that ``te.Fp8Padding`` adds in a collection step, for the sizes that low precision needs: the
+    scalar ``<module>_padded_rows%``, of the rows of experts' tokens.
+
+    Args:
+        is_due: whether this is a collection step.
+
+    Attributes:
+        names: id of a module -> its name.
+    """
+
+    def __init__(self, classify: ForwardClassifier, scalars: ScalarBuffer, is_due: Callable[[], bool]) -> None:
+        self.names: Mapping[int, str] = {}
+        self._classify = classify
+        self._scalars = scalars
+        self._is_due = is_due
+        self._rows: dict[str, tuple[int, int]] = {}
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def counted(module: torch.nn.Module, inp: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+            padded = forward(module, inp, *arguments, **keywords)
+            name = self.names.get(id(module))
+            if name is not None and self._is_due() and self._classify(module) is ForwardKind.OBSERVED:
+                rows, of_all = self._rows.get(name, (0, 0))
+                self._rows[name] = rows + len(padded[0]) - len(inp), of_all + len(padded[0])
+            return padded
+
+        return counted
+
+    def end_step(self) -> None:
+        for name, (rows, of_all) in self._rows.items():
+            self._scalars.add(f"{name}_padded_rows%", 100 * rows / max(of_all, 1))
+        self._rows.clear()
+
 
 _INFERENCE = "_forward_metadata_inference"
 
@@ -159,11 +193,7 @@ class ForwardHooks:
         else:
             self._tap.observe(self._watched.armed)
         self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges)
-
-        self._bypass_graphs()
-
-    def _bypass_graphs(self) -> None:
-        """Bypass the CUDA graphs of layers to observe in this step only."""
+        # Bypass the CUDA graphs of layers to observe in this step only.
         all_graphs = self.products.counting or self._tap.operations.has_new
         if (self._watched.armed or all_graphs) and not is_captured():
             self._graphs.bypass(self._watched.armed, all_graphs=all_graphs)
@@ -331,23 +361,22 @@ def require(owner: Any, *names: str) -> None:
 
 
 class ExecutionOrder:
-    """Layer -> position of its first ``forward`` and ``backward``: a listener of the tap."""
+    """Layer -> position of its first ``forward`` and ``backward``: a listener of the tap.
+
+    Attributes:
+        has_grown: whether layers were added since the reader of the positions has unset it.
+    """
 
     def __init__(self) -> None:
         self.forward: dict[str, int] = {}
         self.backward: dict[str, int] = {}
-        self._has_grown = False
+        self.has_grown = False
 
     def __call__(self, event: GemmEvent) -> None:
         places = self.forward if event.gemm == "fprop" else self.backward
         if event.layer not in places and event.kind in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             places[event.layer] = len(places)
-            self._has_grown = True
-
-    def take_grown(self) -> bool:
-        """Return whether layers were added since the last call."""
-        grown, self._has_grown = self._has_grown, False
-        return grown
+            self.has_grown = True
 
 
 class _NotDebugging:

@@ -4,7 +4,7 @@ Transformer Engine calls features only on its debug path, which rounds some tens
 ``observe="fused"`` or ``"auto"`` features receive the GEMMs' operands from the tap (``tap.py``), quantized and
 unquantized, and training stays bit-identical.
 
-Values that a fused norm or activation function writes only in the GEMM's format are recomputed (``unfused.py``).
+Values that a fused norm or activation function writes only in the GEMM's format are recomputed (``tap_parts.py``).
 :data:`HIGH_PRECISION_ON_FUSED_PATH` lists the available tensors. Read from Transformer Engine 2.20.2
 (``pytorch/module``).
 """

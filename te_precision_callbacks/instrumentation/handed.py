@@ -123,8 +123,8 @@ def arguments_of_forward(module: Any) -> dict[str, Any]:
 def _sources_of_experts(given: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
     activation, splits, weights = given["inp"], _rows(given["m_splits"]), given["weights_and_biases"]
     rows = torch.split(activation.reshape(-1, activation.shape[-1]), splits)
-    found = {(expert, "activation"): part for expert, part in enumerate(rows)}
-    return _plain(found | {(expert, "weight"): weights[expert] for expert in range(len(splits))})
+    activations = {(expert, "activation"): part for expert, part in enumerate(rows)}
+    return _plain(activations | {(expert, "weight"): weights[expert] for expert in range(len(splits))})
 
 
 def _rows(splits: Any) -> list[int]:

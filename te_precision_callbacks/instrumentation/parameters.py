@@ -332,6 +332,7 @@ class ParameterWatch:
         before = copies([master for _, master in masters])
         self._masters[optimizer] = [(held, iteration, copy) for (held, _), copy in zip(masters, before, strict=True)]
         first: list[tuple[_Parameter, torch.Tensor]] = []
+        is_nonzero = functools.partial(torch.ne, other=0)
         for held in all_held:
             parameter, weight = held.parameter, held.parameter.weight
             if not weight.requires_grad:
@@ -340,7 +341,7 @@ class ParameterWatch:
             if gradient is not None:
                 gradient = view(local(gradient))
                 if weight.dim() > 1:
-                    batches.add("zero", _is_nonzero, (gradient,), functools.partial(parameter.note_gradient, iteration))
+                    batches.add("zero", is_nonzero, (gradient,), functools.partial(parameter.note_gradient, iteration))
             if parameter.has_moved and parameter.reference is None:
                 continue
             elements, reference = view(raw(weight)), parameter.reference
@@ -591,10 +592,6 @@ def _gradient(held: _Held) -> torch.Tensor | None:
         if isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided:
             return gradient if local(gradient).shape == local(held.parameter.weight).shape else None
     return None
-
-
-def _is_nonzero(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient != 0
 
 
 def _mean_squares(optimizer: Optimizer, held: _Held) -> tuple[torch.Tensor, ...]:

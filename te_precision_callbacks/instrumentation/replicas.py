@@ -109,7 +109,11 @@ class Replicas:
             differed = merged[:, 0] + merged[:, 1] > allowed
             differs = merged[:, 2] + merged[:, 3] > allowed
         varies = merged[:, 4] > 0
-        is_parallel = self._is_data_parallel()
+        is_parallel = all(
+            type(root).__name__ == "DistributedDataParallel"
+            and getattr(getattr(root, "process_group", None), "size", lambda: 0)() == self._ranks.size
+            for root in self._model.roots
+        )
         replicas = np.isfinite(merged[:, 0]) & ~differed  # unknown for a parameter added later
         if differed[varies].any():
             replicas &= varies
@@ -127,14 +131,6 @@ class Replicas:
             self._differing.update(self._agreed)
             apart = np.flatnonzero(differed).tolist()
             yield from (Problem("differs_from_start", self._agreed[place], iteration, len(apart)) for place in apart)
-
-    def _is_data_parallel(self) -> bool:
-        size = self._ranks.size
-        return all(
-            type(root).__name__ == "DistributedDataParallel"
-            and getattr(getattr(root, "process_group", None), "size", lambda: 0)() == size
-            for root in self._model.roots
-        )
 
     def _is_reduced(self) -> bool:
         """Return whether this process has a wrapper that reduces gradients, attached or not."""

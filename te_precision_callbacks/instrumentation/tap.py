@@ -9,7 +9,7 @@ Read from Transformer Engine 2.20.2. While installed, the tap replaces:
   The layer is stored in the autograd context, since a backward runs in another thread.
 - ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``) too, and ``forward`` and
   ``backward`` of ``FusedAttnFunc``.
-- ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``unfused.py``).
+- ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``tap_parts.py``).
 - The modules' ``materialize_weight_for_forward``, which gathers distributed weights.
 - ``WeightGradStore.put``, for a wgrad that runs later than its backward.
 - ``te.Linear.forward``, which ``torch.compile`` (torch 2.15) makes one operator of the graph without Python's calls. It
@@ -37,7 +37,6 @@ from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, class_names
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force
 from te_precision_callbacks.coverage.seen_products import ModelProducts
-from te_precision_callbacks.instrumentation.attention_tap import AttentionTap
 from te_precision_callbacks.instrumentation.handed import (
     GEMM,
     GROUPED_GEMM,
@@ -55,9 +54,8 @@ from te_precision_callbacks.instrumentation.handed import (
     methods_of_operations,
     one_gemm,
 )
-from te_precision_callbacks.instrumentation.operations_tap import OperationsTap
 from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
-from te_precision_callbacks.instrumentation.unfused import UnfusedTensors
+from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind, outside_of_dynamo
 from te_precision_callbacks.layers.gemm_events import (
     OUTSIDE,

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,17 @@ from te_precision_callbacks.base.errors import (
     SessionError,
     TransformerEngineUnavailableError,
 )
+from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
-from te_precision_callbacks.instrumentation.event_log import FORMAT, EventLog
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer
-from te_precision_callbacks.instrumentation.stray_calls import StrayCalls
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER
+from te_precision_callbacks.sinks.log_file import LogFile
+from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, log_file_name
+from te_precision_callbacks.sinks.writer_thread import WriterThread
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +248,7 @@ class Inspector:
         inspect_logging.LOGGER = inspect_logging.FileLogger(_PYTHON_LOGGERS[0], str(self._log_dir))
         on_terminal = logging.StreamHandler()
         on_terminal.setLevel(logging.WARNING)
-        on_terminal.setFormatter(logging.Formatter(f"NVDLFW INSPECT - {FORMAT}"))
+        on_terminal.setFormatter(logging.Formatter(f"NVDLFW INSPECT - {EVENTS_FORMAT}"))
         python_logger = logging.getLogger(_PYTHON_LOGGERS[0])
         for handler in (self.events, on_terminal):
             handler.handleError = self._report_log_failure  # type: ignore[method-assign]
@@ -259,7 +261,7 @@ class Inspector:
             self._failures.report("writing", _EVENTS, error)
 
     def report_events(self) -> None:
-        failure = self.events.take_failure()
+        failure = self.events.thread.take_failure()
         if failure is not None:
             self._failures.report("writing", _EVENTS, failure)
 
@@ -364,13 +366,13 @@ class Inspector:
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        type(self._manager).initialize_training_step(self._manager, value)  # see stray_calls.py
+        type(self._manager).initialize_training_step(self._manager, value)  # not StrayCalls
 
     def step(self) -> None:
         """Advance the iteration, and let users' features log their statistics; with collectives unless
         ``reduce=False``.
         """
-        type(self._manager).step(self._manager)  # see stray_calls.py
+        type(self._manager).step(self._manager)  # not StrayCalls
 
     def keep(self) -> None:
         """Keep the debug manager: a reference to ``end_debug`` that a script holds drops it."""
@@ -417,3 +419,149 @@ def _logger_into(scalars: ScalarBuffer) -> Any:
             scalars.add(name, value)
 
     return ScalarLogger()
+
+
+_INSTEAD = {
+    "initialize": "The session has started nvidia-dlfw-inspect, with the session's config=.",
+    "initialize_training_step": "start_step= or session.iteration sets the debug iteration.",
+    "step": "The session's own step() counts the debug iterations.",
+    "end_debug": "The session ends nvidia-dlfw-inspect when it stops.",
+    "infer_and_assign_layer_names": "The layers have the names of session.layers; layer_names='upstream' gives them the"
+    " names of this function, and names that it assigns before attach() select layers, too.",
+    "set_tensor_reduction_group": "process_group= is the group over which statistics are reduced.",
+}
+"""Function of ``nvdlfw_inspect.api`` -> the session's replacement."""
+
+_OF_THE_MANAGER = ("initialize_training_step", "step")
+"""Functions that only call the debug manager. They are replaced there, which covers references that a script holds."""
+
+_NAMING = "infer_and_assign_layer_names"
+
+
+class StrayCalls:
+    """Ignores, with a warning, a script's calls of nvidia-dlfw-inspect's API during a session.
+
+    A second ``step()``, for example, would silently skip every other iteration. A script's layer names count until the
+    session assigns its own. Read from nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        import nvdlfw_inspect.api as debug_api
+
+        self._notices = Notices()
+        self._manager = manager
+        self._replaced = {name: getattr(debug_api, name) for name in _INSTEAD if name not in _OF_THE_MANAGER}
+        for name in _INSTEAD:
+            if name != _NAMING:
+                setattr(manager if name in _OF_THE_MANAGER else debug_api, name, self._ignored(name))
+        manager.close = self._ignored("end_debug")  # of a reference that the script holds
+
+    def keep_names(self) -> None:
+        import nvdlfw_inspect.api as debug_api
+
+        setattr(debug_api, _NAMING, self._ignored(_NAMING))
+
+    def remove(self) -> None:
+        """Restore the API's functions; the manager's replacements end with the manager."""
+        import nvdlfw_inspect.api as debug_api
+
+        vars(self._manager).pop("close", None)
+        for name, function in self._replaced.items():
+            setattr(debug_api, name, function)
+
+    def _ignored(self, name: str) -> Callable[..., None]:
+        def ignored(*_: Any, **__: Any) -> None:
+            if self._notices.first(name):
+                logger.warning(
+                    "The script calls debug_api.%s() while the session is running. The call is ignored. %s",
+                    name,
+                    _INSTEAD[name],
+                )
+
+        return ignored
+
+
+EVENTS_LIMIT = 256 << 20
+"""Size limit of a rank's event log. Only users' features repeat lines."""
+
+MOST_EVENTS_WAITING = 1 << 18
+"""Maximum queued lines; further ones are dropped."""
+
+EVENTS_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
+"""As in nvidia-dlfw-inspect 0.2.2, ``logging.py: FileLogger.initialize``."""
+
+
+class EventLog(logging.Handler):
+    """Replaces nvidia-dlfw-inspect's log handler, which waits for the disk on every line.
+
+    A thread writes which features act on each layer, GEMM and tensor::
+
+        <log_dir>/nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-<rank>.log
+            <time> - INFO - LAYER=fc1: Feature=LogTensorStats, API=inspect_tensor: activation
+
+    Lines stay in memory until :meth:`begin`, since ranks may be unknown before.
+
+    Attributes:
+        thread: writes the lines.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(EVENTS_FORMAT))
+        self._folder = log_dir / EVENTS_FOLDER
+        self._lines = _Lines()
+        self.thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MOST_EVENTS_WAITING)
+
+    def begin(self, *, in_full: bool) -> None:
+        """Start writing.
+
+        Args:
+            in_full: write all lines; otherwise only warnings and errors, so a rank without any creates no file.
+        """
+        if self._lines.file is None:
+            self._lines.least = logging.NOTSET if in_full else logging.WARNING
+            path = self._folder / log_file_name(own_rank())
+            file = LogFile(path, EVENTS_LIMIT, "")
+            file.note_progress = self.thread.note_progress
+            self._lines.file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+        else:
+            self.thread.put((record.levelno, f"{line}\n"), 1)
+
+    def close(self) -> None:
+        """Wait until all lines are written, or until the disk no longer responds, which is logged."""
+        self.begin(in_full=own_rank() == 0)
+        self.thread.finish()
+        super().close()
+
+
+class _Lines:
+    """The thread's part of the log.
+
+    Attributes:
+        file: None until :meth:`EventLog.begin`.
+        least: the lowest level to write.
+    """
+
+    def __init__(self) -> None:
+        self.file: LogFile | None = None
+        self.least = logging.NOTSET
+
+    def take(self, job: tuple[int, str]) -> bool:
+        level, line = job
+        if self.file is not None and level >= self.least:
+            self.file.append(line)
+        return self.file is not None
+
+    def flush(self) -> None:
+        if self.file is not None:
+            self.file.flush()
+
+    def leave(self) -> None:
+        if self.file is not None:
+            self.file.leave()

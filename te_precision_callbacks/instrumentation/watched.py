@@ -28,6 +28,7 @@ class WatchedModules:
     """Arms modules, and lets them rest.
 
     Attributes:
+        refused: ids of modules that are left alone.
         fused: ids of modules observed on their fused path -> steps that change their precision, on the debug path.
     """
 
@@ -46,7 +47,7 @@ class WatchedModules:
         self.resting = RestingLayers(audit, self.query_again)
         self._answer = answer
         self._failures = failures
-        self._refused: set[int] = set()
+        self.refused: set[int] = set()
         self._waiting: dict[int, dict[int, torch.nn.Module]] = {}
 
     def watch(
@@ -57,9 +58,9 @@ class WatchedModules:
         self.layers = {id(named.module): tuple(layer.name for layer in named.layers) for named in modules}
         self.names = {id(named.module): named.name for named in modules}
         self.fused = dict(fused)
-        self._refused = set(refused).intersection(self.modules)
-        self.resting.watch(self.modules, self.layers, self._refused)
-        for key in self._refused:
+        self.refused = set(refused).intersection(self.modules)
+        self.resting.watch(self.modules, self.layers, self.refused)
+        for key in self.refused:
             self.leave_alone(self.modules[key])
 
     def is_on_fused_path(self, module: torch.nn.Module, iteration: int) -> bool:
@@ -113,12 +114,9 @@ class WatchedModules:
 
     def query_again(self, module: torch.nn.Module) -> None:
         """Arm a module that is not refused: its features are queried in its next forward."""
-        if id(module) not in self._refused:
+        if id(module) not in self.refused:
             reset_schedule(module)
             self._arm(module)
-
-    def is_left_alone(self, module: torch.nn.Module) -> bool:
-        return id(module) in self._refused
 
     def take_back(self, module: torch.nn.Module, changed_steps: tuple[Schedule, ...] | None) -> None:
         """Watch a module again after :meth:`leave_alone`.
@@ -126,13 +124,13 @@ class WatchedModules:
         Args:
             changed_steps: its value in ``fused``; None on the debug path.
         """
-        self._refused.discard(id(module))
+        self.refused.discard(id(module))
         if changed_steps is not None:
             self.fused[id(module)] = changed_steps
         self.query_again(module)
 
     def leave_alone(self, module: torch.nn.Module) -> None:
-        self._refused.add(id(module))
+        self.refused.add(id(module))
         self.fused.pop(id(module), None)
         self.armed.pop(id(module), None)
         module.__dict__["is_debug_iter"] = _never(module)

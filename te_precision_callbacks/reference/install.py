@@ -6,7 +6,7 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from te_precision_callbacks.reference import compiled_extension, inherited, target, versions
+from te_precision_callbacks.reference import compiled_extension, inherited, target
 from te_precision_callbacks.reference.compiled_extension import COMPILED_MODULE
 from te_precision_callbacks.reference.errors import InstallError
 
@@ -73,7 +73,7 @@ def install(
     chosen = target.capability() if capability is None else target.checked(capability)
 
     _refuse_if_imported()
-    version = versions.checked_version()
+    version = compiled_extension.checked_version()
 
     import torch
 

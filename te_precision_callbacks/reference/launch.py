@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, install_line
-from te_precision_callbacks.reference import compiled_extension, inherited, target, versions
+from te_precision_callbacks.reference import compiled_extension, inherited, target
 from te_precision_callbacks.reference.errors import InstallError, TransformerEngineVersionError
 
 _START_OF_PROGRAM = 4096
@@ -71,7 +71,7 @@ def plan_launch(backend: Backend) -> Launch:
                 f"--backend te: the compiled Transformer Engine cannot be imported: {reason}. Install it, or use "
                 "--backend reference."
             )
-    version = versions.checked_version()
+    version = compiled_extension.checked_version()
     capability = target.capability()
     description = "Transformer Engine {} on the reference backend: {}, compute capability {}.{}".format(
         version, "the real GPU" if has_gpu else "the CPU as a pretended GPU", *capability

@@ -15,13 +15,15 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
 
-from te_precision_callbacks.reference import cuda_on_cpu, no_nccl, pretended_random, two_backends
-from te_precision_callbacks.reference.collectives import make_gloo_stand_for_nccl
+from te_precision_callbacks.reference import cuda_on_cpu, pretended_random
+from te_precision_callbacks.reference.collectives import keeping_apart, make_gloo_stand_for_nccl, send_apart
+from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.pretended_types import (
     Device,
     Generator,
@@ -29,6 +31,30 @@ from te_precision_callbacks.reference.pretended_types import (
     is_cuda,
     is_device_number,
 )
+
+NCCL_VERSION = (2, 27, 3)
+"""Replaces ``torch.cuda.nccl.version()``: new enough for what scripts ask a version for."""
+
+
+class Options:
+    """Options of an NCCL group: they can be set, and are dropped for new groups, since gloo lacks them."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace()
+
+
+class ProcessGroupNCCL:
+    """Replaces torch 2.13's class where gloo replaces NCCL. No group is an instance of it, and none can be made."""
+
+    Options = Options
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> NoReturn:
+        raise MissingFunctionError(
+            "ProcessGroupNCCL: NCCL is not in the reference backend. init_process_group('nccl') and new_group give a "
+            "group of gloo."
+        )
+
 
 _CPU = torch.device("cpu")
 
@@ -67,7 +93,7 @@ def _answer_for_cuda() -> None:
     for module in (torch.cuda.graphs, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
         _replace(module, **{name: answer for name, answer in answers.items() if hasattr(module, name)})
     _replace(torch.cuda.profiler, cudart=cuda_on_cpu.cudart, check_error=cuda_on_cpu.check_error)
-    _replace(torch.cuda.nccl, version=lambda: no_nccl.VERSION)
+    _replace(torch.cuda.nccl, version=lambda: NCCL_VERSION)
     _replace(torch.version, cuda=cuda_on_cpu.cuda_version)
     _replace(torch, Stream=cuda_on_cpu.GenericStream, Event=cuda_on_cpu.GenericEvent)
     # As in a torch without CUDA. One with CUDA would ask its driver, which is not there; Adam's step does.
@@ -170,12 +196,12 @@ def _communicate_on_cpu() -> None:
     make_gloo_stand_for_nccl()
     compiled: Any = torch._C
     for module in (distributed_c10d, torch.distributed, compiled._distributed_c10d):
-        _replace(module, ProcessGroupNCCL=no_nccl.ProcessGroupNCCL)
+        _replace(module, ProcessGroupNCCL=ProcessGroupNCCL)
     for name in ("init_process_group", "new_group"):
         function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
-        apart = two_backends.keeping_apart(function)
+        apart = keeping_apart(function)
         _replace(distributed_c10d, torch.distributed, device_mesh, **{name: apart})
-    two_backends.send_apart()
+    send_apart()
     _stage_on_cpu()
     for name in ("barrier", "monitored_barrier"):
         function = _without_devices(getattr(distributed_c10d, name))
@@ -305,7 +331,7 @@ def _without_devices(function: Callable[..., Any]) -> Callable[..., Any]:
     def on_cpu(*arguments: Any, **options: Any) -> Any:
         for name in ("device_id", "device_ids", "output_device"):
             options.pop(name, None)
-        if isinstance(options.get("pg_options"), no_nccl.Options):
+        if isinstance(options.get("pg_options"), Options):
             del options["pg_options"]
         return function(*arguments, **options)
 

@@ -150,12 +150,8 @@ class ContractCheck:
         self._ranks = context.ranks
         self._events = context.events
         self._contract = options.require
-        self._keeper = None if options.require is None else ContractKeeper(options.require, options.on_broken)
+        self.keeper = None if options.require is None else ContractKeeper(options.require, options.on_broken)
         self._shares_left = 0
-
-    @property
-    def demands(self) -> bool:
-        return self._keeper is not None
 
     def attach(self, names: list[str]) -> None:
         """Share the products of the next step; refuse a contract about layers that no rank has."""
@@ -164,7 +160,7 @@ class ContractCheck:
             try:
                 require_layers(self._contract, self._ranks.pool(names, "names", str))
             except ConfigError:
-                self._keeper = None  # a contract that is refused is not checked at the end of the run
+                self.keeper = None  # a contract that is refused is not checked at the end of the run
                 raise
 
     @property
@@ -172,12 +168,12 @@ class ContractCheck:
         return self._results.audit.changes + self._results.coverage.changes
 
     def begin_step(self, iteration: int) -> None:
-        if self._keeper is not None:
-            self._keeper.begin_step(self._changes, iteration, self._ranks)
+        if self.keeper is not None:
+            self.keeper.begin_step(self._changes, iteration, self._ranks)
 
     def end_step(self, iteration: int) -> None:
         """Check the contract, if that is due; raises a PrecisionContractError if it ends the run."""
-        results, keeper = self._results, self._keeper
+        results, keeper = self._results, self.keeper
         if self._shares_left:
             own = results.coverage_at(iteration)
             shared = Coverage(shared_products(own, self._ranks, "products of the first step", of_one=True))
@@ -197,7 +193,7 @@ class ContractCheck:
             why_not: the reason if nothing can be checked.
             raises: False if another error ends the run, which must not be hidden.
         """
-        keeper, results = self._keeper, self._results
+        keeper, results = self.keeper, self._results
         if keeper is not None:
             has_run = has_step and iteration in results.iterations
             coverage = results.coverage_with_other_ranks(iteration) if has_run else NOTHING

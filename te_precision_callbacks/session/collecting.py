@@ -15,7 +15,7 @@ import torch
 
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.instrumentation.delayed_scaling import DelayedScalingLayers
+from te_precision_callbacks.instrumentation.answers import DelayedScalingLayers
 from te_precision_callbacks.instrumentation.scalars import ScalarBuffer, is_on_host, is_scalar, to_floats
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.runs.answers import is_loss_of_training
@@ -66,10 +66,6 @@ class StepCollector:
         self._measured: list[Measured] = []
         self._is_local = False
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._scalars.entries) or self._observation.engine.has_news
-
     def _receive(self, measured: Measured, iteration: int) -> None:
         if measured:
             self._measured.append(measured)
@@ -78,15 +74,12 @@ class StepCollector:
         reduce = self._context.ranks.several
         self._observation.take(ending.iteration, self._receive, reduce=reduce, optimizer_steps=optimizer_steps)
 
-    def collect_own(self) -> None:
-        self._observation.take(self._inspector.iteration, self._receive, reduce=False)
-        self._inspector.log_local_buffers()
-
     def collect_local(self) -> None:
         """Collect this rank's statistics, unless the statistics of the step were already collected."""
         received = list(self._measured)
         try:
-            self.collect_own()
+            self._observation.take(self._inspector.iteration, self._receive, reduce=False)
+            self._inspector.log_local_buffers()
         except Exception as error:
             logger.error("The statistics gathered since the last step cannot be read, and are lost.", exc_info=error)
         if received:

@@ -1,16 +1,86 @@
-"""Shared state of a run, which all its parts receive."""
+"""Shared state of a run, which all its parts receive, and its results."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks.together import Ranks
+from te_precision_callbacks.base.spans import Iterations
+from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
+from te_precision_callbacks.coverage.history import CoverageHistory
+from te_precision_callbacks.coverage.other_steps import OtherSteps, other_steps
+from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.diagnosis.engine import Diagnosis
+from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.instrumentation.failures import ObservationFailures
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.session.results import RunResults
-from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.runs.fingerprints import ResumeReport
+from te_precision_callbacks.sinks.step_records import Event, LayerInfo
+from te_precision_callbacks.sinks.worst import RunStatistics
+from te_precision_callbacks.statistics.series import SeriesTable
+
+
+@dataclass
+class RunResults:
+    """The results of a run, written by its parts, and shown by the session during the run and after it.
+
+    Attributes:
+        started_at: the place in the script that started the session; empty before the start.
+        filters_loss: whether the trainer filters inf and nan from the loss that it logs.
+        expects_low: the setting of the trainer that asks for low precision.
+        whole_run: the verdict on a resumed run with its earlier starts; None before its end, and for other runs.
+        scales_loss: whether a GradScaler has stepped an optimizer of the model.
+        adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
+    """
+
+    log_dir: Path
+    iteration: int
+    started_at: str = ""
+    iterations: Iterations = field(default_factory=Iterations)
+    layers: tuple[LayerInfo, ...] = ()
+    unconverted: Mapping[str, str] = field(default_factory=dict)
+    expects_low: str = ""
+    filters_loss: bool = False
+    not_measured: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    audit: PrecisionAudit = field(init=False)
+    coverage: CoverageHistory = field(default_factory=CoverageHistory)
+    series: SeriesTable = field(default_factory=SeriesTable)
+    statistics: RunStatistics = field(init=False)
+    resume: ResumeReport | None = None
+    diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    whole_run: Verdict | None = None
+    scales_loss: bool = False
+    adds_eps: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.audit = PrecisionAudit(self.iterations)
+        self.statistics = RunStatistics(self.series)
+
+    def coverage_at(self, iteration: int) -> Coverage:
+        """This rank's matrix products of an iteration. Raises IterationError if it has not run."""
+        last = iteration if self.iterations.last is None else self.iterations.last
+        return self.coverage.at(iteration, last, self.audit.history.at(iteration), self.unconverted)
+
+    def other_steps(self) -> list[OtherSteps]:
+        if len(self.coverage.spans()) < 2 and not self.audit.history.has_changed:
+            return []  # as in most runs, of which thousands of layers need not be gone through
+        return other_steps(self.coverage.by_span(self.audit.history.spans(), self.unconverted))
+
+    def coverage_with_other_ranks(self, iteration: int | None) -> Coverage:
+        """As :meth:`InspectSession.coverage`; None for the last iteration."""
+        iteration = self.audit.history.last if iteration is None else iteration
+        if iteration is None:
+            return NOTHING
+        own = self.coverage_at(iteration)
+        return Coverage((*own, *self.coverage.of_other_ranks), state=own.state, steps=own.steps)
+
+    @property
+    def findings(self) -> Verdict:
+        return self.diagnosis.verdict if self.whole_run is None else self.whole_run
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +32,11 @@ REPORT_FILE = "report.html"
 
 
 class Sinks:
-    """The sinks of a run, in order. A sink that fails is reported, closed and dropped; the others continue."""
+    """The sinks of a run, in order. A sink that fails is reported, closed and dropped; the others continue.
+
+    Attributes:
+        passed_over: sinks that get no records, such as the files of a rank without own values.
+    """
 
     def __init__(self, context: RunContext, sinks: Iterable[Sink]) -> None:
         self._sinks = list(sinks)
@@ -41,7 +45,7 @@ class Sinks:
         self._failures = context.failures
         self.have_started = False
         self._is_closing = False
-        self._passed_over: list[Sink] = []
+        self.passed_over: Sequence[Sink] = ()
         self._early: list[Event | Scalars] = []
 
     def start(self, run: RunInfo) -> None:
@@ -63,12 +67,8 @@ class Sinks:
         self._sinks = [other for other in self._sinks if other is not sink]
         self._takers = [other for other in self._takers if other is not sink]
 
-    def pass_over(self, sinks: Iterable[Sink]) -> None:
-        """Skip some sinks from now on, such as the files of a rank without own values."""
-        self._passed_over = list(sinks)
-
     def write(self, records: StepRecords) -> None:
-        sinks = [sink for sink in self._sinks if not any(sink is other for other in self._passed_over)]
+        sinks = [sink for sink in self._sinks if not any(sink is other for other in self.passed_over)]
         self._each("writing records to", sinks, lambda sink: sink.write(records))
 
     def close(self, error: BaseException | None) -> None:

@@ -147,8 +147,9 @@ class RunFacts:
     @property
     def _unmeasured(self) -> str:
         begin, last = self._results.iterations.first, self._results.iterations.last
-        if self._model.unmeasured or begin is None or last is None:
-            return self._model.unmeasured
+        why_nothing = self._model.hooks.gemm_errors.why_nothing
+        if why_nothing or begin is None or last is None:
+            return why_nothing
         return why_gemm_error_not_due(self._options.config, begin, last)
 
     def _machine_facts(self) -> Row:

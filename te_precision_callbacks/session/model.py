@@ -146,7 +146,10 @@ class NamedLayers:
             self._name_by_number(alike)
             self._find(model)
             layers = ranks.pool(self.own, "numbered layers", Layer)
-        self._take(layers)
+        self.of_all = tuple(layers)
+        named = by_given_name(layers)
+        self.given.clear()
+        self.given.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
 
     def _find(self, model: Model) -> None:
         names, scope = self._options.layer_names or "path", self._options.scope
@@ -167,12 +170,6 @@ class NamedLayers:
                 name,
                 " or ".join(map(repr, numbered)),
             )
-
-    def _take(self, layers: Sequence[Layer]) -> None:
-        self.of_all = tuple(layers)
-        named = by_given_name(layers)
-        self.given.clear()
-        self.given.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
 
     def paths(self, model: Model) -> dict[int, str]:
         return module_names(model, by_number=self._by_number, scope=self._options.scope)
@@ -215,11 +212,6 @@ class ObservedModel:
         self._results.not_measured = hooks.gemm_errors.not_measured
         self._notices = context.notices
         self._refused = hooks.answers.refused
-
-    @property
-    def unmeasured(self) -> str:
-        """The reason if LogGemmError has measured nothing, although a GEMM was due."""
-        return self.hooks.gemm_errors.why_nothing
 
     # ------------------------------------------------------------------ a model that is given
 
@@ -348,7 +340,8 @@ class ObservedModel:
 
     def note_order(self) -> None:
         order = self.hooks.order
-        if order.take_grown():
+        if order.has_grown:
+            order.has_grown = False
             self._results.layers = tuple(
                 replace(info, exec_fwd=order.forward.get(info.name), exec_bwd=order.backward.get(info.name))
                 for info in self._results.layers

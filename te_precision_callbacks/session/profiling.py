@@ -12,8 +12,7 @@ from torch.autograd.profiler import record_function
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
-from te_precision_callbacks.instrumentation.module_ranges import ModuleRanges
-from te_precision_callbacks.instrumentation.profiler import StepProfiler, export
+from te_precision_callbacks.instrumentation.profiler import ModuleRanges, StepProfiler, export
 from te_precision_callbacks.options import ProfileChoice, read_profile
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles

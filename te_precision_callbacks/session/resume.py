@@ -170,18 +170,15 @@ class ResumeAudit:
             logger.warning("The resume cannot be audited. %s", error)
             return
         if self._saved:
-            self._go_on_with(self._saved.run)
+            if self._records is not None:
+                try:
+                    self._records.go_on_with(self._saved.run)
+                except Exception as error:
+                    self._failures.report("looking for", f"the records of the run {self._saved.run}", error)
             self._handles = [
                 register_module_forward_pre_hook(outside_of_dynamo(self._before_forward)),
                 register_optimizer_step_pre_hook(outside_of_dynamo(self._before_optimizer_step)),
             ]
-
-    def _go_on_with(self, run_id: str) -> None:
-        if self._records is not None:
-            try:
-                self._records.go_on_with(run_id)
-            except Exception as error:
-                self._failures.report("looking for", f"the records of the run {run_id}", error)
 
     def end_step(self) -> None:
         """Report at the end of a step, if the optimizer is not a torch optimizer."""

@@ -43,15 +43,13 @@ from te_precision_callbacks.session.checks import (
     ParameterChecks,
     RuleChecks,
 )
-from te_precision_callbacks.session.closing import ClosingReport
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
-from te_precision_callbacks.session.context import LoopFacts, RunContext
+from te_precision_callbacks.session.context import LoopFacts, RunContext, RunResults
 from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event
-from te_precision_callbacks.session.endings import ProcessEnds, Terminated, Uninterrupted
+from te_precision_callbacks.session.endings import ClosingReport, ProcessEnds, Terminated, Uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.profiling import Profiling
-from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume import ResumeAudit, versions
 from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of
@@ -219,7 +217,11 @@ class Run:
                 on_all=(PrecisionContractError, PrecisionFindingError),
             ):
                 records = self._run_step(ending)
-            self._rejoin_ranks()
+            # Meet the ranks again after a separation; all continue at the largest iteration.
+            steps = -1 if self.observation.engine.optimizers_differ else self._loop_checks.optimizer_steps
+            common = context.ranks.look(context.iteration, steps)
+            if common is not None and common != context.iteration:
+                self.count_from(common)
             self._profiling.begin(context.iteration)
             return records
         except BaseException:  # the step counts
@@ -344,13 +346,6 @@ class Run:
                 "The statistics gathered since the last step could not be written, and are lost.", exc_info=failure
             )
 
-    def _rejoin_ranks(self) -> None:
-        """Meet the ranks again after a separation; all continue at the largest iteration."""
-        steps = -1 if self.observation.engine.optimizers_differ else self._loop_checks.optimizer_steps
-        iteration = self.context.ranks.look(self.context.iteration, steps)
-        if iteration is not None and iteration != self.context.iteration:
-            self.count_from(iteration)
-
     # ------------------------------------------------------------------ events
 
     def _send(self, *events: Event) -> None:
@@ -382,7 +377,7 @@ class Run:
     # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
-        return all_within(seconds, [*self._files.hurry(), self.context.inspector.events.hurry()])
+        return all_within(seconds, [*self._files.hurry(), self.context.inspector.events.thread.hurry()])
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         if self.is_forked:
@@ -468,13 +463,13 @@ class Run:
         self._loop_checks.end()
         if not self._files.in_full and isinstance(error, (NoneType, Terminated, KeyboardInterrupt, SystemExit)):
             # Nothing has failed on this rank, or all ranks stop.
-            self._sinks.pass_over(self._files.sinks)
+            self._sinks.passed_over = self._files.sinks
         iteration, last = self.context.iteration, self.last_logging_step
         if logging_step is None:
             logging_step = self.context.logging_step(iteration) if last is None else last + 1
         if self._may_read_device:
             self._deliver_own(EndingStep(iteration, logging_step, is_remainder=True))
-        elif self._collector.has_news:
+        elif self._scalars.entries or self.observation.engine.has_news:
             logger.warning(
                 "The statistics of iteration %d are not written: they are on the GPU, which is not asked before a"
                 " signal ends the process.",
@@ -502,7 +497,7 @@ class Run:
         has_step = has_stepped or error is None or self._loop_checks.has_trained  # an error may have left half a step
         if attached and has_step and not has_stepped:
             self._note_unended()
-        if not self._contract.demands or self._is_terminated or (error is not None and not attached):
+        if self._contract.keeper is None or self._is_terminated or (error is not None and not attached):
             return
         why_not = "the model did not run forward and backward in training while the session was watching"
         if not attached:
@@ -564,7 +559,7 @@ class Run:
             then.callback(self.context.inspector.stop)
             then.callback(self.hooks.remove)
             if self._ends is not None:
-                then.callback(self._ends.forget)
+                then.callback(self._ends.at_exit.cancel)
             for handle in self._optimizer_hooks:
                 then.callback(handle.remove)
             then.callback(self._updates.clear)

@@ -24,9 +24,8 @@ from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
 from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.runs.fingerprints import ResumeReport
-from te_precision_callbacks.session.context import LoopFacts
+from te_precision_callbacks.session.context import LoopFacts, RunResults
 from te_precision_callbacks.session.endings import ProcessEnds
-from te_precision_callbacks.session.results import RunResults
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.session.training_loop import BackwardLoss

@@ -12,8 +12,15 @@ Usage::
 
 from __future__ import annotations
 
-from te_precision_callbacks.sinks.loggers import LoggerSink, add_to_tensorboard, names_for_mlflow, wandb_histogram
-from te_precision_callbacks.sinks.metrics import LogFilter, MetricSelection, metric_name
+from te_precision_callbacks.sinks.metrics import (
+    LogFilter,
+    LoggerSink,
+    MetricSelection,
+    add_to_tensorboard,
+    metric_name,
+    names_for_mlflow,
+    wandb_histogram,
+)
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
 from te_precision_callbacks.sinks.step_records import (
     Event,

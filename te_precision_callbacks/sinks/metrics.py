@@ -15,24 +15,104 @@
 TensorBoard and W&B group metrics by the part of the name before the first slash: each layer is a group, and the prefix
 alone is the group of the whole model. If statistics are reduced over ranks, values of one rank alone are
 ``te.local.<layer>/...``.
+
+Few of the series of a run go to the loggers, but these without gaps. A *family* are the series of one statistic of one
+tensor, over the layers.
+
+- Until the run has had :data:`MOST_SERIES` series, all of them are logged.
+- In the first step with more, each family gets up to :data:`PLACES` layers: the worst, or the largest if the statistic
+  has no direction. Series that were logged before stay.
+- A layer joins later if its value is not finite, up to :data:`LATER_PLACES` in each family.
+
+A sink hands them to loggers; histograms need a conversion for some::
+
+    class Board(LoggerSink):                       # in your own loop: sinks=[Board(MetricSelection())]
+        def log(self, metrics, histograms, step):
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+            for name, histogram in histograms.items():
+                add_to_tensorboard(writer, name, histogram, step)
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.sinks.choice import LATER_PLACES, MOST_SERIES, PLACES, SeriesChoice
-from te_precision_callbacks.sinks.step_records import Row, StepRecords, row_of
-from te_precision_callbacks.sinks.worst import ByLayer, judged, worst_of_all
+from te_precision_callbacks.sinks.step_records import Row, Sink, StepRecords, row_of
+from te_precision_callbacks.sinks.worst import ByLayer, judged, worst_first, worst_of_all
 from te_precision_callbacks.statistics.series import Family, Series
+from te_precision_callbacks.statistics.table import EXPONENT_EDGES
 
 logger = logging.getLogger(__name__)
+
+
+MOST_SERIES = 2_000
+PLACES = 50
+LATER_PLACES = 50
+
+
+class SeriesChoice:
+    """The series that go to loggers, of a run; ``crowded`` once there are more than :data:`MOST_SERIES`."""
+
+    def __init__(self) -> None:
+        self.crowded = False
+        self._logged: dict[Family, set[str]] = {}
+        self._count = 0
+
+    def take(self, families: Mapping[Family, ByLayer], telling: Mapping[Family, ByLayer]) -> None:
+        """Choose among the series of a step.
+
+        Args:
+            families: the values of the step, and its histograms with any value.
+            telling: the values that count for the worst of the run, see
+                :func:`~te_precision_callbacks.sinks.worst.judged`.
+        """
+        new = {family: values.keys() - self.logged(family) for family, values in families.items()}
+        if not self.crowded:
+            self._count += sum(map(len, new.values()))
+            self.crowded = self._count > MOST_SERIES
+        if not self.crowded:
+            for family, layers in new.items():
+                self._logged.setdefault(family, set()).update(layers)
+            return
+        chosen = [family for family in families if new[family]]
+        # Counts and histograms have no worst layer: they follow the other statistics of their tensor.
+        for family in sorted(chosen, key=_has_no_order):
+            values = telling[family]
+            if _has_no_order(family):
+                self._add(family, self._most_logged(family.tensor, values), PLACES)
+                continue
+            worst = worst_first(PLACES, family, values)
+            self._add(family, worst, PLACES)
+            lost = [layer for layer in worst if family.badness(values[layer]) == math.inf]
+            self._add(family, lost, PLACES + LATER_PLACES)
+
+    def logged(self, family: Family) -> Set[str]:
+        return self._logged.get(family, frozenset())
+
+    def _add(self, family: Family, layers: Iterable[str], most: int) -> None:
+        logged = self._logged.setdefault(family, set())
+        for layer in layers:
+            if len(logged) < most:
+                logged.add(layer)
+
+    def _most_logged(self, tensor: str, layers: Iterable[str]) -> list[str]:
+        logged = Counter(layer for family, known in self._logged.items() if family.tensor == tensor for layer in known)
+        return sorted(layers, key=lambda layer: -logged[layer])
+
+
+def _has_no_order(family: Family) -> bool:
+    return family.request is not None and family.request.statistic.is_count and not family.has_direction
+
 
 LogFilter = str | Sequence[str] | Callable[[str], bool] | None
 """Patterns with ``*`` and ``?``, one of which a metric name must match; or a function of the name; or None."""
@@ -68,7 +148,7 @@ class MetricSelection:
     Args:
         prefix: first part of every name.
         log_filter: the names that go to the loggers. None: all, up to the number of series that
-            :mod:`te_precision_callbacks.sinks.choice` allows.
+            :class:`SeriesChoice` allows.
 
     Raises:
         OptionError: ``log_filter`` is neither patterns nor a function.
@@ -177,3 +257,75 @@ def _predicate(log_filter: LogFilter) -> Callable[[str], bool] | None:
             f" {log_filter!r}."
         )
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+ValueT = TypeVar("ValueT")
+
+
+def names_for_mlflow(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
+    """Return the metrics under names that MLflow accepts: without ``%`` and rare characters."""
+    return {_NOT_IN_MLFLOW.sub("_", name.replace("%", "_pct")): value for name, value in metrics.items()}
+
+
+_NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
+"""As in MLflow 3.17, ``utils/validation.py``."""
+
+
+def _filled(counts: Sequence[float]) -> tuple[list[float], Sequence[float]]:
+    """Return the counts of exponents from the first to the last non-empty bin, and the edges of these bins."""
+    places = [place for place, count in enumerate(counts) if count] or [0]
+    first, end = places[0], places[-1] + 1
+    return [float(count) for count in counts[first:end]], EXPONENT_EDGES[first : end + 1]
+
+
+def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: int) -> None:
+    """Log a histogram over powers of two, not over the values, to TensorBoard.
+
+    Args:
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or one of tensorboardX.
+        counts: the counts of exponents.
+        step: the logging step.
+    """
+    filled, edges = _filled(counts)
+    writer.add_histogram_raw(
+        name,
+        min=edges[0],
+        max=edges[-1],
+        num=sum(filled),
+        sum=sum(edge * count for edge, count in zip(edges[:-1], filled, strict=True)),
+        sum_squares=sum(edge**2 * count for edge, count in zip(edges[:-1], filled, strict=True)),
+        bucket_limits=edges[1:],
+        bucket_counts=filled,
+        global_step=step,
+    )
+
+
+def wandb_histogram(counts: Sequence[float]) -> Any:
+    """Return the counts of exponents as a ``wandb.Histogram`` over powers of two."""
+    import numpy
+    import wandb
+
+    filled, edges = _filled(counts)
+    return wandb.Histogram(np_histogram=(numpy.array(filled), numpy.array(edges)))
+
+
+class LoggerSink(Sink):
+    """Hands the metrics and histograms of a step to :meth:`log`; ``select`` is shared by all sinks of a run."""
+
+    def __init__(self, select: MetricSelection) -> None:
+        self._select = select
+
+    def write(self, records: StepRecords) -> None:
+        metrics, histograms = self._select(records), self._select.histograms(records)
+        if metrics or histograms:
+            self.log(metrics, histograms, records.logging_step)
+
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
+        """Log the metrics of a step.
+
+        Args:
+            metrics: name -> value; empty if the step has only histograms.
+            histograms: name -> counts over powers of two, for :func:`add_to_tensorboard` and :func:`wandb_histogram`.
+            step: the logging step of the trainer's own metrics of the same batch.
+        """
+        raise NotImplementedError

@@ -122,13 +122,8 @@ class WriterThread(Generic[JobT]):
         """
         written = threading.Event()
         self._asked.put(written)
-        return lambda: written.is_set() or self._is_idle
-
-    @property
-    def _is_idle(self) -> bool:
-        return (
-            not self._jobs and self._is_flushed and self.failure is None
-        )  # in this order: a job is taken, then flushed
+        # In this order: a job is taken, then flushed.
+        return lambda: written.is_set() or (not self._jobs and self._is_flushed and self.failure is None)
 
     def wait(self, is_done: Callable[[], bool], still: float = math.inf) -> bool:
         """Wait until a condition holds, or the thread has ended; False after ``still`` seconds without progress."""

@@ -23,7 +23,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.sinks import MetricSelection
-from te_precision_callbacks.sinks.loggers import (
+from te_precision_callbacks.sinks.metrics import (
     LoggerSink,
     add_to_tensorboard,
     names_for_mlflow,

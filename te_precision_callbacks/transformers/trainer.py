@@ -1,12 +1,15 @@
-"""The Trainer that acts on the debug options of this package."""
+"""The Trainer that acts on the debug options of this package, also on the overflow option alone."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
+from transformers import TrainerControl, TrainerState
 
+from te_precision_callbacks.accelerate import scales_loss
 from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
     CONFIG_FLAG,
@@ -18,9 +21,52 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.transformers.arguments import parse_options
-from te_precision_callbacks.transformers.callback import PrecisionDebugTrainerCallback
-from te_precision_callbacks.transformers.closing import closing, refuse_data_parallel
-from te_precision_callbacks.transformers.overflow_only import ActivationOverflowCallback
+from te_precision_callbacks.transformers.callback import (
+    DebugCallback,
+    PrecisionDebugTrainerCallback,
+    closing,
+    find_training,
+    refuse_data_parallel,
+)
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.overflow import DebugActivationOverflow
+
+
+class ActivationOverflowCallback(DebugCallback):
+    """Watches the model for inf and nan during ``train()`` of :class:`Trainer`: without a session and without
+    Transformer Engine."""
+
+    def __init__(self) -> None:
+        self._watch: DebugActivationOverflow | None = None
+
+    def on_train_begin(  # type: ignore[override]  # the events of a Trainer have model=
+        self,
+        args: transformers.TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: torch.nn.Module,
+        **keywords: Any,
+    ) -> None:
+        """Hook the model, after ``accelerator.prepare`` has replaced layers."""
+        from te_precision_callbacks.overflow import DebugActivationOverflow
+
+        self.close()
+        refuse_data_parallel(args)
+        self._watch = DebugActivationOverflow(model, distributed=True)
+        if (training := find_training()) is not None:
+            self._watch.loss_scaled = scales_loss(training.trainer.accelerator)
+
+    def on_train_end(
+        self, args: transformers.TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
+    ) -> None:
+        self.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close(error)
 
 
 class Trainer(transformers.Trainer):
@@ -67,7 +113,10 @@ class Trainer(transformers.Trainer):
         if overflow or precision:
             refuse_data_parallel(self.args)
         if precision:
-            self._refuse_second_callback()
+            if any(isinstance(callback, PrecisionDebugTrainerCallback) for callback in self.callback_handler.callbacks):
+                raise OptionError(
+                    "debug= has 'te_precision', and callbacks= a PrecisionDebugTrainerCallback. Give one of the two."
+                )
             watch = (ACTIVATION_OVERFLOW,) if overflow else ()
             self.add_callback(PrecisionDebugTrainerCallback(config, debug=watch))
         elif overflow:
@@ -89,9 +138,3 @@ class Trainer(transformers.Trainer):
         """Train as transformers' Trainer does; every exception ends the debugging."""
         with closing(self):
             return super().train(*arguments, **keywords)
-
-    def _refuse_second_callback(self) -> None:
-        if any(isinstance(callback, PrecisionDebugTrainerCallback) for callback in self.callback_handler.callbacks):
-            raise OptionError(
-                "debug= has 'te_precision', and callbacks= a PrecisionDebugTrainerCallback. Give one of the two."
-            )

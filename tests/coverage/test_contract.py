@@ -225,12 +225,13 @@ def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path, caplog: pytest
 
 
 def test_without_a_change_nothing_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from te_precision_callbacks.session import results
+
+    from te_precision_callbacks.session import context
 
     asked: list[int] = []
-    own = results.RunResults.coverage_at
+    own = context.RunResults.coverage_at
     monkeypatch.setattr(
-        results.RunResults, "coverage_at", lambda self, iteration: (asked.append(iteration), own(self, iteration))[1]
+        context.RunResults, "coverage_at", lambda self, iteration: (asked.append(iteration), own(self, iteration))[1]
     )
     assert run(tmp_path, "fp8 >= 50%", steps=8) == 8
     assert [iteration for iteration in asked if iteration < 7] == [2], "the last one is asked at the end"

@@ -25,7 +25,7 @@ from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.runs.answers import outcome_notes
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.closing import closing_lines
+from te_precision_callbacks.session.endings import closing_lines
 from tests.conftest import statistics
 from tests.diagnosis.conftest import Planted
 from tests.diagnosis.planted import train

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from te_precision_callbacks.reference import ReferenceBackendError, two_backends
+from te_precision_callbacks.reference import ReferenceBackendError, collectives
 from te_precision_callbacks.reference.collectives import _on_memory, one_by_one
 from tests.reference.processes import answers
 
@@ -61,13 +61,13 @@ def test_a_group_has_the_backends_that_it_was_requested_with_or_inherits(
     tmp_path: Path, options: dict[str, Any], apart: bool
 ) -> None:
     store = f"file://{tmp_path}/store"
-    two_backends.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1, **options)
-    new_group = two_backends.keeping_apart(dist.new_group)
+    collectives.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1, **options)
+    new_group = collectives.keeping_apart(dist.new_group)
     try:
-        assert (dist.group.WORLD in two_backends._seconds) == apart
-        assert (new_group() in two_backends._seconds) == apart
-        assert (new_group([0], use_local_synchronization=True) in two_backends._seconds) == apart
-        assert new_group(backend="gloo") not in two_backends._seconds
+        assert (dist.group.WORLD in collectives._seconds) == apart
+        assert (new_group() in collectives._seconds) == apart
+        assert (new_group([0], use_local_synchronization=True) in collectives._seconds) == apart
+        assert new_group(backend="gloo") not in collectives._seconds
     finally:
         dist.destroy_process_group()
 
@@ -75,10 +75,10 @@ def test_a_group_has_the_backends_that_it_was_requested_with_or_inherits(
 def test_a_thread_beside_the_training_uses_the_second_of_two_backends(tmp_path: Path) -> None:
     """An asynchronous checkpoint's collectives, of tensors too, must not pair with the training's."""
     store = f"file://{tmp_path}/store"
-    two_backends.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1)
-    all_reduce = two_backends._sending_apart(dist.all_reduce, objects=False)
+    collectives.keeping_apart(dist.init_process_group)(init_method=store, rank=0, world_size=1)
+    all_reduce = collectives._sending_apart(dist.all_reduce, objects=False)
     first = dist.group.WORLD
-    second = two_backends._seconds[first].group
+    second = collectives._seconds[first].group
 
     def counts() -> tuple[int, int]:
         return first._get_sequence_number_for_group(), second._get_sequence_number_for_group()

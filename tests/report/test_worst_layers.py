@@ -14,7 +14,7 @@ from te_precision_callbacks import InspectSession
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import RecordedRun, UnknownSubjectError, open_run
 from te_precision_callbacks.runs.tables import STEP0
-from te_precision_callbacks.sinks.choice import SeriesChoice
+from te_precision_callbacks.sinks.metrics import SeriesChoice
 from te_precision_callbacks.sinks.worst import judged
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report.data import PageData
@@ -119,8 +119,8 @@ def test_the_report_names_the_same(trained: Trained) -> None:
 
 
 def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("te_precision_callbacks.sinks.choice.MOST_SERIES", 1)
-    monkeypatch.setattr("te_precision_callbacks.sinks.choice.PLACES", 4)
+    monkeypatch.setattr("te_precision_callbacks.sinks.metrics.MOST_SERIES", 1)
+    monkeypatch.setattr("te_precision_callbacks.sinks.metrics.PLACES", 4)
     choice, records = SeriesChoice(), trained.keeper.steps[-1]
     choice.take(records.families, judged(records))
     assert set(trained.lossy) <= choice.logged(family_of("weight", "underflows%"))

@@ -29,7 +29,7 @@ from te_precision_callbacks.instrumentation import failures
 from te_precision_callbacks.overflow import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
 from te_precision_callbacks.runs.errors import SeveralRunsError
 from te_precision_callbacks.session import InspectSession
-from te_precision_callbacks.session.closing import ClosingReport
+from te_precision_callbacks.session.endings import ClosingReport
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.run import Run
 from tests.conftest import Keeper, statistics

@@ -24,7 +24,7 @@ from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import SessionError
 from te_precision_callbacks.transformers import PrecisionDebugOption, Trainer, TrainingArguments
-from te_precision_callbacks.transformers.closing import DataParallelError
+from te_precision_callbacks.transformers.callback import DataParallelError
 from tests.conftest import statistics
 from tests.lightning.models import logged_lines
 from tests.transformers.models import Net, arguments, llama, trainer

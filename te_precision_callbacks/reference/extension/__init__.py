@@ -59,6 +59,11 @@ from te_precision_callbacks.reference.extension.attention import (
     scaled_upper_triang_masked_softmax_backward,
     scaled_upper_triang_masked_softmax_forward,
 )
+from te_precision_callbacks.reference.extension.buffers import (
+    multi_tensor_swizzle_scales_for_gemm_,
+    multi_tensor_swizzle_scales_for_gemm_unchecked_,
+    swizzle_scales_for_gemm_,
+)
 from te_precision_callbacks.reference.extension.enums import (
     CommOverlapType,
     DType,
@@ -83,9 +88,19 @@ from te_precision_callbacks.reference.extension.missing import (
     grouped_mlp_experimental,
 )
 from te_precision_callbacks.reference.extension.multi_tensor import (
+    compute_amax,
+    fused_amax_and_scale_update_after_reduction,
+    multi_tensor_adam,
+    multi_tensor_adam_fp8,
     multi_tensor_compute_scale_and_scale_inv,
     multi_tensor_l2norm,
     multi_tensor_scale,
+    multi_tensor_sgd,
+)
+from te_precision_callbacks.reference.extension.mxfp8 import (
+    multi_tensor_compute_scale_inv_e8m0,
+    mxfp8_scaling_compute_partial_amax,
+    mxfp8_scaling_partial_cast,
 )
 from te_precision_callbacks.reference.extension.normalization import (
     layernorm_bwd,
@@ -95,17 +110,7 @@ from te_precision_callbacks.reference.extension.normalization import (
     rmsnorm_fwd,
 )
 from te_precision_callbacks.reference.extension.nvfp4 import nvfp4_2d_scale_transpose, nvfp4_data_transpose
-from te_precision_callbacks.reference.extension.optimizers import (
-    multi_tensor_adam,
-    multi_tensor_adam_fp8,
-    multi_tensor_sgd,
-)
 from te_precision_callbacks.reference.extension.padding import fused_multi_row_padding, fused_multi_row_unpadding
-from te_precision_callbacks.reference.extension.partial_cast import (
-    multi_tensor_compute_scale_inv_e8m0,
-    mxfp8_scaling_compute_partial_amax,
-    mxfp8_scaling_partial_cast,
-)
 from te_precision_callbacks.reference.extension.quantization import (
     bgrad_quantize,
     create_empty_quantized_tensor,
@@ -121,15 +126,6 @@ from te_precision_callbacks.reference.extension.rope import (
     fused_qkv_rope_forward,
     fused_rope_backward,
     fused_rope_forward,
-)
-from te_precision_callbacks.reference.extension.scaling import (
-    compute_amax,
-    fused_amax_and_scale_update_after_reduction,
-)
-from te_precision_callbacks.reference.extension.swizzling import (
-    multi_tensor_swizzle_scales_for_gemm_,
-    multi_tensor_swizzle_scales_for_gemm_unchecked_,
-    swizzle_scales_for_gemm_,
 )
 from te_precision_callbacks.reference.extension.versions import (
     device_supports_multicast,

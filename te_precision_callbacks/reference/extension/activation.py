@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
-from te_precision_callbacks.reference.extension.quantizers import casting_for
+from te_precision_callbacks.reference.extension.quantization import casting_for, quantize_result, row_sum
 
 QUICK_GELU_ALPHA = 1.702
 

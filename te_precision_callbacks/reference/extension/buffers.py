@@ -1,4 +1,8 @@
-"""Shapes of buffers, and writing to them as a kernel does."""
+"""Shapes of buffers, writing to them as a kernel does, and the order of the scales in them.
+
+A GEMM of MXFP8 or NVFP4 reads scales in another order (``pytorch/csrc/extensions/swizzle.cpp``, TE 2.20), which is in
+:mod:`te_precision_callbacks.base.numerics.layouts`. Padding of the scales becomes 0.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from te_precision_callbacks.base.numerics import layouts
+from te_precision_callbacks.reference.errors import ReferenceBackendError
 
 
 def written(out: Any) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
@@ -54,3 +61,59 @@ def overwrite(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return target.copy_(value)
     with torch.inference_mode():
         return target.copy_(value)
+
+
+def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool, swizzled: bool) -> torch.Tensor:
+    """Return scales, uint8, one for each block, as stored in ``shape``: padded, and optionally swizzled.
+
+    With ``along_columns``, the blocks that a GEMM sums over follow one another along the rows of ``scales`` (MXFP8's
+    columnwise data), so that its transpose is swizzled.
+    """
+    out = padded(scales, shape)
+    if not swizzled or not out.numel():
+        return out
+    return layouts.swizzled(out.t()).reshape(tuple(shape)) if along_columns else layouts.swizzled(out)
+
+
+@torch.no_grad()
+def swizzle_scales_for_gemm_(tensor: Any) -> None:
+    """Swizzle the scales of an MXFP8 or NVFP4 tensor in both directions, if not swizzled yet; skip other tensors."""
+    if not _needs_it(tensor):
+        return
+    for columnwise in (False, True):
+        _swizzle(tensor, columnwise)
+    tensor._with_gemm_swizzled_scales = True
+
+
+@torch.no_grad()
+def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
+    """Swizzle the scales of exactly one direction of several tensors; skip tensors marked as swizzled.
+
+    The tensors' flags do not change, as in the compiled extension: the caller sets them after both directions.
+
+    Raises:
+        ReferenceBackendError: both directions, or neither.
+    """
+    if rowwise_usage == columnwise_usage:
+        raise ReferenceBackendError(
+            f"rowwise_usage={rowwise_usage} and columnwise_usage={columnwise_usage}: exactly one is needed."
+        )
+    for tensor in tensors:
+        if _needs_it(tensor):
+            _swizzle(tensor, columnwise_usage)
+
+
+multi_tensor_swizzle_scales_for_gemm_unchecked_ = multi_tensor_swizzle_scales_for_gemm_
+
+
+def _needs_it(tensor: Any) -> bool:
+    return not getattr(tensor, "_with_gemm_swizzled_scales", True)
+
+
+def _swizzle(tensor: Any, columnwise: bool) -> None:
+    part = layouts.stored(tensor, columnwise=columnwise)
+    if part is None:
+        return
+    along_columns = columnwise and part.mode == layouts.MXFP8
+    name = "_columnwise_scale_inv" if columnwise else "_rowwise_scale_inv"
+    setattr(tensor, name, as_stored(part.scales, part.stored_scale_shape, along_columns=along_columns, swizzled=True))

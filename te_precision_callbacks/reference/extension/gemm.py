@@ -166,7 +166,9 @@ def generic_gemm(
             value = (value.to(dtype).float() if by_blocks else value) + beta * D.float()
         if grad:
             if gelu:
-                value = GELU.gradient(value, _needed(gelu_in).float().view(shape))
+                if gelu_in is None:
+                    raise ReferenceBackendError("generic_gemm(gelu=True, grad=True) needs gelu_in.")
+                value = GELU.gradient(value, gelu_in.float().view(shape))
             if bias is not None:
                 bias_grad = (row_sum(value) if gelu else _column_sum(b)).to(dtype)
         else:
@@ -445,9 +447,3 @@ def _result_dtype(A: Any, a: Operand, out: Any, output_dtype: SupportsInt | None
     if plain_out and out.dtype != dtype:
         raise ReferenceBackendError(f"GEMM output has type {out.dtype}; {dtype} was asked for.")
     return dtype
-
-
-def _needed(gelu_in: torch.Tensor | None) -> torch.Tensor:
-    if gelu_in is None:
-        raise ReferenceBackendError("generic_gemm(gelu=True, grad=True) needs gelu_in.")
-    return gelu_in

@@ -1,17 +1,23 @@
-"""Scaling and norms of lists of tensors: ``common/multi_tensor`` (TE 2.20).
+"""Scaling, norms, the update of delayed scaling, and optimizers of lists of tensors: ``common/multi_tensor`` (TE 2.20).
 
 ``chunk_size`` divides the work of a GPU and has no effect here. The tensors at one place of each of ``tensor_lists``
-belong together.
+belong together. The arithmetic of scaling is in ``base/numerics/scaling.py``.
+
+The steps of Transformer Engine's FusedAdam and FusedSGD (``adam.cu`` and ``sgd.cu``) are computed in float32, and
+rounded to the type of each tensor. ``mode`` 0 is Adam with L2 regularization, 1 is AdamW.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import SupportsInt
 
 import torch
 
-from te_precision_callbacks.base.numerics.scaling import fp8_scale
+from te_precision_callbacks.base.numerics.scaling import amax_of, delayed_scaling, fp8_scale
 from te_precision_callbacks.reference.extension.buffers import overwrite
+from te_precision_callbacks.reference.extension.enums import fp8_format
 
 TensorLists = Sequence[Sequence[torch.Tensor]]
 
@@ -56,3 +62,187 @@ def multi_tensor_compute_scale_and_scale_inv(
 def _note_nonfinite(source: torch.Tensor, flag: torch.Tensor) -> None:
     if not bool(source.isfinite().all()):
         flag.fill_(1)
+
+
+@torch.no_grad()
+def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
+    """Write the largest magnitude of ``tensor`` into ``amax`` (float32, shape [1]); NaN is skipped."""
+    overwrite(amax, amax_of(tensor).view_as(amax))
+
+
+@torch.no_grad()
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: torch.Tensor,
+    amax_histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    amax_compute_algo: str,
+    fp8_dtype: SupportsInt,
+    margin: float,
+) -> None:
+    """Roll the amax histories and renew the scales of delayed scaling, once a step for all modules, in place.
+
+    ``common/recipe/delayed_scaling.cu``, ``kernel_bulk`` (TE 2.20). Histories of one length are updated together.
+
+    Args:
+        amax_reduction_buffer: float32, the newest amaxes of all modules, concatenated.
+        amax_histories, scales: for each module float32 [history length, number of tensors], and [number of tensors].
+        amax_compute_algo: "max" (over the history) or "most_recent".
+        fp8_dtype: E4M3 or E5M2.
+        margin: the scale is lowered by this power of two.
+    """
+    scaled_max = fp8_format(fp8_dtype).max * 2.0**-margin
+    reduced = torch.split(amax_reduction_buffer.view(-1), [scale.numel() for scale in scales])
+    by_length = defaultdict(list)
+    for module in zip(reduced, amax_histories, scales, strict=True):
+        by_length[len(module[1])].append(module)
+    for modules in by_length.values():
+        newest, histories, own_scales = zip(*modules, strict=True)
+        updated = delayed_scaling(
+            torch.cat(newest),
+            torch.cat(histories, dim=1),
+            torch.cat([scale.view(-1) for scale in own_scales]),
+            most_recent=amax_compute_algo == "most_recent",
+            largest_number=scaled_max,
+        )
+        counts = [len(amaxes) for amaxes in newest]
+        by_module = (torch.split(values, counts, dim=-1) for values in updated)
+        for history, scale, new_history, new_scale in zip(histories, own_scales, *by_module, strict=True):
+            overwrite(history, new_history)
+            overwrite(scale, new_scale.view(scale.shape))
+
+
+L2_REGULARIZATION = 0
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """One step for lists [gradients, parameters, first moments, second moments], and master weights as a fifth."""
+    for grad, param, exp_avg, exp_avg_sq, *rest in zip(*tensor_lists, strict=True):
+        master = rest[0] if rest else param
+        updated = _adam(
+            grad.float(), master.float(), exp_avg, exp_avg_sq, _Step(step, bias_correction, beta1, beta2), lr, epsilon,
+            mode, weight_decay,
+        )  # fmt: skip
+        master.copy_(updated)
+        if rest:
+            param.copy_(updated)
+
+
+@torch.no_grad()
+def multi_tensor_adam_fp8(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    fp8_dtype: SupportsInt,
+) -> None:
+    """One step for FP8 parameters in delayed scaling with plain master weights.
+
+    Lists: [gradients, FP8 codes, first moments, second moments, master weights, scales, amaxes, inverse scales].
+    """
+    fmt = fp8_format(fp8_dtype)
+    for grad, codes, exp_avg, exp_avg_sq, master, scale, amax, scale_inv in zip(*tensor_lists, strict=True):
+        updated = _adam(
+            grad.float(), master.float(), exp_avg, exp_avg_sq, _Step(step, bias_correction, beta1, beta2), lr, epsilon,
+            mode, weight_decay,
+        )  # fmt: skip
+        master.copy_(updated)
+        codes.view(torch.uint8).copy_(fmt.encode(updated * scale.view(-1)).view(codes.shape))
+        amax.copy_(torch.maximum(amax, amax_of(updated).view_as(amax)))
+        scale_inv.copy_(torch.reciprocal(scale))
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: TensorLists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """One step of SGD for lists [gradients, weights, momenta], and copies of the weights as a fourth.
+
+    Nothing happens if ``noop_flag`` is not 0. ``wd`` is the weight decay, applied after the momentum if
+    ``wd_after_momentum``; ``dampening`` reduces the gradient's contribution to the momentum, which starts as the
+    gradient in the ``first_run``; ``scale`` multiplies the gradients.
+    """
+    if bool(noop_flag.view(-1)[0] != 0):
+        return
+    for gradient, weight, velocity, *copies in zip(*tensor_lists, strict=True):
+        grad, current = gradient.float() * scale, weight.float()
+        if wd != 0.0 and not wd_after_momentum:
+            grad = grad + wd * current
+        if momentum != 0.0:
+            average = grad if first_run else velocity.float() * momentum + (1.0 - dampening) * grad
+            velocity.copy_(average)
+            grad = grad + momentum * average if nesterov else average
+        if wd != 0.0 and wd_after_momentum:
+            grad = grad + wd * current
+        # Upstream adds in the weight's own type, so the update is rounded before the sum is.
+        weight.add_((-lr * grad).to(weight.dtype))
+        for copy in copies:
+            copy.copy_(weight)
+
+
+class _Step:
+    """The decay rates of a step, their complements, and the bias corrections of its moments, rounded to float32."""
+
+    def __init__(self, step: int, bias_correction: int, beta1: float, beta2: float) -> None:
+        self.beta1, self.beta2 = _float32(beta1), _float32(beta2)
+        self.rest1, self.rest2 = _float32(1.0 - self.beta1), _float32(1.0 - self.beta2)
+        corrected = bias_correction == 1
+        self.correction1 = _float32(1.0 - self.beta1**step) if corrected else 1.0
+        self.correction2 = _float32(1.0 - self.beta2**step) if corrected else 1.0
+
+
+def _float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _adam(
+    grad: torch.Tensor,
+    param: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: _Step,
+    lr: float,
+    epsilon: float,
+    mode: int,
+    weight_decay: float,
+) -> torch.Tensor:
+    """Update the moments in place; return the new parameter, float32."""
+    if mode == L2_REGULARIZATION:
+        grad = grad + weight_decay * param
+    first = step.beta1 * exp_avg.float() + step.rest1 * grad
+    second = step.beta2 * exp_avg_sq.float() + step.rest2 * grad * grad
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+    update = (first / step.correction1) / ((second / step.correction2).sqrt() + epsilon)
+    if mode != L2_REGULARIZATION:
+        update = update + weight_decay * param
+    return param - lr * update

@@ -29,9 +29,8 @@ from te_precision_callbacks.base.numerics.layouts import (
 from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantized
 from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.buffers import is_noop, matrix_shape, overwrite, round_up
+from te_precision_callbacks.reference.extension.buffers import as_stored, is_noop, matrix_shape, overwrite, round_up
 from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting, by_usage
-from te_precision_callbacks.reference.extension.swizzling import as_stored
 from te_precision_callbacks.reference.target import capability
 
 

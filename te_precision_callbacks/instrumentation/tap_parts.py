@@ -1,0 +1,273 @@
+"""Parts of the tap: the layers of ``te.ops``, attention, and tensors that fused kernels write only in low precision.
+
+Read from Transformer Engine 2.20.2: ``OperationFuser.__call__`` (``pytorch/ops/fuser.py``), ``fuser_forward`` and
+``fuser_backward`` of the operations; of ``pytorch/module`` ``apply_normalization``, which modules call, and the
+functions returned by ``_act_func``: the activation function, its derivative, and the derivative fused with the bias
+gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.coverage.seen_products import ModelProducts
+from te_precision_callbacks.instrumentation.handed import arguments_of_forward
+from te_precision_callbacks.instrumentation.running import Forward, Running, unobserved
+from te_precision_callbacks.layers.forwards import Classify
+from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes
+from te_precision_callbacks.layers.naming import NamedOperation
+from te_precision_callbacks.layers.round_robin import RoundRobin
+
+
+class OperationsTap:
+    """Finds the layer of a GEMM of ``te.ops``.
+
+    Args:
+        report_silent: called with each forward without events, the operation, and whether it was the backward.
+
+    Attributes:
+        has_new: whether operations were added, or ran in another recipe, since the last iteration.
+    """
+
+    def __init__(
+        self, classify: Classify, running: Running, report_silent: Callable[[Forward, str, bool], None]
+    ) -> None:
+        self.has_new = False
+        self._classify = classify
+        self._running = running
+        self._report_silent = report_silent
+        self._operations: dict[int, NamedOperation] = {}
+        self._turns = RoundRobin[NamedOperation](())
+        self._recipes: dict[int, Any] = {}
+
+    @property
+    def layers(self) -> list[str]:
+        return [layer for operation in self._operations.values() for layer in operation.layers]
+
+    def watch(self, operations: Iterable[NamedOperation]) -> None:
+        self._operations = {id(operation.module): operation for operation in operations}
+        self._turns = RoundRobin(list(self._operations.values()))
+        self._recipes = self._recipes_now()
+        self.has_new = bool(self._operations)
+
+    def check_recipes(self, *, of_all: bool) -> None:
+        checked = self._operations.values() if of_all else self._turns.take()
+        self.has_new = any(_recipe_of(operation) != self._recipes[id(operation.module)] for operation in checked)
+        if self.has_new:
+            self._recipes = self._recipes_now()
+
+    def _recipes_now(self) -> dict[int, Any]:
+        return {key: _recipe_of(operation) for key, operation in self._operations.items()}
+
+    def around_call(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def call(fuser: Any, *arguments: Any, **keywords: Any) -> Any:
+            self._running.here.kind = self._classify(fuser._basic_ops[0])
+            return upstream(fuser, *arguments, **keywords)
+
+        return call
+
+    def around_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def fuser_forward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
+            forward = self._of_operation(operation)
+            for context in contexts:
+                context.te_precision_forward = forward
+            before = forward.events
+            result = self._running.call(forward, False, upstream, operation, contexts, *arguments, **keywords)
+            if forward.events == before:
+                self._report_silent(forward, type(operation).__name__, False)
+            return result
+
+        return fuser_forward
+
+    def around_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
+            forward = getattr(contexts[0], "te_precision_forward", None) or unobserved()
+            layers = self._layers_in(operation)
+            if len(layers) > 1 and forward.has_events:  # its forward is not the fused one
+                named = tuple(name for layer in layers for name in layer)
+                forward = Forward(named, forward.kind, forward.recipe, halves=False, has_events=False)
+            before = forward.events
+            result = self._running.call(forward, True, upstream, operation, contexts, *arguments, **keywords)
+            if forward.events == before:
+                self._report_silent(forward, type(operation).__name__, True)
+            return result
+
+        return fuser_backward
+
+    def _layers_in(self, operation: Any) -> list[Sequence[str]]:
+        basic = [operation, *getattr(operation, "basic_ops", ())]
+        return [self._operations[id(part)].layers for part in basic if id(part) in self._operations]
+
+    def _of_operation(self, operation: Any) -> Forward:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        layers = self._layers_in(operation)
+        if not layers:
+            return unobserved()
+        in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+        named = tuple(name for layer in layers for name in layer)
+        has_events = len(layers) == 1
+        return Forward(named, self._running.here.kind, recipe_text(in_force), halves=False, has_events=has_events)
+
+
+def _recipe_of(operation: NamedOperation) -> Any:
+    """Return the recipe of an operation's last forward; None for high precision."""
+    meta: Any = operation.module.__dict__["_fp8_metas"]
+    return None if meta is None or meta["forward"] is None else meta["forward"].get("recipe")
+
+
+class AttentionTap:
+    """Reports fused attention, and the forwards of all attention modules."""
+
+    def __init__(
+        self,
+        classify: Classify,
+        report: Callable[[str, str, Exception], None],
+        running: Running,
+        listener: ModelProducts | None,
+    ) -> None:
+        self.names: Mapping[int, str] = {}
+        self._classify = classify
+        self._report = report
+        self._running = running
+        self._listener = listener
+
+    def enter(self, module: Any) -> Forward:
+        layer = self.names[id(module)]
+        try:
+            entered = Forward((layer,), self._classify(module), "", halves=False)
+            if self._listener is not None:
+                self._listener.enter_attention(layer, entered.kind)
+        except Exception as error:
+            self._report("observing the forward of", layer, error)
+            return unobserved()
+        return entered
+
+    def leave(self, module: Any, entered: Forward) -> None:
+        if self._listener is None:
+            return
+        try:
+            self._listener.leave_attention(entered.layers[0], entered.kind, arguments_of_forward(module))
+        except Exception as error:
+            self._report("observing the forward of", entered.layers[0], error)
+
+    def around(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(upstream)
+
+        @functools.wraps(upstream)
+        def tapped(*operands: Any, **keywords: Any) -> Any:
+            result = upstream(*operands, **keywords)
+            running = self._running.here.running
+            if running is not None and running.layers and self._listener is not None:
+                running.events += 1
+                try:
+                    given = signature.bind(*operands, **keywords)
+                    given.apply_defaults()
+                    self._listener.note_attention(_event(running, given.arguments))
+                except ObservationError:  # reported already; must be raised
+                    raise
+                except Exception as error:
+                    self._report("observing the products of", running.layers[0], error)
+            return result
+
+        return tapped
+
+
+def _event(forward: Forward, given: Mapping[str, Any]) -> AttentionEvent:
+    query, key, value = given["q"], given["k"], given["v"]
+    form = given["qkv_layout"].replace("3", "").replace("2", "").partition("_")[0]
+    return AttentionEvent(
+        forward.layers[0],
+        "d_o" in given,
+        query,
+        key,
+        value,
+        given.get("d_o"),
+        given["s_quantizer"],
+        given.get("dp_quantizer"),
+        AttentionSizes.of(query, key, value, form),
+        forward.kind,
+        given,
+    )
+
+
+_QUANTIZER_OF_NORM = 5
+
+
+class UnfusedTensors:
+    """Recomputes in high precision the tensors that a fused kernel writes only in low precision.
+
+    The same TE function runs again without a quantizer; training uses the first result.
+    """
+
+    def __init__(self, running: Running, report: Callable[[str, str, Exception], None]) -> None:
+        self._running = running
+        self._report = report
+
+    def around_norm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``apply_normalization``, which returns the activation of a module's first layer."""
+
+        @functools.wraps(upstream)
+        def apply_normalization(*arguments: Any) -> Any:
+            result = upstream(*arguments)
+
+            if arguments[_QUANTIZER_OF_NORM] is None:
+                self._note(0, "activation", result[0])
+            else:
+                unquantized = *arguments[:_QUANTIZER_OF_NORM], None, *arguments[_QUANTIZER_OF_NORM + 1 :]
+                self._note_again(0, "activation", lambda: upstream(*unquantized)[0])
+            return result
+
+        return apply_normalization
+
+    def around_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``_act_func`` of LayerNormMLP: its functions return fc2's activation and fc1's gradient."""
+
+        @functools.wraps(upstream)
+        def act_func(*arguments: Any, **keywords: Any) -> Any:
+            forward, backward, with_bias = upstream(*arguments, **keywords)
+            return (
+                self._around(forward, forward, 1, "activation"),
+                self._around(backward, backward, 0, "gradient"),
+                with_bias and self._around(with_bias, backward, 0, "gradient"),
+            )
+
+        return act_func
+
+    def _around(self, function: Any, unfused: Any, number: int, tensor: str) -> Callable[..., Any]:
+        """Wrap a function whose last argument is its result's quantizer; ``unfused`` returns the result in high
+        precision.
+        """
+
+        def around(*arguments: Any, **keywords: Any) -> Any:
+            result = function(*arguments, **keywords)
+            *of_values, quantizer = arguments
+            if quantizer is None:
+                self._note(number, tensor, result)
+            else:
+                self._note_again(number, tensor, lambda: unfused(*of_values, None, **keywords))
+            return result
+
+        return around
+
+    def _note(self, number: int, tensor: str, high: Any) -> None:
+        forward = self._running.here.running
+        if forward is not None and forward.high is not None and forward.wants(number, tensor):
+            forward.high[number, tensor] = high
+
+    def _note_again(self, number: int, tensor: str, compute: Callable[[], Any]) -> None:
+        forward = self._running.here.running
+        if forward is not None and forward.high is not None and forward.wants(number, tensor):
+            try:
+                forward.high[number, tensor] = compute()
+                forward.recomputed.add((number, tensor))
+            except Exception as error:
+                self._report("recomputing", f"{forward.layers[number]} {tensor}", error)
