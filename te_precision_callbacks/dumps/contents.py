@@ -83,6 +83,7 @@ class Dump:
         return dataclasses.replace(self, tensors=tensors, events=tuple(events))
 
     def wait(self) -> None:
+        """Wait until the device has computed the tensors."""
         for event in self.events:
             event.synchronize()
 

@@ -60,7 +60,7 @@ def save(
             or a plain tensor.
         path: the file. Its folder is created if missing; an existing file is replaced.
         high_precision: ``tensor`` before quantization, for the same file.
-        layer, tensor_name, iteration, micro_batch, rank: for the header.
+        layer: for the header, as ``tensor_name``, ``iteration``, ``micro_batch`` and ``rank``.
         recipe: the recipe, as an object or text.
         internals: add decoded tensors: unpacked FP4 values, scales as float32.
 

@@ -234,6 +234,7 @@ class Header:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
+        """Return the header as JSON text, as it is in a file's metadata."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod

@@ -78,8 +78,9 @@ class Trainer(transformers.Trainer):
     Every exception that ends a training, including KeyboardInterrupt, also ends the debugging at once, and the session
     of a :class:`PrecisionDebugTrainerCallback` among ``callbacks``.
 
+    All other arguments are those of transformers' Trainer.
+
     Args:
-        *arguments, **keywords: as in transformers' Trainer.
         debug: debug options in addition to ``args.debug``, in the same form.
         te_precision_config: replaces ``args.te_precision_config``, unless None.
 

@@ -233,7 +233,7 @@ def few_steps(folder: Path, steps: int) -> Path:
                for statistic, least in (("cur_amax", 3.1), ("underflows%", 0.2))}  # fmt: skip
     products = [{"gemm_id": 0, "layer": ESM2[0], "gemm": "fprop", "precision": "fp8", "macs": 10, "backward": False}]
     run = record(folder / "esm2 again", numbers, scalars={"loss": np.linspace(2.9, 2.1, steps)}, gemms=products,
-                 torch_settings=TORCH, launch="||||")  # fmt: skip
+                 torch_settings=TORCH)  # fmt: skip
     return write_report(run, folder / "report.html")
 
 
@@ -262,7 +262,6 @@ def test_a_run_of_the_default_config(look: Look, tmp_path: Path) -> None:
     look.turn("page=config")
     said = look.page.locator("main").inner_text()
     assert "allow_bf16_reduced_precision_reduction: true" in said
-    assert "||||" not in said
 
 
 def test_the_trainers_step_is_beside_the_iteration(look: Look, tmp_path: Path) -> None:
