@@ -10,6 +10,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
 from te_precision_callbacks.check.dry_run import dry_run
+from te_precision_callbacks.check.factory import AUTO, NONE, recipe_named
 from te_precision_callbacks.check.findings import (
     PlanFinding,
     by_key,
@@ -19,7 +20,6 @@ from te_precision_callbacks.check.findings import (
     not_sized,
     unsized_shares,
 )
-from te_precision_callbacks.check.named_recipes import AUTO, NONE, recipe_named
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.contract import ContractSource, read_contract

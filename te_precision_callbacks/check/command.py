@@ -244,8 +244,7 @@ def _checked(
     warn_unless_supported()
     from te_precision_callbacks.check.accelerate_conversion import recipe_of_accelerate
     from te_precision_callbacks.check.checked_model import check_model
-    from te_precision_callbacks.check.factory import build_batch
-    from te_precision_callbacks.check.named_recipes import recipe_named
+    from te_precision_callbacks.check.factory import build_batch, recipe_named
     from te_precision_callbacks.config.contract import read_contract
     from te_precision_callbacks.options import check_value
 
@@ -299,7 +298,7 @@ def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
 @without_collections()
 def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Path | None) -> StepSpeed:
     from te_precision_callbacks.layers.folding import folded
-    from te_precision_callbacks.speed.errors import SpeedError
+    from te_precision_callbacks.speed.devices import SpeedError
     from te_precision_callbacks.speed.estimate import Step
 
     if not checked.coverage.macs():

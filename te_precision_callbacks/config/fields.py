@@ -6,6 +6,7 @@ starts."
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -14,14 +15,15 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ByteSize,
     Field,
     PlainValidator,
     Strict,
+    TypeAdapter,
 )
 from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, RECIPES, WITH_ELEMENT_FORMAT
-from te_precision_callbacks.config.byte_sizes import size_in_bytes
 from te_precision_callbacks.config.conditions import (
     ACTIVATION_OVERFLOW,
     NONFINITE,
@@ -38,6 +40,35 @@ from te_precision_callbacks.statistics.names import (
     tensor_request,
 )
 from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, TENSOR_STATISTICS
+
+SIZE_PATTERN = r"^\s*(?!0+(?:\.0*)?(?!\.?\d))\d+(?:\.\d+)?\s*(?:[bB]|[kKmMgGtT](?:[iI]?[bB])?)?\s*$"
+"""A pattern of sizes, without their range. pydantic also accepts bits and suffixes."""
+
+LARGEST_SIZE = (1 << 63) - 1
+
+_BYTES = TypeAdapter(ByteSize)
+
+
+def size_in_bytes(size: object) -> int:
+    """Parse a size: a number of bytes, or a text with a unit (kB, MB, GB, TB; KiB, MiB, GiB, TiB).
+
+    Raises:
+        ValueError: not a size, or below one byte; the text continues a sentence that starts with the key.
+    """
+    is_size = (type(size) is int and size > 0) or (isinstance(size, str) and re.match(SIZE_PATTERN, size))
+    try:
+        count = int(_BYTES.validate_python(size)) if is_size else 0
+    except ValueError:  # more digits than a float has
+        count = LARGEST_SIZE + 1
+    if count < 1:
+        raise ValueError(
+            "must be a number of bytes >= 1, or a text such as '10MB' (10 * 1000^2) or '2GiB' (2 * 1024^3), not"
+            f" {size!r}."
+        )
+    if count > LARGEST_SIZE:
+        raise ValueError(f"must be a number of bytes up to 2^63 - 1, not {size!r}.")
+    return count
+
 
 QuantFormat = Literal["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]
 

@@ -31,12 +31,12 @@ from te_precision_callbacks.dumps.contents import Dump, a_dump, operand_of
 from te_precision_callbacks.dumps.dump_files import list_dumps, load
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, DumpedGemm, DumpedOperand, Header
-from te_precision_callbacks.gemm_error.accumulators import accumulator_of
 from te_precision_callbacks.gemm_error.codes import WINDOW_COLUMNS, WINDOW_ROWS, CodeCheck, RoundingRules, check_codes
 from te_precision_callbacks.gemm_error.factors import factor_of
 from te_precision_callbacks.gemm_error.judging import (
     GemmCall,
     Judged,
+    accumulator_of,
     judged,
     probes,
     product,

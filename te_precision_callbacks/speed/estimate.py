@@ -20,8 +20,7 @@ from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.layers.folding import form_of, in_sentence
 from te_precision_callbacks.speed.calibration import Calibration
 from te_precision_callbacks.speed.costs import padded, shape_of
-from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.errors import SpeedError
+from te_precision_callbacks.speed.devices import Device, SpeedError
 from te_precision_callbacks.speed.expected import (
     Interval,
     ProductTime,

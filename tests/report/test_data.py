@@ -19,8 +19,7 @@ from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import PageData, worst_layers
-from te_precision_callbacks.views.report.histograms import histograms
-from te_precision_callbacks.views.report.overview import Columns, overviews, pieces
+from te_precision_callbacks.views.report.overview import Columns, histograms, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale
 from te_precision_callbacks.views.report.subjects import FamilySeries, Subjects
 from tests.conftest import feature

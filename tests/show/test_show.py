@@ -23,8 +23,7 @@ from te_precision_callbacks.runs.answers import no_step_note
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment
 from te_precision_callbacks.views.report.data import PageData
 from te_precision_callbacks.views.show import command
-from te_precision_callbacks.views.show.screen import Screen
-from te_precision_callbacks.views.show.sparklines import sparkline
+from te_precision_callbacks.views.show.screen import Screen, sparkline
 from te_precision_callbacks.views.show.view import NothingToShowError, look
 from tests.compare.recorded import Values, append, layers, record
 from tests.planted import defective

@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 
 GAIN = 0.05
 """How far the gain may be from 1. A wrong scale is off by a factor of 2 or more."""

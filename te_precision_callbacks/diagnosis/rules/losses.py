@@ -11,9 +11,8 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import ONE_SCALE
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.sinks.step_records import Event
 

@@ -9,9 +9,8 @@ import numpy.typing as npt
 
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses, most_overflow
 
 FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3

@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import (
     LOST_NORM,
     OVERFLOW,

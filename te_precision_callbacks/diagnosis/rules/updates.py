@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.statistics.names import BELOW_EPS, STALE, UNCHANGED
 
 STALE_SHARE, STALE_STEPS = 3.0, 2

@@ -21,9 +21,15 @@ from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.views.compare.departures import Search, Side, side_of_run
 from te_precision_callbacks.views.compare.loss import compare_losses
-from te_precision_callbacks.views.compare.new_findings import compare_verdicts
 from te_precision_callbacks.views.compare.origins import Order, partings
-from te_precision_callbacks.views.compare.result import Comparison, ComparisonError, FactDifference, Floor, Pairing
+from te_precision_callbacks.views.compare.result import (
+    Comparison,
+    ComparisonError,
+    FactDifference,
+    Floor,
+    Pairing,
+    compare_verdicts,
+)
 from te_precision_callbacks.views.report.facts import readable
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ import numpy as np
 from te_precision_callbacks.runs.index import REDUCED, Subject
 from te_precision_callbacks.views.compare.departures import Compared, Floats, Ints, Side
 from te_precision_callbacks.views.compare.loss import loss_curves
-from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
-from te_precision_callbacks.views.compare.result import Comparison, Parting, StatisticDeparture
+from te_precision_callbacks.views.compare.result import ComparedVerdicts, Comparison, Parting, StatisticDeparture
 from te_precision_callbacks.views.compare.wording import (
     difference,
     first_lines,

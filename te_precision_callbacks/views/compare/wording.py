@@ -10,17 +10,17 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
 from te_precision_callbacks.layers.folding import folded, form_of
 from te_precision_callbacks.views.compare.departures import NO_NUMBER, ZERO_BELOW
-from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
 from te_precision_callbacks.views.compare.result import (
+    ComparedVerdicts,
     Comparison,
     FactDifference,
     LossComparison,
     Parting,
     StatisticDeparture,
 )
-from te_precision_callbacks.views.verdicts import MOST_FINDINGS, more_findings
 
 MOST_NAMES = 3
 

@@ -29,10 +29,9 @@ from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
-from te_precision_callbacks.views.report.histograms import histograms
-from te_precision_callbacks.views.report.overview import Columns, Overview, has_room_for, overviews, pieces
+from te_precision_callbacks.views.report.facts import speed_facts
+from te_precision_callbacks.views.report.overview import Columns, Overview, has_room_for, histograms, overviews, pieces
 from te_precision_callbacks.views.report.packing import Packed, PackedScale, narrowed, steps_between
-from te_precision_callbacks.views.report.speed import speed_facts
 from te_precision_callbacks.views.report.subjects import (
     FamilySeries,
     ReportError,
