@@ -40,7 +40,7 @@ class Diagnosis:
         self._judges: list[tuple[Rule, Judge]] = [(rule, rule.judge()) for rule in rules]
         self._places = {rule.id: place for place, (rule, _) in enumerate(self._judges)}
         self._findings: dict[_Key, Finding] = {}
-        self._found: dict[_Key, tuple[int, int]] = {}  # iteration and place of the rule, by which findings are in order
+        self._placed: dict[_Key, tuple[int, int]] = {}  # iteration and rule, by which findings are in order
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self.has_run = False
@@ -77,7 +77,7 @@ class Diagnosis:
         key = finding.rule, finding.tensor, ""
         if key not in self._findings:
             self._findings[key] = finding
-            self._found[key] = (finding.since or 0, self._places[finding.rule])
+            self._placed[key] = (finding.since or 0, self._places[finding.rule])
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
         """Note that a checkpoint has the state before an iteration; a file replaces an earlier checkpoint there."""
@@ -103,7 +103,7 @@ class Diagnosis:
                 collect = "" if why else rule.collect
                 not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", collect, rule.essential))
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
-        in_order = (self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))
+        in_order = (self._findings[key] for key in sorted(self._findings, key=self._placed.__getitem__))
         findings = self._ordered(map(self._with_checkpoint, in_order))
         return Verdict(
             tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank, not_observed=self._not_observed
@@ -152,8 +152,11 @@ class Diagnosis:
                 if finding.ranks and of_all is not None and set(finding.layers) <= set(of_all[1].layers):
                     continue
                 if finding.ranks and of_all is None and finding.last_good is None:
-                    finding = self._good_of_all(finding)
-                own_place = diagnosis._found[key][0], self._places[finding.rule]
+                    # The last good step of the numbers that are of all ranks together.
+                    judge = next(judge for rule, judge in self._judges if rule.id == finding.rule)
+                    steps = [step for step in judge.steps if step not in self._own_steps]
+                    finding = dataclasses.replace(finding, last_good=_last_good(finding.since, steps))
+                own_place = diagnosis._placed[key][0], self._places[finding.rule]
                 place, known = merged.get((key, bool(finding.ranks)), (own_place, None))
                 together = finding if known is None else _together(known, finding)
                 merged[key, bool(finding.ranks)] = min(place, own_place), together
@@ -169,12 +172,6 @@ class Diagnosis:
 
     def _ordered(self, findings: Iterable[Finding]) -> list[Finding]:
         return root_causes_first(findings, {rule.id: rule.consequence_of for rule, _ in self._judges})
-
-    def _good_of_all(self, finding: Finding) -> Finding:
-        """A finding of a rank, with the last good step of the numbers that are of all ranks together."""
-        judge = next(judge for rule, judge in self._judges if rule.id == finding.rule)
-        steps = [step for step in judge.steps if step not in self._own_steps]
-        return dataclasses.replace(finding, last_good=_last_good(finding.since, steps))
 
     def _with_checkpoint(self, finding: Finding) -> Finding:
         """Add the last checkpoint before the problem, if it still exists. Later checkpoints may have the problem, since
@@ -214,7 +211,7 @@ class Diagnosis:
         if known is None and rank is not None:
             finding = dataclasses.replace(finding, ranks=(rank,))
         self._findings[key] = finding
-        self._found.setdefault(key, (iteration, self._places[rule.id]))
+        self._placed.setdefault(key, (iteration, self._places[rule.id]))
         return key, finding, is_news
 
     def _noted(

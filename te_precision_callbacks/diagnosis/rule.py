@@ -49,17 +49,18 @@ class Judge:
     :meth:`event`.
 
     Attributes:
-        needed: the minimum number of steps with data.
+        needed: the minimum number of steps with data, and of ``streaks``.
         applies: whether the rule applies to the run; None as long as that is unknown.
         judged: whether there were enough data.
     """
 
     needed = 1
+    applies: bool | None = True
+    judged = False
     _kind_of_step = "collection step"
 
     def __init__(self) -> None:
-        self.applies: bool | None = True
-        self.judged = False
+        self.streaks = ColumnStreaks(self.needed)
         self.steps: deque[int] = deque(maxlen=_KEPT_STEPS)
         self._count = 0
 
