@@ -237,8 +237,12 @@ def _checked(
     **keywords: Any,
 ) -> tuple[CheckedModel, str, Converted | None]:
     from te_precision_callbacks import reference
+    from te_precision_callbacks.reference import target
 
-    reference.install_where_needed(None if reference.is_installed() else _emulated(capability))
+    emulated = None  # the environment may have chosen one
+    if capability is not None and not (reference.is_installed() or os.environ.get(target.ENVIRONMENT_VARIABLE)):
+        emulated = max((other for other in target.ALLOWED if other <= capability), default=target.DEFAULT)
+    reference.install_where_needed(emulated)
     from te_precision_callbacks.instrumentation.upstream import warn_unless_supported
 
     warn_unless_supported()
@@ -284,15 +288,6 @@ def _planned(
             raise
         return _planned(spec, convert, check, on_meta=False)  # which shows whether it is the meta device's fault
     return checked, device, converted
-
-
-def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The compute capability that the reference backend emulates for a GPU; None if the environment has chosen one."""
-    from te_precision_callbacks.reference import target
-
-    if capability is None or os.environ.get(target.ENVIRONMENT_VARIABLE):
-        return None
-    return max((other for other in target.ALLOWED if other <= capability), default=target.DEFAULT)
 
 
 @without_collections()

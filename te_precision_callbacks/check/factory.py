@@ -1,4 +1,5 @@
-"""Builds a model or a batch from ``package.module:function``; a model without memory for its weights, if possible.
+"""Builds a model or a batch from ``package.module:function``, and Transformer Engine's recipes by name; a model without
+memory for its weights, if possible.
 
 The function takes no arguments. It is called on the meta device first, and on the CPU if it raises there.
 """

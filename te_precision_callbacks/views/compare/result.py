@@ -1,4 +1,4 @@
-"""The result of a comparison."""
+"""The result of a comparison, and the findings of one run that the other does not have."""
 
 from __future__ import annotations
 

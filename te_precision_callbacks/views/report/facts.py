@@ -1,4 +1,4 @@
-"""The facts of a run for a report: products, metrics, events, config and versions."""
+"""The facts of a run for a report: products, metrics, events, config, versions and expected speed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.coverage.other_steps import recorded_products
 from te_precision_callbacks.layers.folding import folded
-from te_precision_callbacks.runs.answers import loss_first, multiply_adds
-from te_precision_callbacks.runs.recorded import Curve, RecordedRun
+from te_precision_callbacks.runs.answers import multiply_adds
+from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.speed.devices import Device, DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import LayerRow, StepSpeed, estimate_step, layer_rows
@@ -26,10 +26,6 @@ from te_precision_callbacks.views.report.subjects import layer_name
 
 _MOST_EVENTS = 2000
 _MOST_POINTS = 20_000
-
-
-def trainer_curves(run: RecordedRun) -> dict[str, Curve]:
-    return {name: run.curves[name] for name in sorted(loss_first(run.curves), key=lambda name: name not in run.metrics)}
 
 
 def thinned(values: npt.NDArray[np.float64], most: int = _MOST_POINTS) -> npt.NDArray[np.int64]:

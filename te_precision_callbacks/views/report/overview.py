@@ -1,4 +1,4 @@
-"""Heat maps: layer by step for each statistic, in few columns, each cell the worst of its steps."""
+"""Heat maps: layer by step for each statistic, in few columns, each cell the worst of its steps; and histograms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_first
-from te_precision_callbacks.statistics.series import Family, badness, sign_of
+from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
 from te_precision_callbacks.views.report.subjects import FamilySeries, Ints
 
@@ -98,6 +98,7 @@ class Overview:
 
     def __init__(self, of: FamilySeries, columns: Columns) -> None:
         self.of, self.columns, self.layers = of, columns, of.rows
+        self.family = of.family
         self.sign = sign_of(of.family.worse)
         rows, shape = len(self.layers), (len(self.layers), len(columns))
         self.cells = {rank: np.full(shape, np.nan) for rank in of.ranks}
@@ -107,10 +108,6 @@ class Overview:
         self.worst_at = {rank: np.full(rows, -1) for rank in of.ranks}
         places = zip(np.searchsorted(self.layers, of.layer).tolist(), of.rank.tolist(), strict=True)
         self._places = dict(zip(of.series.tolist(), places, strict=True))
-
-    @property
-    def family(self) -> Family:
-        return self.of.family
 
     def add(self, series: int, iterations: Ints, values: Floats) -> None:
         row, rank = self._places[series]
@@ -188,8 +185,6 @@ def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Colum
                 yield made.without_empty_columns()
                 made = None
 
-
-Floats = npt.NDArray[np.float64]
 
 _MOST_HISTOGRAMS_AT_ONCE = 20_000
 

@@ -138,7 +138,7 @@ def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
 
 
 def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names: ShortNames) -> Table:
-    numbers = [(f"{series.curve.values[-1]:.3g}", _worst_number(series)) for series in worst]
+    numbers = [(f"{series.curve.values[-1]:.3g}", f"{series.worst:.3g} ({series.worst_iteration})") for series in worst]
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
     left = max(width - taken, _LEAST_NAME)
     longest = max(len(statistic), *(sum(map(len, _name(series))) for series in worst))
@@ -149,20 +149,16 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
     for header in _HEADERS:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for series, (last, worst_one) in zip(worst, numbers, strict=True):
+    for series, (last, worst_number) in zip(worst, numbers, strict=True):
         layer, rest = _name(series)
         drawn = sparkline(series.curve.iterations, series.curve.values, room, low_is_worse=series.low_is_worse)
         table.add_row(
             Text(names.of(layer, named - len(rest)) + rest),
             last,
-            worst_one,
+            worst_number,
             Text(drawn if room >= _LEAST_CURVE else ""),
         )
     return table
-
-
-def _worst_number(series: WorstSeries) -> str:
-    return f"{series.worst:.3g} ({series.worst_iteration})"
 
 
 def _name(series: WorstSeries) -> tuple[str, str]:
