@@ -30,9 +30,20 @@ from te_precision_callbacks import reference
 from te_precision_callbacks.base.numerics.recipes import round_blocks
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.config.keys import PROBES
-from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT, Accumulator
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
-from te_precision_callbacks.gemm_error.judging import GemmCall, Judged, judged, probes, product, seed_of, thin
+from te_precision_callbacks.gemm_error.judging import (
+    FLOAT32,
+    HOPPER_FAST,
+    HOPPER_SPLIT,
+    Accumulator,
+    GemmCall,
+    Judged,
+    judged,
+    probes,
+    product,
+    seed_of,
+    thin,
+)
 from te_precision_callbacks.reference import target
 
 CPU = torch.device("cpu")

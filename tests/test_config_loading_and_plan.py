@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from te_precision_callbacks import PrecisionDebugError
-from te_precision_callbacks.check.named_recipes import CHOICES
+from te_precision_callbacks.check.factory import CHOICES
 from te_precision_callbacks.config import Config, ConfigError, LayerSelector, Plan, load_config
 from te_precision_callbacks.config.problems import nearest
 from te_precision_callbacks.config.selection import LayerIndex

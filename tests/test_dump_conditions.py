@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from te_precision_callbacks.config import ConfigError, load_config
-from te_precision_callbacks.config.byte_sizes import size_in_bytes
 from te_precision_callbacks.config.conditions import Threshold, parse_condition
 from te_precision_callbacks.config.dumping import Collected, check_conditions, collected, read_by
+from te_precision_callbacks.config.fields import size_in_bytes
 from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.statistics.schedule import Schedule
 from tests.conftest import feature

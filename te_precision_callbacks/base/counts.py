@@ -1,6 +1,12 @@
-"""Formatting of counts and sizes: ``3,000 files``, ``1.5 GiB``."""
+"""Formatting of counts and sizes: ``3,000 files``, ``1.5 GiB``; and grouping by a key."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
 
 
 def many(count: int, what: str) -> str:
@@ -13,3 +19,18 @@ def size(count: int) -> str:
     while abs(number) >= 999.5 and unit < len(units) - 1:
         number, unit = number / 1024, unit + 1
     return f"{count} B" if not unit else f"{number:.{max(0, 2 - len(str(abs(int(number)))) + 1)}f} {units[unit]}"
+
+
+def some_of(names: Iterable[str], most: int = 3) -> str:
+    """The first names, and how many more there are: ``a, b, c and 4 more``."""
+    listed = list(names)
+    more = len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
+    """Key -> its values, in the order in which they come."""
+    values: dict[KeyT, list[ValueT]] = {}
+    for key, value in pairs:
+        values.setdefault(key, []).append(value)
+    return values

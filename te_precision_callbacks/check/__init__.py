@@ -19,9 +19,8 @@ from te_precision_callbacks.base.lazy import lazy_names
 if TYPE_CHECKING:
     from te_precision_callbacks.check.accelerate_conversion import ConversionError
     from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel, check_model
-    from te_precision_callbacks.check.factory import BatchError, ModelFactoryError
+    from te_precision_callbacks.check.factory import BatchError, ModelFactoryError, RecipeError
     from te_precision_callbacks.check.findings import PlanFinding
-    from te_precision_callbacks.check.named_recipes import RecipeError
 
 __all__ = [
     "ActingFeature",

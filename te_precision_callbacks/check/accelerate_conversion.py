@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,6 @@ class Conversion(str, enum.Enum):
 class Converted:
     """The result of a conversion: the layers that were left out, with the reason, and warnings."""
 
-    by: Conversion
     left_out: Mapping[str, str]
     notes: tuple[str, ...]
 
@@ -54,37 +53,26 @@ _FREEZE_AGAIN = (
 )
 
 
-class _BeforeConversion:
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._frozen: dict[str, Callable[[], torch.nn.Parameter | None]] = {}
-        names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-            if not parameter.requires_grad:
-                self._frozen[name] = weakref.ref(parameter)
-        self._tied = [tied for tied in names.values() if len(tied) > 1]
-
-    def lost_in(self, model: torch.nn.Module) -> list[str]:
-        now = dict(model.named_parameters(remove_duplicate=False))
-        thawed = [
-            name
-            for name, before in self._frozen.items()
-            if name in now and now[name].requires_grad and now[name] is not before()
-        ]
-        untied = [names for names in self._tied if len({id(now[name]) for name in names if name in now}) > 1]
-        messages = []
-        if thawed:
-            messages.append(
-                "Accelerate's conversion has unfrozen these parameters:"
-                f" {', '.join(folded(thawed, most=_MOST_NAMES))}. They get gradients, and an optimizer that has them"
-                f" trains them. {_FREEZE_AGAIN}"
-            )
-        if untied:
-            pairs = "; ".join(folded([" and ".join(names) for names in untied], most=_MOST_NAMES))
-            messages.append(
-                f"Accelerate's conversion has untied {pairs}: each has its own copy of the weights. {_FREEZE_AGAIN}"
-            )
-        return messages
+def _what_was_lost(
+    model: torch.nn.Module,
+    frozen: Mapping[str, Callable[[], torch.nn.Parameter | None]],
+    names_of_parameters: Iterable[list[str]],
+) -> Iterator[str]:
+    """Describe what a conversion has undone, given the frozen parameters before it, and the names of each one."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    thawed = [
+        name for name, before in frozen.items() if name in now and now[name].requires_grad and now[name] is not before()
+    ]
+    untied = [names for names in names_of_parameters if len({id(now[name]) for name in names if name in now}) > 1]
+    if thawed:
+        yield (
+            "Accelerate's conversion has unfrozen these parameters:"
+            f" {', '.join(folded(thawed, most=_MOST_NAMES))}. They get gradients, and an optimizer that has them"
+            f" trains them. {_FREEZE_AGAIN}"
+        )
+    if untied:
+        pairs = "; ".join(folded([" and ".join(names) for names in untied], most=_MOST_NAMES))
+        yield f"Accelerate's conversion has untied {pairs}: each has its own copy of the weights. {_FREEZE_AGAIN}"
 
 
 def convert_by_accelerate(model: torch.nn.Module) -> Converted:
@@ -104,7 +92,12 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
             "The model has layers of Transformer Engine before Accelerate converts it: they stay as they are, and"
             " Accelerate converts the Linear and LayerNorm layers of torch beside them."
         )
-    before = _BeforeConversion(model)
+    frozen: dict[str, Callable[[], torch.nn.Parameter | None]] = {}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        if not parameter.requires_grad:
+            frozen[name] = weakref.ref(parameter)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     try:
         with meta_device() if on_meta else contextlib.nullcontext():
@@ -116,5 +109,5 @@ def convert_by_accelerate(model: torch.nn.Module) -> Converted:
         ) from error
     left_out, text = unconverted_in_words(model)
     notes += [text] if text else []
-    notes += before.lost_in(model)
-    return Converted(Conversion.ACCELERATE, left_out, tuple(notes))
+    notes += _what_was_lost(model, frozen, names.values())
+    return Converted(left_out, tuple(notes))

@@ -6,25 +6,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from te_precision_callbacks.base.counts import by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.vocabulary import Observe, class_names
 from te_precision_callbacks.check.dry_run import dry_run
+from te_precision_callbacks.check.factory import AUTO, NONE, recipe_named
 from te_precision_callbacks.check.findings import (
     PlanFinding,
-    by_key,
     find_recipe_problems,
     find_shape_problems,
     listed,
     not_sized,
     unsized_shares,
 )
-from te_precision_callbacks.check.named_recipes import AUTO, NONE, recipe_named
 from te_precision_callbacks.config import Config, ConfigError, Plan, Section
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.contract import ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
-from te_precision_callbacks.config.effects import NAMESPACE, Effect, spans_of
+from te_precision_callbacks.config.effects import NAMESPACE, spans_of
 from te_precision_callbacks.config.keys import Scheduled
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.loading import notes_of
@@ -210,9 +210,8 @@ class _Check:
             names: tuple(_features(self._sections[name] for name in names))
             for names in {entry.sections for entry in plan.layers}
         }
-        ran = None
-        if self._batch is not None:
-            ran = dry_run(self._model, self._modules, self._batch, self._recipe)
+        with_batch = self._batch is not None
+        ran = dry_run(self._model, self._modules, self._batch, self._recipe) if with_batch else None
         spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
         products, *other_spans = (self._products(acting, first, ran) for first in spans.values())
         self._findings += find_recipe_problems(self._recipe, acting)
@@ -382,13 +381,10 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                     yield ActingFeature(name, section.name, ", ".join(gemms), steps)
             elif schema is not None:
                 effect = section.effects[name]
+                replaced = by_key(effect.modifies)
                 gemms_by_steps = ((effect.format_steps(gemm), gemm) for gemm in effect.gemms)
                 for steps, gemms in by_key(gemms_by_steps).items():
-                    yield ActingFeature(name, section.name, _on(effect, gemms), steps)
+                    texts = [f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms]
+                    yield ActingFeature(name, section.name, ", ".join(texts), steps)
             else:
                 yield ActingFeature(name, section.name, "", "a feature of your own, of which the plan knows nothing")
-
-
-def _on(effect: Effect, gemms: Iterable[str]) -> str:
-    replaced = by_key(effect.modifies)
-    return ", ".join(f"{gemm} ({', '.join(replaced[gemm])})" if gemm in replaced else gemm for gemm in gemms)

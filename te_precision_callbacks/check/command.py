@@ -237,15 +237,18 @@ def _checked(
     **keywords: Any,
 ) -> tuple[CheckedModel, str, Converted | None]:
     from te_precision_callbacks import reference
+    from te_precision_callbacks.reference import target
 
-    reference.install_where_needed(None if reference.is_installed() else _emulated(capability))
+    emulated = None  # the environment may have chosen one
+    if capability is not None and not (reference.is_installed() or os.environ.get(target.ENVIRONMENT_VARIABLE)):
+        emulated = max((other for other in target.ALLOWED if other <= capability), default=target.DEFAULT)
+    reference.install_where_needed(emulated)
     from te_precision_callbacks.instrumentation.upstream import warn_unless_supported
 
     warn_unless_supported()
     from te_precision_callbacks.check.accelerate_conversion import recipe_of_accelerate
     from te_precision_callbacks.check.checked_model import check_model
-    from te_precision_callbacks.check.factory import build_batch
-    from te_precision_callbacks.check.named_recipes import recipe_named
+    from te_precision_callbacks.check.factory import build_batch, recipe_named
     from te_precision_callbacks.config.contract import read_contract
     from te_precision_callbacks.options import check_value
 
@@ -287,19 +290,10 @@ def _planned(
     return checked, device, converted
 
 
-def _emulated(capability: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The compute capability that the reference backend emulates for a GPU; None if the environment has chosen one."""
-    from te_precision_callbacks.reference import target
-
-    if capability is None or os.environ.get(target.ENVIRONMENT_VARIABLE):
-        return None
-    return max((other for other in target.ALLOWED if other <= capability), default=target.DEFAULT)
-
-
 @without_collections()
 def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Path | None) -> StepSpeed:
     from te_precision_callbacks.layers.folding import folded
-    from te_precision_callbacks.speed.errors import SpeedError
+    from te_precision_callbacks.speed.devices import SpeedError
     from te_precision_callbacks.speed.estimate import Step
 
     if not checked.coverage.macs():

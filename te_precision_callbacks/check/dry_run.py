@@ -225,7 +225,12 @@ class _StandIns:
         inp, layers = given["inp"], self._named.get(id(module), ())
         if module.sequence_parallel:
             raise NotImplementedError(f"{type(module).__name__} with sequence_parallel=True cannot be planned so")
-        _require_columns(inp, layer_features(module)[0][0], layers[0] if layers else type(module).__name__)
+        columns = layer_features(module)[0][0]
+        if not inp.dim() or inp.shape[-1] != columns:  # which the meta device would accept
+            name = layers[0] if layers else type(module).__name__
+            raise TypeError(
+                f"{name!r} takes an input whose last dimension is {columns}, not one of shape {list(inp.shape)}"
+            )
         own = self._own(inp, call_own, lambda: _results(module, inp))
         groups = len(layers) if hasattr(module, "num_gemms") else 1
         rows = [inp.numel() // max(1, inp.shape[-1])] if groups == 1 else [int(split) for split in given["m_splits"]]
@@ -312,17 +317,10 @@ def _counts() -> bool:
 # ---------------------------------------------------------------------- results on the meta device
 
 
-def _require_columns(inp: torch.Tensor, columns: int, layer: str) -> None:
-    """Reject an input that the first GEMM of a layer cannot multiply, which the meta device would accept."""
-    if not inp.dim() or inp.shape[-1] != columns:
-        raise TypeError(
-            f"{layer!r} takes an input whose last dimension is {columns}, not one of shape {list(inp.shape)}"
-        )
-
-
 def _results(module: Any, inp: torch.Tensor) -> Any:
     features = layer_features(module)[-1][1]
-    dtype = _activation_dtype(inp)
+    casting = (torch.get_autocast_dtype(name) for name in ("cuda", "cpu") if torch.is_autocast_enabled(name))
+    dtype = next(casting, inp.dtype)
     out = inp.new_empty(*inp.shape[:-1], features, dtype=dtype)
     results = [out]
     if module.return_bias:
@@ -331,13 +329,6 @@ def _results(module: Any, inp: torch.Tensor) -> Any:
     if getattr(module, "return_layernorm_output", False):
         results.append(torch.empty_like(inp, dtype=dtype))
     return out if len(results) == 1 else tuple(results)
-
-
-def _activation_dtype(inp: torch.Tensor) -> torch.dtype:
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-    return inp.dtype
 
 
 def _with_backward(result: torch.Tensor, back: Callable[[], None], *sources: Any) -> torch.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.counts import by_key
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.config import Section
@@ -24,9 +25,6 @@ from te_precision_callbacks.layers.naming import NamedModule, NamedOperation
 FindingKind = Literal[
     "config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "not_sized", "contract"
 ]
-
-KeyT = TypeVar("KeyT")
-ValueT = TypeVar("ValueT")
 
 _ANY_MULTIPLE = 1 << 10
 """A number of tokens that no GEMM refuses."""
@@ -188,10 +186,3 @@ def _refused(
 
 def listed(names: Iterable[str]) -> str:
     return ", ".join(folded(names, most=_MOST_NAMED))
-
-
-def by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
-    values: dict[KeyT, list[ValueT]] = {}
-    for key, value in pairs:
-        values.setdefault(key, []).append(value)
-    return values

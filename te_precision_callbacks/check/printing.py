@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import Converted
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
@@ -45,10 +45,6 @@ class PlannedLayers:
         return next(iter(self.gemms.values())).family
 
     @property
-    def names(self) -> list[str]:
-        return folded(self.layers)
-
-    @property
     def why(self) -> str:
         """The reasons for high precision, except features. A reason that does not hold for all GEMMs names them."""
         by_reason: dict[str, list[str]] = {}
@@ -61,9 +57,7 @@ class PlannedLayers:
 
 
 def rows(checked: CheckedModel) -> list[PlannedLayers]:
-    by_layer: dict[str, list[Product]] = {}
-    for product in checked.coverage:
-        by_layer.setdefault(product.layer, []).append(product)
+    by_layer = by_key((product.layer, product) for product in checked.coverage)
     alike: dict[object, list[str]] = {}
     for layer, products in by_layer.items():
         planned = tuple(
@@ -135,13 +129,14 @@ def _conditions(checked: CheckedModel, batch: str | None) -> str:
 
 
 def _cells(row: PlannedLayers, whole: int) -> list[Text]:
-    names, more = row.names[:_MOST_NAMES], len(row.names) - _MOST_NAMES
+    names = folded(row.layers)
+    more = len(names) - _MOST_NAMES
     gemms = [_formats(row, gemm) for gemm in GEMMS]
     share = f" ({percent(row.macs / whole)} %)" if whole else ""
     beside = [row.family] if row.family == "lookup" else []
     texts = [*beside, *([row.why] if row.why else []), *map(str, row.features)]
     return [
-        terminal.cell_lines([*names, *([f"and {more} more"] if more > 0 else [])]),
+        terminal.cell_lines([*names[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]),
         *map(terminal.cell, gemms),
         terminal.cell(f"{row.macs:.3g}{share}" if row.macs else ""),
         terminal.cell_lines(texts),
@@ -169,7 +164,7 @@ def as_json(
     coverage = checked.coverage
     return {
         "model": model,
-        "convert": None if converted is None else converted.by.value,
+        "convert": None if converted is None else "accelerate",
         "unconverted": {} if converted is None else converted.left_out,
         "device": device,
         "recipe": checked.recipe or "none",
@@ -186,7 +181,16 @@ def as_json(
                 "layers": row.layers,
                 "family": row.family,
                 "macs": row.macs,
-                "gemms": {name: _gemm_as_json(product) for name, product in row.gemms.items()},
+                "gemms": {
+                    name: {
+                        "operands": product.operands,
+                        "precision": product.precision,
+                        "not_run": product.not_run,
+                        "reason": "" if product.reason is None else product.reason.value,
+                        "reason_ref": product.reason_ref,
+                    }
+                    for name, product in row.gemms.items()
+                },
                 "features": [feature._asdict() for feature in row.features],
             }
             for row in rows(checked)
@@ -197,14 +201,4 @@ def as_json(
         "findings": checked.findings,
         "notes": checked.notes,
         "memory": checked.memory,
-    }
-
-
-def _gemm_as_json(product: Product) -> dict[str, Any]:
-    return {
-        "operands": product.operands,
-        "precision": product.precision,
-        "not_run": product.not_run,
-        "reason": "" if product.reason is None else product.reason.value,
-        "reason_ref": product.reason_ref,
     }

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.base.vocabulary import GEMMS, RESULT
 from te_precision_callbacks.config.fields import item_of, names, words
@@ -118,7 +117,8 @@ def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: A
         )
     if kind == "value_error" and not keys:
         return f"{where}: {_subject(feature, keys)} {cause}"
-    field = _field(schema, keys)
+    *around, last = _level(keys)
+    field = levels(schema)[tuple(around)].model_fields[last]
     if kind == "missing":
         subject = _subject(feature, keys[:-1])
         return f"{where}: {subject} has no {keys[-1]!r}, {words(field)}.{meant_for(str(keys[-1]), value)}"
@@ -149,11 +149,6 @@ def _elsewhere(schema: type[FeatureSchema], feature: str, keys: KeyPath) -> str:
 
 def _level(keys: KeyPath) -> tuple[str, ...]:
     return tuple(key for key in keys if isinstance(key, str))
-
-
-def _field(schema: type[FeatureSchema], keys: KeyPath) -> FieldInfo:
-    *around, last = _level(keys)
-    return levels(schema)[tuple(around)].model_fields[last]
 
 
 def _subject(feature: str, keys: KeyPath) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from te_precision_callbacks.base.counts import by_key, some_of
 from te_precision_callbacks.base.vocabulary import RECIPES, RESULT, TENSORS
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condition, EventCondition, Threshold
@@ -23,9 +24,7 @@ from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.statistics.table import GEMM_STATISTICS, OF_GEMMS, STATISTICS
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.config.planning import LayerPlan, NamespacedFeatures, Plan, Section
-
-_MOST_NAMED = 3
+    from te_precision_callbacks.config.planning import Plan, Section
 
 
 def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflow: bool) -> None:
@@ -36,11 +35,9 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
             activation overflow detection is off.
     """
     by_name = {section.name: section for section in sections}
-    alike: dict[tuple[str, ...], list[LayerPlan]] = {}
-    for entry in plan.layers:
-        alike.setdefault(entry.sections, []).append(entry)
-    for hit, entries in alike.items():
-        schemas = schemas_of(entries[0].features)
+    for hit, entries in by_key((entry.sections, entry) for entry in plan.layers).items():
+        written = entries[0].features.get(NAMESPACE, {}).values()
+        schemas = [options.schema for options in written if isinstance(options, ReadOptions)]
         layers = [entry.layer.name for entry in entries]
         dumps = (schema for schema in schemas if isinstance(schema, DumpTensors))
         targets: Iterable[Target[Any]] = (target for schema in dumps for target in schema.every_target)
@@ -50,11 +47,6 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
                 if text := _never_holds(condition, target, known, layers, detects_overflow=detects_overflow):
                     place = _place([by_name[name] for name in hit], target.nested.path("when"))
                     raise ConfigError(f"{place}: {text}")
-
-
-def schemas_of(features: NamespacedFeatures) -> list[FeatureSchema]:
-    written = features.get(NAMESPACE, {}).values()
-    return [options.schema for options in written if isinstance(options, ReadOptions)]
 
 
 def _never_holds(
@@ -125,8 +117,7 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
 def _format_layers(layers: Sequence[str]) -> str:
     if len(layers) == 1:
         return f"the layer {layers[0]!r}"
-    more = f" and {len(layers) - _MOST_NAMED} more" if len(layers) > _MOST_NAMED else ""
-    return f"the layers {', '.join(map(repr, layers[:_MOST_NAMED]))}{more}"
+    return f"the layers {some_of(map(repr, layers))}"
 
 
 @dataclass(frozen=True)

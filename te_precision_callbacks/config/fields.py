@@ -6,6 +6,7 @@ starts."
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -14,14 +15,15 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ByteSize,
     Field,
     PlainValidator,
     Strict,
+    TypeAdapter,
 )
 from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, RECIPES, WITH_ELEMENT_FORMAT
-from te_precision_callbacks.config.byte_sizes import size_in_bytes
 from te_precision_callbacks.config.conditions import (
     ACTIVATION_OVERFLOW,
     NONFINITE,
@@ -33,11 +35,41 @@ from te_precision_callbacks.statistics.names import (
     OWN_RECIPE,
     Request,
     UnknownStatisticError,
+    is_quantized_name,
     quantized_names,
     quantized_request,
     tensor_request,
 )
 from te_precision_callbacks.statistics.table import BLOCKWISE, QUANTIZED_STATISTICS, TENSOR_STATISTICS
+
+SIZE_PATTERN = r"^\s*(?!0+(?:\.0*)?(?!\.?\d))\d+(?:\.\d+)?\s*(?:[bB]|[kKmMgGtT](?:[iI]?[bB])?)?\s*$"
+"""A pattern of sizes, without their range. pydantic also accepts bits and suffixes."""
+
+LARGEST_SIZE = (1 << 63) - 1
+
+_BYTES = TypeAdapter(ByteSize)
+
+
+def size_in_bytes(size: object) -> int:
+    """Parse a size: a number of bytes, or a text with a unit (kB, MB, GB, TB; KiB, MiB, GiB, TiB).
+
+    Raises:
+        ValueError: not a size, or below one byte; the text continues a sentence that starts with the key.
+    """
+    is_size = (type(size) is int and size > 0) or (isinstance(size, str) and re.match(SIZE_PATTERN, size))
+    try:
+        count = int(_BYTES.validate_python(size)) if is_size else 0
+    except ValueError:  # more digits than a float has
+        count = LARGEST_SIZE + 1
+    if count < 1:
+        raise ValueError(
+            "must be a number of bytes >= 1, or a text such as '10MB' (10 * 1000^2) or '2GiB' (2 * 1024^3), not"
+            f" {size!r}."
+        )
+    if count > LARGEST_SIZE:
+        raise ValueError(f"must be a number of bytes up to 2^63 - 1, not {size!r}.")
+    return count
+
 
 QuantFormat = Literal["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]
 
@@ -89,29 +121,17 @@ def _tensor_statistic(entry: Any) -> Request:
         return tensor_request(entry)
     except UnknownStatisticError as error:
         known = (*TENSOR_STATISTICS, BLOCKWISE)
-        other = "LogFp8TensorStats" if _is_quantized_statistic(entry) else ""
+        other = "LogFp8TensorStats" if is_quantized_name(entry) else ""
         raise _refused(entry, error, known, known, other_feature=other) from error
 
 
-def _is_quantized_statistic(entry: Any) -> bool:
-    try:
-        quantized_request(entry)
-    except UnknownStatisticError:
-        return False
-    return True
-
-
-def _quantized_statistic(entry: Any, default_recipe: str = OWN_RECIPE) -> Request:
+def _quantized_statistic(entry: Any, *, default_recipe: str = OWN_RECIPE) -> Request:
     try:
         return quantized_request(entry, default_recipe)
     except UnknownStatisticError as error:
         recipes = (default_recipe,) if default_recipe else RECIPES
         other = "LogTensorStats" if isinstance(entry, str) and entry in TENSOR_STATISTICS else ""
         raise _refused(entry, error, quantized_names(recipes), QUANTIZED_STATISTICS, other_feature=other) from error
-
-
-def _fp8_statistic(entry: Any) -> Request:
-    return _quantized_statistic(entry)
 
 
 def _nvfp4_statistic(entry: Any) -> Request:
@@ -132,7 +152,7 @@ TensorStatistic = Annotated[
 ]
 Fp8Statistic = Annotated[
     Request,
-    PlainValidator(_fp8_statistic),
+    PlainValidator(_quantized_statistic),
     Words(
         f"[RECIPE_[FORMAT_]]STATISTIC[_columnwise], {_QUANTIZED}, RECIPE one of {', '.join(RECIPES)}, and FORMAT, after"
         f" {', '.join(WITH_ELEMENT_FORMAT)}, one of {', '.join(ELEMENT_FORMATS)}"
@@ -187,12 +207,12 @@ def is_list(field: FieldInfo) -> bool:
 
 def names(field: FieldInfo) -> tuple[str, ...]:
     """Return the names that a field accepts, alone or in a list; empty for other fields."""
-    kind = _one(field.annotation)
+    kind = _type_of_entry(field.annotation)
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
-    kind = _one(field.annotation)
+    kind = _type_of_entry(field.annotation)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
@@ -207,7 +227,11 @@ def words(field: FieldInfo) -> str:
         return f"a list of {_entries(field, get_args(kind)[0])}"
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
-    return "True or False" if kind is bool else _integers(metadata)
+    if kind is bool:
+        return "True or False"
+    low = next(entry.ge for entry in metadata if hasattr(entry, "ge"))
+    high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
+    return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
 
 
 def _entries(field: FieldInfo, entry: Any) -> str:
@@ -223,12 +247,6 @@ def _said(metadata: Sequence[Any]) -> Words | None:
     return next((entry for entry in metadata if isinstance(entry, Words)), None)
 
 
-def _integers(metadata: Sequence[Any]) -> str:
-    low = next(entry.ge for entry in metadata if hasattr(entry, "ge"))
-    high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
-    return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-
-
 def _plain(annotation: Any) -> tuple[Any, list[Any]]:
     if type(None) in get_args(annotation):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
@@ -237,6 +255,6 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
     return annotation, []
 
 
-def _one(annotation: Any) -> Any:
+def _type_of_entry(annotation: Any) -> Any:
     kind = _plain(annotation)[0]
     return get_args(kind)[0] if get_origin(kind) is list else kind

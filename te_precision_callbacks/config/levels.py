@@ -265,10 +265,8 @@ class ModifyingFeatureSchema(
 
     def check(self) -> None:
         super().check()
-        if not self.modifies():
-            raise Misfit((), f"can never act: {self._idle()}.")
-
-    def _idle(self) -> str:
+        if self.modifies():
+            return
         listed = dict.fromkeys(repr(target.tensor) for target in self.targets)
         possible = names(type(self).model_fields["tensors"])
         has = {
@@ -276,7 +274,8 @@ class ModifyingFeatureSchema(
             for target in self.targets
         }
         gemms = "; ".join(f"{gemm!r} has {tensors}" for gemm, tensors in has.items())
-        return f"none of its tensors ({', '.join(listed)}) takes part in its GEMMs. {gemms}"
+        text = f"can never act: none of its tensors ({', '.join(listed)}) takes part in its GEMMs. {gemms}."
+        raise Misfit((), text)
 
 
 def levels(model: type[BaseModel], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], type[BaseModel]]:

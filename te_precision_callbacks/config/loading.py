@@ -168,19 +168,15 @@ def load_config(
     for key, body in data.items():
         with problems.noted():
             if key == LAYER_NAMES and not isinstance(body, Mapping):
-                layer_names = _layer_names(body, places)
+                if body not in get_args(LayerNames):
+                    choices = " or ".join(map(repr, get_args(LayerNames)))
+                    what = f"{LAYER_NAMES!r} beside the sections"
+                    raise ConfigError(f"{places(LAYER_NAMES)}: {what} must be {choices}, not {shown(body)}.")
+                layer_names = cast(LayerNames, body)
             else:
                 sections.append(_section(str(key), body, places, known, others=bool(feature_dirs)))
     problems.raise_any()
     return Config(tuple(sections), path, layer_names, data)
-
-
-def _layer_names(value: Any, places: Places) -> LayerNames:
-    known = get_args(LayerNames)
-    if value in known:
-        return cast(LayerNames, value)
-    what = f"{LAYER_NAMES!r} beside the sections"
-    raise ConfigError(f"{places(LAYER_NAMES)}: {what} must be {' or '.join(map(repr, known))}, not {shown(value)}.")
 
 
 def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *, others: bool) -> Section:

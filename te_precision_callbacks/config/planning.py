@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from te_precision_callbacks.base.counts import by_key, some_of
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect, conflicts
 from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, raise_problems, shown, suggestion
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from te_precision_callbacks.layers.naming import Layer
 
 RegisteredFeatures = Mapping[str, Collection[str]]
-
-_MOST_LAYERS_SHOWN = 3
 
 _BY_UPSTREAM = (
     "layer_names='upstream' selects by the names that nvidia-dlfw-inspect's infer_and_assign_layer_names gives"
@@ -83,11 +82,8 @@ class Plan:
 
         The layers are one anchored pattern of exact names, so a layer is never in two sections.
         """
-        groups: dict[tuple[str, ...], list[LayerPlan]] = {}
-        for entry in self.layers:
-            groups.setdefault(entry.sections, []).append(entry)
         config: dict[str, Any] = {}
-        for sections, entries in groups.items():
+        for sections, entries in by_key((entry.sections, entry) for entry in self.layers).items():
             name = " + ".join(sections)
             while name in config:
                 name += " "
@@ -268,18 +264,12 @@ def _merge(layer: Layer, hit: Sequence[Section], resolved: Sequence[NamespacedFe
 def _other_layers_message(
     section: Section, layers: Sequence[Layer], selected: Sequence[int], by_upstream: Sequence[int]
 ) -> str:
-    here = _some([layers[at].name for at in selected])
-    there = _some([f"{layers[at].upstream[0]} (here {layers[at].name})" for at in by_upstream])
+    here = some_of([layers[at].name for at in selected])
+    there = some_of([f"{layers[at].upstream[0]} (here {layers[at].name})" for at in by_upstream])
     return (
         f"{section.selector.place()}: the section {shown(section.name)} selects {here}; by nvidia-dlfw-inspect's names"
         f" it would select {there}. {_BY_UPSTREAM}; layer_names='path' confirms that paths are meant."
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown_names = ", ".join(names[:_MOST_LAYERS_SHOWN]) or "no layer"
-    more = len(names) - _MOST_LAYERS_SHOWN
-    return f"{shown_names} and {more} more" if more > 0 else shown_names
 
 
 def _no_layer_message(section: Section, index: LayerIndex, upstream: LayerIndex | None) -> str:
@@ -290,7 +280,7 @@ def _no_layer_message(section: Section, index: LayerIndex, upstream: LayerIndex 
         hint = f" The layers are: {', '.join(repr(name) for name in names[:8])}{more}."
     theirs = section.selector.select(upstream) if upstream is not None else ()
     if theirs:
-        hint = f" {_BY_UPSTREAM}: here {_some([index.layers[at].upstream[0] for at in theirs])}."
+        hint = f" {_BY_UPSTREAM}: here {some_of([index.layers[at].upstream[0] for at in theirs])}."
     return (
         f"{section.selector.place()}: the section {shown(section.name)} matches none of the {len(names)} layers.{hint}"
         f"{_AS_WARNING}"

@@ -45,6 +45,8 @@ SELECTORS: Mapping[str, str] = {
 
 SELECTOR_KEYS = tuple(SELECTORS)
 
+_KEYS_IN_WORDS = ", ".join(map(repr, SELECTOR_KEYS))
+
 LARGEST_NUMBER = 999_999
 
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?<!gemm_)\d+")
@@ -155,7 +157,7 @@ class LayerSelector:
         """Validate a ``layers`` block, and warn about keys that another key disables."""
         if not isinstance(block, Mapping):
             raise ConfigError(
-                f"{place()}: 'layers' must be a mapping with one of {_listed(SELECTOR_KEYS)}, not {shown(block)}."
+                f"{place()}: 'layers' must be a mapping with one of {_KEYS_IN_WORDS}, not {shown(block)}."
             )
         problems = Problems()
         for key in block:
@@ -163,7 +165,7 @@ class LayerSelector:
                 hint = suggestion(str(key), SELECTOR_KEYS)
                 problems.add(f"{place(key)}: unknown layer selector {shown(str(key))}.{hint}")
         if not block:
-            raise ConfigError(f"{place()}: 'layers' is empty; it needs one of {_listed(SELECTOR_KEYS)}.")
+            raise ConfigError(f"{place()}: 'layers' is empty; it needs one of {_KEYS_IN_WORDS}.")
         parsed: dict[str, Any] = dict.fromkeys(SELECTOR_KEYS)
         for key, parse in ((EXACT, _strings), (PATTERN, _pattern), (NUMBERS, _numbers), (TYPES, _strings)):
             if key in block:
@@ -271,10 +273,6 @@ def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:
             PATTERN,
             TYPES,
         )
-
-
-def _listed(keys: Sequence[str]) -> str:
-    return ", ".join(repr(key) for key in keys)
 
 
 def _strings(key: str, value: Any, place: Where) -> tuple[str, ...]:

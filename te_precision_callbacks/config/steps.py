@@ -111,9 +111,6 @@ def why_gemm_error_not_due(config: Config, begin: int, last: int) -> str:
 def _all_targets(config: Config) -> Iterator[tuple[Section, str, Target[Level]]]:
     for section in config.enabled_sections:
         for feature, options in section.features.get(NAMESPACE, {}).items():
-            for target in _targets(options):
-                yield section, feature, target
-
-
-def _targets(options: object) -> tuple[Target[Level], ...]:
-    return options.schema.every_target if isinstance(options, ReadOptions) and options.schema.enabled else ()
+            if isinstance(options, ReadOptions) and options.schema.enabled:
+                for target in options.schema.every_target:
+                    yield section, feature, target

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
     from te_precision_callbacks.diagnosis.finding import Finding, NotJudged, Verdict
-    from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
     from te_precision_callbacks.diagnosis.replay import diagnose
     from te_precision_callbacks.diagnosis.rule import Rule
     from te_precision_callbacks.diagnosis.rules import RULES

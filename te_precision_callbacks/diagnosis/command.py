@@ -50,7 +50,7 @@ def diagnose_command(
     as_json: Json = False,
 ) -> None:
     """Print the problems of a run: the findings of the rules, root causes first, each with its remedy."""
-    from te_precision_callbacks.diagnosis.known import read_known
+    from te_precision_callbacks.diagnosis.known import leave_out, read_known
     from te_precision_callbacks.diagnosis.replay import diagnose
     from te_precision_callbacks.runs.answers import outcome_notes
     from te_precision_callbacks.runs.reading import chosen_run
@@ -61,7 +61,7 @@ def diagnose_command(
         terminal.show_text(note, err=as_json)
     verdict, notes = diagnose(recorded), [note for note in recorded.notes if note not in recorded.unread]
     if chosen is not None:
-        verdict, left_out, unused = chosen.leave_out(verdict)
+        verdict, left_out, unused = leave_out(chosen, verdict)
         if left_out:
             notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
         notes += [f"{known}:{line}: no finding is left out by {text!r}." for line, text in unused]

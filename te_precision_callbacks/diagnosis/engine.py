@@ -6,8 +6,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import (
     NO_CONFIG,
@@ -37,7 +40,7 @@ class Diagnosis:
         self._judges: list[tuple[Rule, Judge]] = [(rule, rule.judge()) for rule in rules]
         self._places = {rule.id: place for place, (rule, _) in enumerate(self._judges)}
         self._findings: dict[_Key, Finding] = {}
-        self._found: dict[_Key, tuple[int, int]] = {}  # iteration and place of the rule, by which findings are in order
+        self._placed: dict[_Key, tuple[int, int]] = {}  # iteration and rule, by which findings are in order
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self.has_run = False
@@ -74,7 +77,7 @@ class Diagnosis:
         key = finding.rule, finding.tensor, ""
         if key not in self._findings:
             self._findings[key] = finding
-            self._found[key] = (finding.since or 0, self._places[finding.rule])
+            self._placed[key] = (finding.since or 0, self._places[finding.rule])
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
         """Note that a checkpoint has the state before an iteration; a file replaces an earlier checkpoint there."""
@@ -100,7 +103,7 @@ class Diagnosis:
                 collect = "" if why else rule.collect
                 not_judged.append(NotJudged(rule.id, why or f"it needs {rule.needs}", collect, rule.essential))
         # The trainer logs before a step or after it, so the order of calls is not that of a recorded run.
-        in_order = (self._findings[key] for key in sorted(self._findings, key=self._found.__getitem__))
+        in_order = (self._findings[key] for key in sorted(self._findings, key=self._placed.__getitem__))
         findings = self._ordered(map(self._with_checkpoint, in_order))
         return Verdict(
             tuple(findings), tuple(judged), tuple(not_judged), rank=self._rank, not_observed=self._not_observed
@@ -149,8 +152,11 @@ class Diagnosis:
                 if finding.ranks and of_all is not None and set(finding.layers) <= set(of_all[1].layers):
                     continue
                 if finding.ranks and of_all is None and finding.last_good is None:
-                    finding = self._good_of_all(finding)
-                own_place = diagnosis._found[key][0], self._places[finding.rule]
+                    # The last good step of the numbers that are of all ranks together.
+                    judge = next(judge for rule, judge in self._judges if rule.id == finding.rule)
+                    steps = [step for step in judge.steps if step not in self._own_steps]
+                    finding = dataclasses.replace(finding, last_good=_last_good(finding.since, steps))
+                own_place = diagnosis._placed[key][0], self._places[finding.rule]
                 place, known = merged.get((key, bool(finding.ranks)), (own_place, None))
                 together = finding if known is None else _together(known, finding)
                 merged[key, bool(finding.ranks)] = min(place, own_place), together
@@ -166,12 +172,6 @@ class Diagnosis:
 
     def _ordered(self, findings: Iterable[Finding]) -> list[Finding]:
         return root_causes_first(findings, {rule.id: rule.consequence_of for rule, _ in self._judges})
-
-    def _good_of_all(self, finding: Finding) -> Finding:
-        """A finding of a rank, with the last good step of the numbers that are of all ranks together."""
-        judge = next(judge for rule, judge in self._judges if rule.id == finding.rule)
-        steps = [step for step in judge.steps if step not in self._own_steps]
-        return dataclasses.replace(finding, last_good=_last_good(finding.since, steps))
 
     def _with_checkpoint(self, finding: Finding) -> Finding:
         """Add the last checkpoint before the problem, if it still exists. Later checkpoints may have the problem, since
@@ -211,7 +211,7 @@ class Diagnosis:
         if known is None and rank is not None:
             finding = dataclasses.replace(finding, ranks=(rank,))
         self._findings[key] = finding
-        self._found.setdefault(key, (iteration, self._places[rule.id]))
+        self._placed.setdefault(key, (iteration, self._places[rule.id]))
         return key, finding, is_news
 
     def _noted(
@@ -278,3 +278,43 @@ def _together(known: Finding, other: Finding) -> Finding:
         until=max((finding.until for finding in (known, other) if finding.until is not None), default=None),
         last_good=first.last_good,
     )
+
+
+OnFinding = str | Callable[[Finding], Any]
+"""Values of ``on_finding=``: the reaction of a session to a finding.
+
+"warn"                          # a warning, once for each finding
+"stop"                          # errors and warnings stop the training, on all ranks together
+"stop: error"                   # only findings of this severity or a worse one
+"stop: nonfinite, overflow"     # only findings of these rules
+lambda finding: ...             # called with each finding, also with notes; "stop" as its result stops the training
+"""
+
+
+class PrecisionFindingError(PrecisionDebugError, RuntimeError):
+    """A finding stops the training, by ``on_finding=``; ``findings`` may be empty on other ranks."""
+
+    def __init__(self, message: str, findings: Sequence[Finding] = ()) -> None:
+        super().__init__(message)
+        self.findings = tuple(findings)
+
+
+def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
+    """Return a function that selects the findings that stop the training; raises OptionError."""
+    if callable(on_finding) or on_finding == "warn":
+        return lambda finding: False  # what a function returns is not known before
+    word, _, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
+    names = [name.strip() for name in chosen.split(",") if name.strip()]
+    known = [*SEVERITIES, *(rule.id for rule in RULES)]
+    if word.strip() != "stop" or (":" in str(on_finding) and not names):
+        raise OptionError(
+            f"on_finding= must be 'warn', 'stop', 'stop: ' with severities or rules, such as 'stop: error', or a"
+            f" function of the finding, not {on_finding!r}."
+        )
+    for name in names:
+        if name not in known:
+            raise OptionError(f"on_finding={on_finding!r}: there is no rule {name!r}.{suggestion(name, known)}")
+    if not names:
+        return lambda finding: finding.severity != "note"
+    least = max((SEVERITIES.index(name) for name in names if name in SEVERITIES), default=-1)
+    return lambda finding: SEVERITIES.index(finding.severity) <= least or finding.rule in names

@@ -270,8 +270,5 @@ class Facts:
 
 
 def _at(rows: Iterable[Row], iteration: int) -> list[Row]:
-    def holds(row: Row) -> bool:
-        until = row.get("until")
-        return bool((row["since"] or 0) <= iteration and (until is None or iteration <= until))
-
-    return [row for row in rows if holds(row)]
+    begun = (row for row in rows if (row["since"] or 0) <= iteration)
+    return [row for row in begun if row.get("until") is None or iteration <= row["until"]]

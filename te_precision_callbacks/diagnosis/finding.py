@@ -310,3 +310,10 @@ class Verdict(Sequence[Finding]):
             "findings": [finding.as_json() for finding in self.findings],
             "not_judged": [rule._asdict() for rule in self.not_judged],
         }
+
+
+MOST_FINDINGS = 5
+
+
+def more_findings(count: int) -> str:
+    return f"and {many(count - MOST_FINDINGS, 'more finding')}" if count > MOST_FINDINGS else ""

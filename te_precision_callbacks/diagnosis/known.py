@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -27,36 +26,32 @@ class KnownFindingsError(PrecisionDebugError, ValueError):
     """A file of known findings cannot be read."""
 
 
-class _Line(NamedTuple):
+class KnownLine(NamedTuple):
     number: int
     text: str
     rule: str
     covers: Callable[[str], bool]
 
 
-@dataclass(frozen=True)
-class Known:
-    lines: tuple[_Line, ...]
-
-    def leave_out(self, verdict: Verdict) -> tuple[Verdict, int, list[tuple[int, str]]]:
-        """A verdict without them, how many findings it lacks, and the lines that leave out nothing: number and text."""
-        left, used = [], set()
-        for finding in verdict:
-            names = finding.layers or ("",)
-            lines = [line for line in self.lines if line.rule == finding.rule]
-            if all(any(line.covers(name) for line in lines) for name in names):
-                used |= {line.number for line in lines if any(map(line.covers, names))}
-            else:
-                left.append(finding)
-        unused = [(line.number, line.text) for line in self.lines if line.number not in used]
-        return dataclasses.replace(verdict, findings=tuple(left)), len(verdict) - len(left), unused
+def leave_out(known: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, int, list[tuple[int, str]]]:
+    """A verdict without known findings, how many it lacks, and the lines that leave out nothing: number and text."""
+    left, used = [], set()
+    for finding in verdict:
+        names = finding.layers or ("",)
+        lines = [line for line in known if line.rule == finding.rule]
+        if all(any(line.covers(name) for line in lines) for name in names):
+            used |= {line.number for line in lines if any(map(line.covers, names))}
+        else:
+            left.append(finding)
+    unused = [(line.number, line.text) for line in known if line.number not in used]
+    return dataclasses.replace(verdict, findings=tuple(left)), len(verdict) - len(left), unused
 
 
 def known_line(finding: Finding) -> str:
     return " ".join(filter(None, (finding.rule, ", ".join(folded(finding.layers, most_ranges=None)))))
 
 
-def read_known(path: Path) -> Known:
+def read_known(path: Path) -> list[KnownLine]:
     """Read a file of known findings; raises KnownFindingsError if a line names no rule."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -79,8 +74,8 @@ def read_known(path: Path) -> Known:
                 f"{path}:{number}: {layers!r} does not name all of its layers. Take the finding's line behind 'known:',"
                 " or write a pattern such as 'h.*.fc2'."
             )
-        lines.append(_Line(number, " ".join(words), words[0], _matcher(layers)))
-    return Known(tuple(lines))
+        lines.append(KnownLine(number, " ".join(words), words[0], _matcher(layers)))
+    return lines
 
 
 _SHORTENED = re.compile(r"\b\d+ more(?:\}|,|$| layer)")

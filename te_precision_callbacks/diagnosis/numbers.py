@@ -6,7 +6,7 @@ A step is two arrays, series and values. Steps with the same series, which most 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from te_precision_callbacks.statistics.series import Family, Series, family_of
 
 Places = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
 class Column(NamedTuple):
@@ -41,6 +43,14 @@ class Column(NamedTuple):
             bits: Values = np.log2(self.values)
         bits[~np.isfinite(bits)] = np.nan
         return bits
+
+
+def grown(table: npt.NDArray[ScalarT], layers: Places, fill: object) -> npt.NDArray[ScalarT]:
+    """Return a table with a row for each layer, [layers, ...]; rows that are new have the values ``fill``."""
+    missing = int(layers.max(initial=-1)) + 1 - len(table)
+    if missing <= 0:
+        return table
+    return np.concatenate([table, np.full((missing, *table.shape[1:]), fill, table.dtype)])
 
 
 class StepNumbers:
@@ -98,11 +108,10 @@ class StepNumbers:
             return
         tensor = column.family.tensor
 
-        def holds(name: str) -> bool:
-            return recipe in (OWN_RECIPE, facts.recipe_of(name)) and facts.quantizes(name, tensor)
-
         def make() -> npt.NDArray[np.bool_]:
-            return np.array([holds(name) for name in self.names_of(column)], bool)
+            names = self.names_of(column)
+            holds = (recipe in (OWN_RECIPE, facts.recipe_of(name)) and facts.quantizes(name, tensor) for name in names)
+            return np.array(list(holds), bool)
 
         own = facts.once(f"quantized by {recipe}", tensor, column.layers, make)
         if own.all():

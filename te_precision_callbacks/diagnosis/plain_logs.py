@@ -14,7 +14,7 @@ import numpy.typing as npt
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Row
 from te_precision_callbacks.runs import RecordedRun
-from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, logged_request
+from te_precision_callbacks.statistics.names import OWN_RECIPE, logged_request
 
 Values = npt.NDArray[np.float64]
 
@@ -65,7 +65,7 @@ def read_plain_log(run: RecordedRun) -> PlainLog:
         rows = slice(*np.searchsorted(series, (number, number + 1)).tolist())
         if request.recipe is not None:
             quantized.setdefault(subject.layer, set()).add(request.recipe)
-        if _is_own(request):
+        if request.recipe in (None, OWN_RECIPE, "fp8_delayed_scaling") and not request.columnwise:
             if request.statistic.name.startswith("scale_inv_m") and _are_codes(values[rows]):
                 codes.add(number)
             known = columns.setdefault((subject.layer, subject.tensor), {})
@@ -74,10 +74,6 @@ def read_plain_log(run: RecordedRun) -> PlainLog:
             )
     nvfp4 = [layer for layer, recipes in quantized.items() if recipes == {"nvfp4"}]  # other layers do not log them
     return PlainLog(*_facts(columns, nvfp4), frozenset(codes), frozenset(magnitudes))
-
-
-def _is_own(request: Request) -> bool:
-    return request.recipe in (None, OWN_RECIPE, "fp8_delayed_scaling") and not request.columnwise
 
 
 def _are_codes(values: Values) -> bool:

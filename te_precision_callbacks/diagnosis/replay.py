@@ -55,10 +55,8 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
     return dataclasses.replace(own.with_ranks(others), is_partial=bool(run.unread))
 
 
-class _FromRank(NamedTuple):
-    rule: str
-    sighting: Sighting
-    rank: int
+_FromRank = tuple[str, Sighting, int]
+"""A sighting of another rank: its rule, itself, and the rank."""
 
 
 class _Logged(NamedTuple):
@@ -215,4 +213,4 @@ def _from_rank(row: Row) -> _FromRank | None:
         sighting = Sighting(tuple(map(str, data["layers"])), since=data["since"], severity=severity, **texts)
     except (ValueError, TypeError, KeyError):
         return None
-    return _FromRank(rule, sighting, rank) if rule not in _IDS_ON_NUMBERS and severity in SEVERITIES else None
+    return (rule, sighting, rank) if rule not in _IDS_ON_NUMBERS and severity in SEVERITIES else None

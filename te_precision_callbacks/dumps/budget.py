@@ -61,7 +61,8 @@ class Budget:
 
 
 def why_full(folder: Path, nbytes: int = 0) -> str | None:
-    disk = shutil.disk_usage(_existing(folder))
+    existing = next((place for place in (folder, *folder.parents) if place.is_dir()), Path())
+    disk = shutil.disk_usage(existing)
     if disk.free - nbytes < min(KEPT_FREE, disk.total // 20):
         return f"little space is left on the disk: {disk.free:,} of {disk.total:,} bytes are free"
     return None
@@ -74,7 +75,3 @@ def _sizes(folder: Path) -> Iterator[int]:
                 yield os.stat(os.path.join(place, name), follow_symlinks=False).st_size
             except FileNotFoundError:  # removed meanwhile
                 continue
-
-
-def _existing(folder: Path) -> Path:
-    return next((place for place in (folder, *folder.parents) if place.is_dir()), Path())

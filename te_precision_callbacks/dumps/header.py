@@ -98,12 +98,6 @@ class Direction:
         rows, columns = self.matrix_shape
         return (-(-rows // self.block[0]), -(-columns // self.block[1]))
 
-    @property
-    def shape_in_memory(self) -> tuple[int, ...]:
-        """The shape of the tensor with the data: FP4 has two elements per byte."""
-        shape = (*self.shape[-1:], *self.shape[:-1]) if self.transposed else self.shape
-        return shape if FORMATS[self.format].bits == 8 else (*shape[:-1], *(size // 2 for size in shape[-1:]))
-
 
 @dataclass(frozen=True)
 class Plain:

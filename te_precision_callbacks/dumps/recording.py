@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -98,9 +98,7 @@ class Wanted:
         )
 
 
-class _OnStatistic(NamedTuple):
-    condition: Threshold
-    collected: Collected
+_OnStatistic = tuple[Threshold, Collected]
 
 
 @dataclass
@@ -281,7 +279,7 @@ class Recorder:
             else:
                 statistic = self._statistic(condition, seen, collected())
                 if statistic is not None:
-                    statistics.append(_OnStatistic(condition, statistic))
+                    statistics.append((condition, statistic))
         return nonfinite, tuple(statistics), overflow
 
     def _statistic(self, condition: Threshold, seen: Watched, collected: Mapping[str, Collected]) -> Collected | None:

@@ -11,7 +11,7 @@ from te_precision_callbacks.base.errors import FeatureError, ObservationError, P
 from te_precision_callbacks.base.ranks.group import INTERFACE
 from te_precision_callbacks.base.ranks.messages import RanksLostError
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
-from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
+from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.engine.reduction import RanksDifferError
 from te_precision_callbacks.overflow.errors import STOPS

@@ -38,13 +38,14 @@ from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Plain
 from te_precision_callbacks.dumps.recording import Wanted
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
-from te_precision_callbacks.gemm_error.accumulators import Accumulator, accumulator_of
 from te_precision_callbacks.gemm_error.codes import check_codes, rules_of
 from te_precision_callbacks.gemm_error.factors import Factor, FactorError, factor_of
 from te_precision_callbacks.gemm_error.judging import (
+    Accumulator,
     GemmCall,
     ProbedOperands,
     Thin,
+    accumulator_of,
     judged,
     kernel_columns,
     of_product,

@@ -31,12 +31,12 @@ from te_precision_callbacks.dumps.contents import Dump, a_dump, operand_of
 from te_precision_callbacks.dumps.dump_files import list_dumps, load
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION, DumpedGemm, DumpedOperand, Header
-from te_precision_callbacks.gemm_error.accumulators import accumulator_of
-from te_precision_callbacks.gemm_error.codes import WINDOW_COLUMNS, WINDOW_ROWS, CodeCheck, RoundingRules, check_codes
+from te_precision_callbacks.gemm_error.codes import WINDOW_COLUMNS, WINDOW_ROWS, CodeCheck, check_codes
 from te_precision_callbacks.gemm_error.factors import factor_of
 from te_precision_callbacks.gemm_error.judging import (
     GemmCall,
     Judged,
+    accumulator_of,
     judged,
     probes,
     product,
@@ -159,7 +159,29 @@ def replay(dump: Dump) -> Replayed:
     gemm = a_dump(dump).header.gemm
     if gemm is None:
         raise DumpError("The dump is one of a tensor, not of a whole GEMM, which DumpTensors writes with 'gemms'.")
-    return _replay_gemm(dump, gemm)
+    left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)
+    judge = _Kernel(dump, gemm, left, right)
+    faults = judge.faults()
+    not_checked = [] if judge.counts else [f"the kernel, since {judge.why_not}"]
+    for operand in (left, right):
+        checked = operand.checked()
+        if checked is not None:
+            faults += _faults_of_codes(operand.described.tensor, checked)
+            not_checked += [operand.left_out] if operand.left_out else []
+        elif isinstance(operand.data, Stored):
+            lacks = "the tensor before quantization is" if operand.high is None else "its quantizer is"
+            not_checked.append(f"the quantizer of {operand.described.tensor}, since {lacks} not in the record")
+    lanes = _lanes(judge, left, right)
+    return Replayed(
+        dump.header,
+        gemm,
+        lanes,
+        tuple(faults),
+        tuple(not_checked),
+        judge.gain,
+        judge.judged.rows,
+        judge.judged.columns,
+    )
 
 
 def replay_file(path: str | os.PathLike[str]) -> Replayed:
@@ -197,32 +219,6 @@ def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
         except DumpError as error:
             unread[path] = str(error)
     return ReplayedFolder(records, unread)
-
-
-def _replay_gemm(dump: Dump, gemm: DumpedGemm) -> Replayed:
-    left, right = Recorded.of(dump, "b", gemm.b), Recorded.of(dump, "a", gemm.a)
-    judge = _Kernel(dump, gemm, left, right)
-    faults = judge.faults()
-    not_checked = [] if judge.counts else [f"the kernel, since {judge.why_not}"]
-    for operand in (left, right):
-        checked = operand.checked()
-        if checked is not None:
-            faults += _faults_of_codes(operand.described.tensor, checked)
-            not_checked += [operand.left_out] if operand.left_out else []
-        elif isinstance(operand.data, Stored):
-            lacks = "the tensor before quantization is" if operand.high is None else "its quantizer is"
-            not_checked.append(f"the quantizer of {operand.described.tensor}, since {lacks} not in the record")
-    lanes = _lanes(judge, left, right)
-    return Replayed(
-        dump.header,
-        gemm,
-        lanes,
-        tuple(faults),
-        tuple(not_checked),
-        judge.gain,
-        judge.judged.rows,
-        judge.judged.columns,
-    )
 
 
 class _Kernel:
@@ -347,10 +343,6 @@ class Recorded:
     def of(cls, dump: Dump, side: str, described: DumpedOperand) -> Recorded:
         return cls(described, operand_of(dump, side), dump.tensors.get(f"{side}.{HIGH_PRECISION}"))
 
-    @property
-    def rules(self) -> RoundingRules:
-        return self.described.rounding or RoundingRules(scales_follow=False)
-
     def decoded(self) -> torch.Tensor:
         return factor_of(self.data, columnwise=self.described.columnwise).matrix()
 
@@ -366,13 +358,14 @@ class Recorded:
 
     def checked(self) -> CodeCheck | None:
         """Check all codes and scales; None without an original, or for a plain tensor."""
-        if self.high is None or not isinstance(self.data, Stored) or self.described.rounding is None:
+        rules = self.described.rounding
+        if self.high is None or not isinstance(self.data, Stored) or rules is None:
             return None
         rows, columns = self.data.matrix_shape
         total = torch.zeros(len(CodeCheck._fields), dtype=torch.float64)
         for row in range(-(-rows // WINDOW_ROWS)):
             for column in range(-(-columns // WINDOW_COLUMNS)):
-                total += torch.stack(list(check_codes(self.data, self.high, self.rules, row, column)))
+                total += torch.stack(list(check_codes(self.data, self.high, rules, row, column)))
         return CodeCheck(*total)
 
 

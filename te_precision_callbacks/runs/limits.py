@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.config.byte_sizes import size_in_bytes
+from te_precision_callbacks.config.fields import size_in_bytes
 
 DEFAULT_LIMIT = 16 << 30
 """The default limit in bytes: about 10^9 values per rank."""

@@ -201,9 +201,9 @@ class _Numbers:
             known = self._of[rank] = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
         new = series[known[series] < 0]
         for number in np.unique(new).tolist() if len(new) else ():  # sorting nothing takes longer than all else here
-            subject = table[number]
-            scope, gemm = self._scopes.get(subject.layer, ""), subject.family.gemm
+            layer, family = table[number]
+            scope = self._scopes.get(layer, "")
             known[number] = self.writer.series(
-                subject.layer, subject.tensor, subject.statistic, gemm=gemm, scope=scope, rank=rank
+                layer, family.tensor, family.statistic, gemm=family.gemm, scope=scope, rank=rank
             )
         return known[series]

@@ -23,10 +23,10 @@ from te_precision_callbacks.coverage.contract_keeper import (
     shared_products,
 )
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD, NOTHING, Coverage
+from te_precision_callbacks.diagnosis.engine import PrecisionFindingError, reads_stop
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
-from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError, reads_stop
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.instrumentation.parameters import ParameterWatch, Problem
 from te_precision_callbacks.instrumentation.replicas import Replicas

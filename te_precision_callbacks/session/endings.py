@@ -24,8 +24,8 @@ from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.other_steps import in_lines
+from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.diagnosis.finding import Verdict
-from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
 from te_precision_callbacks.runs.answers import broken_in_short, ended_by
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles

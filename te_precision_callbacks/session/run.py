@@ -24,7 +24,7 @@ from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.steps import describe_never_due
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_failure
-from te_precision_callbacks.diagnosis.reaction import PrecisionFindingError
+from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.instrumentation.failures import ASKED_FOR, ObservationFailures

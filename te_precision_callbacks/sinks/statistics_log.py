@@ -98,7 +98,7 @@ class StatisticsLog:
         for number in range(len(self._names), len(table)):
             series = table[number]
             layer = self._named_as.get(series.layer, series.layer)
-            self._names.append(log_name(layer, series.tensor, series.statistic))
+            self._names.append(log_name(layer, series.family.tensor, series.family.statistic))
         return self._names
 
     def close(self, error: BaseException | None) -> None:

@@ -83,11 +83,12 @@ class StepRecords:
     @property
     def vectors(self) -> Mapping[tuple[str, str, str], tuple[float, ...]]:
         named = ((self.table[number], counts) for number, counts in self.histograms.items())
-        return {(series.layer, series.tensor, series.statistic): counts for series, counts in named}
+        return {(layer, family.tensor, family.statistic): counts for (layer, family), counts in named}
 
 
 def row_of(series: Series, value: float) -> Row:
-    return Row(series.layer, series.tensor, series.family.gemm, series.statistic, value)
+    family = series.family
+    return Row(series.layer, family.tensor, family.gemm, family.statistic, value)
 
 
 @dataclass(frozen=True)

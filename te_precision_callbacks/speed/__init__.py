@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.speed.calibration import Calibration, Time, calibrate
+    from te_precision_callbacks.speed.calibration import Calibration, CalibrationError, Time, calibrate
     from te_precision_callbacks.speed.costs import Shape
-    from te_precision_callbacks.speed.devices import Device, device_named, device_reported, known_devices
-    from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
+    from te_precision_callbacks.speed.devices import (
+        Device,
+        DeviceError,
+        SpeedError,
+        device_named,
+        device_reported,
+        known_devices,
+    )
     from te_precision_callbacks.speed.estimate import Advice, Step, StepSpeed, estimate_step
     from te_precision_callbacks.speed.expected import ProductTime, Total
     from te_precision_callbacks.speed.recorded import step_of_run

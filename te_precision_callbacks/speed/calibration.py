@@ -22,14 +22,17 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed.costs import Shape, cast_users, operand_sizes, shape_of
-from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.errors import CalibrationError
+from te_precision_callbacks.speed.devices import Device, SpeedError
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_FILE = Path("speed_calibration.json")
 
 _REPEATS, _CALLS = 7, 10
+
+
+class CalibrationError(SpeedError):
+    """An invalid table of measured times, or times that cannot be measured on this machine."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)

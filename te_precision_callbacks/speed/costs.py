@@ -39,8 +39,7 @@ from typing import NamedTuple, get_args
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, rules, takes_any_layout
 from te_precision_callbacks.base.vocabulary import COLUMNWISE, ONE_SCALE, ROWWISE, GemmName, OperandName
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
-from te_precision_callbacks.speed.errors import SpeedError
+from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device, SpeedError
 
 _HIGH_BYTES = 2
 

@@ -25,10 +25,19 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.speed.errors import DeviceError, SpeedError
 
 HIGH = "bf16"
+
+
+class SpeedError(PrecisionDebugError, ValueError):
+    """Times cannot be estimated: an invalid shape, a recipe the device does not run, a run without products."""
+
+
+class DeviceError(SpeedError):
+    """An unknown device, or an invalid device file."""
+
 
 KERNEL_OF_RECIPE: Mapping[str, str] = {
     "fp8_delayed_scaling": "fp8",

@@ -12,16 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import by_key, many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
-from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage, Product, Reason
+from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.layers.folding import form_of, in_sentence
 from te_precision_callbacks.speed.calibration import Calibration
 from te_precision_callbacks.speed.costs import padded, shape_of
-from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.speed.errors import SpeedError
+from te_precision_callbacks.speed.devices import Device, SpeedError
 from te_precision_callbacks.speed.expected import (
     Interval,
     ProductTime,
@@ -166,11 +165,7 @@ def _keep_high(times: Sequence[ProductTime], device: Device) -> Iterator[Advice]
 
 def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibration | None) -> Iterator[Advice]:
     scatter = device.fitted.scatter
-    of_recipe: dict[str, list[ProductTime]] = defaultdict(list)
-    for time in times:
-        if time.is_low:
-            of_recipe[time.recipe].append(time)
-    for old, before in of_recipe.items():
+    for old, before in by_key((time.recipe, time) for time in times if time.is_low).items():
         for new in _FP8:
             if new == old or old == "nvfp4":
                 continue
@@ -191,12 +186,9 @@ def _other_recipe(times: Sequence[ProductTime], device: Device, table: Calibrati
 def _low_instead(
     times: Sequence[ProductTime], device: Device, recipe: str, table: Calibration | None
 ) -> Iterator[Advice]:
-    of_reason: dict[Reason, list[Product]] = defaultdict(list)
-    for time in times:
-        reason = time.product.reason
-        if not time.recipe and time.gemm in GEMMS and reason is not None and reason in REMEDIES:
-            of_reason[reason].append(time.product)
-    for reason, products in of_reason.items():
+    in_high = (time.product for time in times if not time.recipe and time.gemm in GEMMS)
+    of_reason = ((p.reason, p) for p in in_high if p.reason is not None and p.reason in REMEDIES)
+    for reason, products in by_key(of_reason).items():
         in_low = timed([(product, recipe) for product in products], device, table=table)
         without_gain = layers_without_gain(in_low)
         better = [time for time in in_low if time.layer not in without_gain]
@@ -249,9 +241,7 @@ class LayerRow:
 def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) -> list[LayerRow]:
     """Return a row for each kind of layer, longest first; ``measured``: layer -> ms of its GEMMs and casts."""
     without_gain = layers_without_gain(speed.times)
-    layers: dict[str, list[ProductTime]] = defaultdict(list)
-    for time in speed.times:
-        layers[time.layer].append(time)
+    layers = by_key((time.layer, time) for time in speed.times)
     groups: dict[object, list[str]] = defaultdict(list)
     for name, times in layers.items():
         products = ((time, time.product) for time in times)

@@ -27,7 +27,6 @@ with which they stay in ``_fp8_workspaces``, is not planned. Primary quantized w
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -35,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import size
+from te_precision_callbacks.base.counts import by_key, size
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import ONE_SCALE, class_names, recipe_of
@@ -358,10 +357,8 @@ class _MemoryPlanner:
 
 
 def _weights(module: torch.nn.Module, layers: Sequence[str]) -> Mapping[str, Sequence[Any]]:
-    weights: dict[str, list[Any]] = defaultdict(list)
-    for name, parameter in module.named_parameters(recurse=False):
-        if is_weight(name, parameter):
-            weights[layer_of_parameter(name, layers)].append(parameter)
+    matrices = (pair for pair in module.named_parameters(recurse=False) if is_weight(*pair))
+    weights = by_key((layer_of_parameter(name, layers), parameter) for name, parameter in matrices)
     if not weights:
         raise UnknownMemoryError("its weight is not a parameter, as where FSDP keeps all parameters flat.")
     shared = next(iter(weights.values()))  # one parameter may hold those of all groups

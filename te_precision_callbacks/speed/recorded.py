@@ -21,8 +21,8 @@ from te_precision_callbacks.coverage.other_steps import other_steps_of_run, reco
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.run_files import own_traces
 from te_precision_callbacks.runs.tables import at_the_end
-from te_precision_callbacks.speed.devices import Device, device_named, device_reported
-from te_precision_callbacks.speed.errors import CalibrationError, DeviceError, SpeedError
+from te_precision_callbacks.speed.calibration import CalibrationError
+from te_precision_callbacks.speed.devices import Device, DeviceError, SpeedError, device_named, device_reported
 from te_precision_callbacks.speed.estimate import Step, StepSpeed
 from te_precision_callbacks.speed.trace import MeasuredStep, TraceError, measure, read_trace
 

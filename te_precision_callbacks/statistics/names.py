@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, ONE_SCALE, RECIPES, WITH_ELEMENT_FORMAT
@@ -154,7 +154,7 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
     """
     if not isinstance(entry, str):
         raise UnknownStatisticError(f"a statistic of a quantized tensor is a name, not {entry!r}")
-    prefix, element_format, name, columnwise = _QuantizedName.parse(entry)
+    prefix, element_format, name, columnwise = _parts(entry)
     recipe = default_recipe if prefix is None else prefix
     if name not in QUANTIZED_STATISTICS:
         raise UnknownStatisticError(f"there is no statistic {name!r} of a quantized tensor")
@@ -178,29 +178,22 @@ def _is_e5m2(element_format: str | None) -> bool | None:
     return None if element_format is None else element_format == "e5m2"
 
 
-class _QuantizedName(NamedTuple):
-    """The parts of ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
+def _parts(name: str) -> tuple[str | None, str | None, str, bool]:
+    """Return recipe, element format, statistic, and whether columnwise data are meant, of
+    ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``.
 
     Whether they go together is not checked.
     """
-
-    recipe: str | None
-    element_format: str | None
-    statistic: str
-    columnwise: bool
-
-    @classmethod
-    def parse(cls, name: str) -> _QuantizedName:
-        columnwise = name.endswith(_COLUMNWISE)
-        name = name.removesuffix(_COLUMNWISE)
-        prefixes = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
-        prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}_")), None)
-        if prefix is None:
-            return cls(None, None, name, columnwise)
-        name = name.removeprefix(f"{prefix}_")
-        element_format = next((known for known in ELEMENT_FORMATS if name.startswith(f"{known}_")), None)
-        statistic = name if element_format is None else name.removeprefix(f"{element_format}_")
-        return cls(_ALIASES.get(prefix, prefix), element_format, statistic, columnwise)
+    columnwise = name.endswith(_COLUMNWISE)
+    name = name.removesuffix(_COLUMNWISE)
+    prefixes = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
+    prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}_")), None)
+    if prefix is None:
+        return None, None, name, columnwise
+    name = name.removeprefix(f"{prefix}_")
+    element_format = next((known for known in ELEMENT_FORMATS if name.startswith(f"{known}_")), None)
+    statistic = name if element_format is None else name.removeprefix(f"{element_format}_")
+    return _ALIASES.get(prefix, prefix), element_format, statistic, columnwise
 
 
 BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_over_orientations)?")
@@ -219,7 +212,7 @@ def logged_request(label: str) -> Request | None:
         return Request(
             label, STATISTICS[BLOCKWISE], blocks=Blocks(int(blocks[1]), int(blocks[2]), blocks[3] is not None)
         )
-    recipe, element_format, name, columnwise = _QuantizedName.parse(label)
+    recipe, element_format, name, columnwise = _parts(label)
     if name not in QUANTIZED_STATISTICS or (element_format is not None and recipe not in WITH_ELEMENT_FORMAT):
         return None
     return Request(
@@ -235,7 +228,8 @@ def named_request(name: str) -> Request:
     """
     if name in (*TENSOR_STATISTICS, BLOCKWISE):
         return tensor_request(name)
-    if _QuantizedName.parse(name).statistic in QUANTIZED_STATISTICS:
+    _, _, statistic, _ = _parts(name)
+    if statistic in QUANTIZED_STATISTICS:
         return quantized_request(name)
     # That of a GEMM is as in logs.
     logged = logged_request(name)
@@ -250,12 +244,13 @@ def quantized_names(recipes: Iterable[str] = RECIPES) -> list[str]:
     """
     prefixes = ["", *(f"{prefix}_" for recipe in recipes for prefix in PREFIXES[recipe])]
     spelled = (prefix + name + end for prefix in prefixes for name in QUANTIZED_STATISTICS for end in ("", _COLUMNWISE))
-    return [name for name in spelled if _is_quantized_name(name)]
+    return [name for name in spelled if is_quantized_name(name)]
 
 
-def _is_quantized_name(name: str) -> bool:
+def is_quantized_name(entry: object) -> bool:
+    """Return whether :func:`quantized_request` takes an entry."""
     try:
-        quantized_request(name)
+        quantized_request(entry)
     except UnknownStatisticError:
         return False
     return True

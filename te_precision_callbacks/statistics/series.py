@@ -55,10 +55,6 @@ class Family:
     def has_direction(self) -> bool:
         return self.worse not in (None, Worse.NEITHER)
 
-    @property
-    def is_signed(self) -> bool:
-        return self.request is not None and self.request.statistic.signed
-
     def leaves_out(self, flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Return which values belong to delayed scaling's first step, which is not representative.
 
@@ -108,14 +104,6 @@ class Series(NamedTuple):
 
     layer: str
     family: Family
-
-    @property
-    def tensor(self) -> str:
-        return self.family.tensor
-
-    @property
-    def statistic(self) -> str:
-        return self.family.statistic
 
 
 class SeriesTable:
@@ -192,7 +180,7 @@ class Measured:
         numbers = zip(self.series.tolist(), self.values.tolist(), strict=True)
         for number, value in itertools.chain(numbers, self.histograms.items()):
             series = self.table[number]
-            yield Measurement(series.layer, series.tensor, series.statistic, value)
+            yield Measurement(series.layer, series.family.tensor, series.family.statistic, value)
 
 
 def log_name(layer: str, tensor: str, statistic: str) -> str:

@@ -130,10 +130,6 @@ def _amax(columns: Columns) -> Values:
     return np.maximum(columns["max"], columns["negated_min"])
 
 
-def _mean(columns: Columns) -> Values:
-    return _ratio(columns["sum"], columns["finite"])
-
-
 def _spread(total: Values, squares: Values, count: Values, largest: Values, negated_least: Values) -> Values:
     """The sample standard deviation from raw moments and extremes, 0 for fewer than two elements.
 
@@ -150,10 +146,6 @@ def _spread(total: Values, squares: Values, count: Values, largest: Values, nega
     return np.where(width == 0, 0.0, np.where(np.isfinite(squares), bounded, np.inf))
 
 
-def _std(columns: Columns) -> Values:
-    return _spread(columns["sum"], columns["square_sum"], columns["finite"], columns["max"], columns["negated_min"])
-
-
 def _dynamic_range(columns: Columns) -> Values:
     nonzero = np.isfinite(columns["negated_min_nonzero"])
     smallest = np.where(nonzero, -columns["negated_min_nonzero"], 1.0)
@@ -166,20 +158,9 @@ def _sqnr(columns: Columns) -> Values:
         return np.where(error == 0, np.inf, 10 * np.log10(signal / error))
 
 
-def _least_scale(columns: Columns) -> Values:
-    return _or_zero(np.isfinite(columns["scale_max"]), -columns["negated_scale_min"])
-
-
-def _largest_scale(columns: Columns) -> Values:
-    return _or_zero(np.isfinite(columns["scale_max"]), columns["scale_max"])
-
-
-def _least_range(columns: Columns) -> Values:
-    return _or_zero(np.isfinite(columns["range_max"]), -columns["negated_range_min"])
-
-
-def _largest_range(columns: Columns) -> Values:
-    return _or_zero(np.isfinite(columns["range_max"]), columns["range_max"])
+def _if_any(largest: str, negated_least: str = "") -> Callable[[Columns], Values]:
+    """The largest number of a column, or its least one; 0 where there is no number."""
+    return lambda c: _or_zero(np.isfinite(c[largest]), -c[negated_least] if negated_least else c[largest])
 
 
 _ELEMENT, _COUNT, _BLOCKS, _POWERS, _PERCENT = "of the tensor", "elements", "blocks", "powers of two", "%"
@@ -198,9 +179,11 @@ def _statistics() -> Iterable[Statistic]:
     new = functools.partial(Statistic, of=Of.TENSOR)
     yield magnitude("min", "min(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
     yield magnitude("max", "max(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, c["max"]))
-    yield magnitude("mean", "sum(x) / n", _ELEMENT, _mean, signed=True)
+    yield magnitude("mean", "sum(x) / n", _ELEMENT, lambda c: _ratio(c["sum"], c["finite"]), signed=True)
     std = "sqrt((sum(x^2) - sum(x)^2 / n) / (n - 1)); 0 where max(x) = min(x), and for one element"
-    yield magnitude("std", std, _ELEMENT, _std)
+    yield magnitude(
+        "std", std, _ELEMENT, lambda c: _spread(c["sum"], c["square_sum"], c["finite"], c["max"], c["negated_min"])
+    )
     yield magnitude("l1_norm", "sum(|x|)", _ELEMENT, lambda c: c["abs_sum"])
     yield magnitude("l2_norm", "sqrt(sum(x^2))", _ELEMENT, lambda c: np.sqrt(c["square_sum"]))
     yield magnitude("cur_amax", "max(|x|)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, _amax(c)))
@@ -247,8 +230,8 @@ def _statistics() -> Iterable[Statistic]:
     sqnr = "10 * log10(sum(x^2) / sum((x - y)^2)); inf where y equals x, -inf where `mse` is inf"
     yield quantized("sqnr_db", sqnr, "dB", _sqnr, worse=Worse.LOW)
     scales = functools.partial(Statistic, unit=_ELEMENT, of=Of.SCALES, worse=Worse.NEITHER)
-    yield scales("scale_inv_min", "smallest factor", value=_least_scale, upstream=True)
-    yield scales("scale_inv_max", "largest factor", value=_largest_scale, upstream=True)
+    yield scales("scale_inv_min", "smallest factor", value=_if_any("scale_max", "negated_scale_min"), upstream=True)
+    yield scales("scale_inv_max", "largest factor", value=_if_any("scale_max"), upstream=True)
     yield scales(
         "scale_inv_std",
         "sample standard deviation of the factors",
@@ -426,8 +409,8 @@ def _of_blocks() -> Iterable[Statistic]:
     )
     ranges = functools.partial(Statistic, unit=_POWERS, of=Of.RANGES)
     of_a_block = "log2(max(|x|)) - log2(min(|x|) over x != 0) of a block"
-    yield ranges("block_dynamic_range_min", f"smallest {of_a_block}", value=_least_range)
-    yield ranges("block_dynamic_range_max", f"largest {of_a_block}", value=_largest_range)
+    yield ranges("block_dynamic_range_min", f"smallest {of_a_block}", value=_if_any("range_max", "negated_range_min"))
+    yield ranges("block_dynamic_range_max", f"largest {of_a_block}", value=_if_any("range_max"))
     yield ranges(
         "block_dynamic_range_mean",
         f"mean {of_a_block}",

@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 from te_precision_callbacks import cli
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.views.compare import compare, new_findings
-from te_precision_callbacks.views.compare.new_findings import compare_verdicts
+from te_precision_callbacks.views.compare import compare, result
+from te_precision_callbacks.views.compare.result import compare_verdicts
 from tests.planted import BAD, defective
 
 
@@ -67,7 +67,7 @@ def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkey
         dataclasses.replace(one, rule="other", layers=("x",)),
     )
     verdicts = iter((a, b))
-    monkeypatch.setattr(new_findings, "diagnose", lambda run: next(verdicts))
+    monkeypatch.setattr(result, "diagnose", lambda run: next(verdicts))
     found = compare_verdicts(open_run(healthy), open_run(bad))
     assert [(each.rule, each.tensor, each.layers) for each in found.only_b] == [
         ("sibling", "gradient", ("z",)),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
-from te_precision_callbacks.diagnosis.known import KnownFindingsError, known_line, read_known
+from te_precision_callbacks.diagnosis.known import KnownFindingsError, known_line, leave_out, read_known
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
 from tests.diagnosis.conftest import Planted
@@ -111,7 +111,7 @@ def finding_of(*layers: str) -> Finding:
 def test_lines_of_a_rule_cover_a_finding_together(tmp_path: Path, lines: list[str], known: bool) -> None:
     (tmp_path / "known.txt").write_text("\n".join(lines))
     verdict = Verdict((finding_of("h.0.fc1", "h.1.fc1", "h.12.fc1", "head"),), ("hole",))
-    left, count, unused = read_known(tmp_path / "known.txt").leave_out(verdict)
+    left, count, unused = leave_out(read_known(tmp_path / "known.txt"), verdict)
     assert (len(left), count, bool(unused)) == ((0, 1, False) if known else (1, 0, True))
 
 
@@ -120,7 +120,7 @@ def test_the_line_of_a_finding_leaves_it_out(planted: Planted, tmp_path: Path) -
     many = finding_of(*(f"h.{number}.fc1" for number in range(0, 40, 2)), *(f"x{chr(97 + n)}" for n in range(20)))
     for finding in (many, finding_of(), finding_of("a, b")):
         (tmp_path / "known.txt").write_text(known_line(finding))
-        assert read_known(tmp_path / "known.txt").leave_out(Verdict((finding,)))[1] == 1, known_line(finding)
+        assert leave_out(read_known(tmp_path / "known.txt"), Verdict((finding,)))[1] == 1, known_line(finding)
     printed = next(
         line for line in called("diagnose", planted.folder).output.splitlines() if line.startswith("  known: ")
     )

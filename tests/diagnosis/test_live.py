@@ -20,7 +20,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.coverage.coverage import NOTHING
 from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, Verdict, diagnose
-from te_precision_callbacks.diagnosis.reaction import reads_stop
+from te_precision_callbacks.diagnosis.engine import reads_stop
 from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.runs.answers import outcome_notes

@@ -9,9 +9,20 @@ import torch
 
 from benchmarks.accumulating import accumulated
 from te_precision_callbacks.config.keys import PROBES
-from te_precision_callbacks.gemm_error.accumulators import FLOAT32, HOPPER_FAST, HOPPER_SPLIT
 from te_precision_callbacks.gemm_error.factors import Factor, factor_of
-from te_precision_callbacks.gemm_error.judging import GemmCall, Judged, bound, judged, probes, product, seed_of, thin
+from te_precision_callbacks.gemm_error.judging import (
+    FLOAT32,
+    HOPPER_FAST,
+    HOPPER_SPLIT,
+    GemmCall,
+    Judged,
+    bound,
+    judged,
+    probes,
+    product,
+    seed_of,
+    thin,
+)
 from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of
 
 CPU = torch.device("cpu")

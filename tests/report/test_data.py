@@ -18,9 +18,8 @@ from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.views.report import ReportError, write_report
-from te_precision_callbacks.views.report.data import PageData, worst_layers
-from te_precision_callbacks.views.report.histograms import histograms
-from te_precision_callbacks.views.report.overview import Columns, overviews, pieces
+from te_precision_callbacks.views.report.data import page_data, worst_layers
+from te_precision_callbacks.views.report.overview import Columns, histograms, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale
 from te_precision_callbacks.views.report.subjects import FamilySeries, Subjects
 from tests.conftest import feature
@@ -96,8 +95,8 @@ def test_what_is_not_finite_is_the_worst_and_survives() -> None:
     scale = PackedScale.of(cells)
     levels = scale.bytes(cells, overview.present[REDUCED])
     assert (levels[0, 0], levels[1, 0]) == (NAN, INF)
-    data = PageData.of(run, 10**7)
-    assert math.isnan(data.content["worst_layers"][0]["items"][0]["value"])
+    content, _ = page_data(run, 10**7)
+    assert math.isnan(content["worst_layers"][0]["items"][0]["value"])
 
 
 def test_the_first_step_of_delayed_scaling_is_no_finding() -> None:
@@ -125,7 +124,7 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     assert overview.present[REDUCED].all()
     assert overview.cells[REDUCED].tolist() == [[math.inf, math.inf]]
     assert overview.worst_at[REDUCED].tolist() == [0]
-    told = PageData.of(run, 10**7).content
+    told = page_data(run, 10**7)[0]
     assert told["worst_layers"] == [{"family": 0, "items": [], "counted": True}]
 
 
@@ -185,7 +184,7 @@ def test_histograms_are_added_up_by_column() -> None:
 
 def test_the_page_stays_within_its_size(tmp_path: Path) -> None:
     run = drifting(blocks=2, steps=60, histograms=False)
-    small, large = (PageData.of(run, most).arrays for most in (60_000, 10**7))
+    small, large = (page_data(run, most)[1] for most in (60_000, 10**7))
     assert sum(map(len, small)) <= 60_000 < sum(map(len, large))
     assert write_report(run, tmp_path / "report.html").stat().st_size <= 10_000_000
 

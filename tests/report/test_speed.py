@@ -15,7 +15,7 @@ from te_precision_callbacks.speed import device_named
 from te_precision_callbacks.speed.estimate import estimate_step
 from te_precision_callbacks.speed.recorded import step_of_run
 from te_precision_callbacks.views.report import write_report
-from te_precision_callbacks.views.report.speed import speed_facts
+from te_precision_callbacks.views.report.facts import speed_facts
 from te_precision_callbacks.views.show.view import look as look_at
 from tests.report.conftest import Look
 from tests.report.runs import drifting, empty

@@ -11,7 +11,7 @@ import pytest
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.views.report import write_report
-from te_precision_callbacks.views.report.data import PageData
+from te_precision_callbacks.views.report.data import page_data
 from tests.planted import BAD, defective
 from tests.report.conftest import Look
 
@@ -28,7 +28,7 @@ def report(run: RecordedRun) -> Path:
 
 def test_the_page_has_the_verdict_of_diagnose(run: RecordedRun) -> None:
     verdict = diagnose(run)
-    told = PageData.of(run, 10**7).content
+    told = page_data(run, 10**7)[0]
     (finding,) = told["verdict"]["findings"]
     assert told["verdict"]["summary"] == verdict.summary
     assert [told["layers"][place]["name"] for place in finding["places"]] == [BAD]
@@ -41,17 +41,17 @@ def test_the_page_has_the_verdict_of_diagnose(run: RecordedRun) -> None:
 
 def test_the_curves_of_findings_come_first(tmp_path: Path) -> None:
     run = open_run(defective(tmp_path, steps=200))
-    told = PageData.of(run, 1_000).content
+    told = page_data(run, 1_000)[0]
     curves = {(one["statistic"], one["tensor"]): list(one["curves"]) for one in told["families"]}
     assert sum(map(len, curves.values())) <= 1
-    told = PageData.of(run, 40_000).content
+    told = page_data(run, 40_000)[0]
     curves = {(one["statistic"], one["tensor"]): list(one["curves"]) for one in told["families"]}
     assert "3:-1" in curves["std", "gradient"]
     assert told["exact"]["curves"] < told["exact"]["series"]
 
 
 def test_no_magnitude_is_in_the_list_of_worst_layers(run: RecordedRun) -> None:
-    told = PageData.of(run, 10**7).content
+    told = page_data(run, 10**7)[0]
     listed = {told["families"][each["family"]]["statistic"] for each in told["worst_layers"]}
     assert listed == {"nonfinite_num"}
 

@@ -17,7 +17,7 @@ from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.sinks.metrics import SeriesChoice
 from te_precision_callbacks.sinks.worst import judged
 from te_precision_callbacks.statistics.series import family_of
-from te_precision_callbacks.views.report.data import PageData
+from te_precision_callbacks.views.report.data import page_data
 from te_precision_callbacks.views.show.view import look
 from tests.conftest import Keeper, feature
 
@@ -102,7 +102,7 @@ def test_show_sorts_by_the_statistic(trained: Trained) -> None:
 
 
 def test_the_report_names_the_same(trained: Trained) -> None:
-    told = PageData.of(trained.run, 10**7).content
+    told = page_data(trained.run, 10**7)[0]
     of_page = {
         (told["families"][finding["family"]]["statistic"], told["families"][finding["family"]]["tensor"]): finding
         for finding in told["worst_layers"]

@@ -21,10 +21,9 @@ from te_precision_callbacks import cli
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.runs.answers import no_step_note
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment
-from te_precision_callbacks.views.report.data import PageData
+from te_precision_callbacks.views.report.data import page_data
 from te_precision_callbacks.views.show import command
-from te_precision_callbacks.views.show.screen import Screen
-from te_precision_callbacks.views.show.sparklines import sparkline
+from te_precision_callbacks.views.show.screen import Screen, sparkline
 from te_precision_callbacks.views.show.view import NothingToShowError, look
 from tests.compare.recorded import Values, append, layers, record
 from tests.planted import defective
@@ -205,7 +204,7 @@ def test_a_run_without_a_step_is_told_as_its_report_tells_it(tmp_path: Path) -> 
     assert result.exit_code == 0
     assert f"Note: {says}" in result.output
     assert "The contract was never judged." in result.output
-    assert PageData.of(open_run(tmp_path), 10**6).content["notes"] == [says]
+    assert page_data(open_run(tmp_path), 10**6)[0]["notes"] == [says]
     assert not no_step_note(record(tmp_path / "one", {("fc1", "weight", "cur_amax"): np.ones(1)}))
 
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.check import check_model
-from te_precision_callbacks.check.named_recipes import recipe_named
+from te_precision_callbacks.check.factory import recipe_named
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.layers.naming import named_te_modules
 from te_precision_callbacks.speed.memory import Memory, plan_memory, show

@@ -113,16 +113,13 @@ def recipes_here() -> dict[str, Any]:
     from transformer_engine.pytorch import quantization
 
     emulated = "reference backend at {}.{}".format(*target.capability())
-    return dataclasses.asdict(_recipes(quantization, emulated if reference.is_installed() else "this GPU"))
-
-
-def _recipes(quantization: Any, place: str) -> Recipes:
+    place = emulated if reference.is_installed() else "this GPU"
     try:
         answers = {name: getattr(quantization, row.check)() for name, row in RECIPES.items()}
     except Exception as error:  # a compiled build without a GPU, for example
-        return Recipes(place, failure=f"{type(error).__name__}: {error}")
+        return dataclasses.asdict(Recipes(place, failure=f"{type(error).__name__}: {error}"))
     refusals = {recipe: why for recipe, (runs, why) in answers.items() if not runs}
-    return Recipes(place, refusals)
+    return dataclasses.asdict(Recipes(place, refusals))
 
 
 # ---------------------------------------------------------------------- the machine

@@ -13,8 +13,6 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic.fields import FieldInfo
-
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.config.effects import BASE, NAMESPACE
 from te_precision_callbacks.config.fields import names, words
@@ -97,18 +95,13 @@ def keys_of(model: type[FeatureSchema]) -> tuple[Key, ...]:
     keys: dict[str, Key] = {}
     for path, level in levels(model).items():
         for name, field in level.model_fields.items():
-            new = Key(name, (), words(field), field.is_required(), default_of(field), field.description or "")
+            is_required = field.is_required()
+            default = None if is_required else field.get_default(call_default_factory=True)
+            default = None if default == [] else default
+            new = Key(name, (), words(field), is_required, default, field.description or "")
             known = keys.get(name, new)
             keys[name] = replace(known, where=(*known.where, path))
     return tuple(keys.values())
-
-
-def default_of(field: FieldInfo) -> Any:
-    """The value without the key; None if the key must be given, or has no default."""
-    if field.is_required():
-        return None
-    default = field.get_default(call_default_factory=True)
-    return None if default == [] else default
 
 
 def _feature(name: str, namespace: str) -> FeatureEntry:

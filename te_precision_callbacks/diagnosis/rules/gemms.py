@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
@@ -31,10 +30,8 @@ _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 class _OfGemms(Judge):
     """A rule on GEMMs, which is about a run that measures them, or was to measure them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.applies = False
-        self._unmeasured = ""
+    applies = False
+    _unmeasured = ""
 
     @property
     def why_not(self) -> str:
@@ -62,7 +59,6 @@ class Kernel(_OfGemms):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._kind = kind
-        self._streaks = ColumnStreaks(1)
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         settings = facts.settings
@@ -75,7 +71,7 @@ class Kernel(_OfGemms):
             alone = (beside["gemm_kernel_rank_first"] == beside["gemm_kernel_rank_last"]) & ranks
             holds = {"gain": bad & scaled & ~alone, "rank": bad & alone, "kernel": bad & ~scaled & ~alone}[self._kind]
             seen = np.array([_seen(beside, at, ratio, self._kind) for at in range(len(ratio.layers))], object)
-            yield from self._streaks.sightings(numbers, facts, ratio, holds, f"the GEMM {gemm} {{}}", seen)
+            yield from self.streaks.sightings(numbers, facts, ratio, holds, f"the GEMM {gemm} {{}}", seen)
 
 
 def _beside(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
@@ -111,10 +107,6 @@ def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column,
 class Quantizer(_OfGemms):
     """Codes or scales that differ from the format's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._streaks = ColumnStreaks(1)
-
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for operand in "ab":
             for statistic, most, text in (
@@ -124,7 +116,7 @@ class Quantizer(_OfGemms):
                 (f"gemm_zeros_excess_{operand}%", ZEROS, "{:.3g} % of the codes are 0 beyond those that should be"),
             ):
                 for column in self._columns(numbers, statistic):
-                    yield from self._streaks.sightings(
+                    yield from self.streaks.sightings(
                         numbers,
                         facts,
                         column,
@@ -140,13 +132,9 @@ class Excess(_OfGemms):
 
     needed = EXCESS_STEPS
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._streaks = ColumnStreaks(EXCESS_STEPS)
-
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for column in self._columns(numbers, "gemm_excess"):
-            yield from self._streaks.sightings(
+            yield from self.streaks.sightings(
                 numbers,
                 facts,
                 column,

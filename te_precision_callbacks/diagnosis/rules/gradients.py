@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, grown
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import OVERFLOW, keep_first, loses, most_underflow
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -47,7 +46,6 @@ class DeadGradient(Judge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._streaks = ColumnStreaks(DEAD_STEPS)
         self._rhythms = Rhythms()
         self._lacks_backward = False
         self._all_trained: int | None = None
@@ -92,7 +90,7 @@ class DeadGradient(Judge):
         tells = ~self._rhythms.explain(column.layers)
         if key == "absent" and (numbers.iteration < RHYTHM or (self._all_trained or math.inf) < numbers.iteration):
             tells &= self._rhythms.has_trained(column.layers)  # others had no turn yet, or only in other steps
-        return self._streaks.sightings(numbers, facts, column, holds, seen, tells=tells, key=key)
+        return self.streaks.sightings(numbers, facts, column, holds, seen, tells=tells, key=key)
 
 
 class Rhythms:
@@ -124,24 +122,19 @@ class Rhythms:
         return self._has_trained[layers]
 
     def _grow(self, layers: npt.NDArray[np.int64]) -> None:
-        more = int(layers.max(initial=-1)) + 1 - len(self._has_trained)
-        if more > 0:
-            self._possible = np.concatenate([self._possible, np.ones((more, len(self._periods)), bool)])
-            self._has_trained = np.concatenate([self._has_trained, np.zeros(more, bool)])
+        if layers.max(initial=-1) >= len(self._has_trained):
+            self._possible = grown(self._possible, layers, True)
+            self._has_trained = grown(self._has_trained, layers, False)
 
 
 class ZerosInWgrad(Judge):
     needed = ZEROS_STEPS
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._streaks = ColumnStreaks(ZEROS_STEPS)
-
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for column in numbers.all("zeros%", ("wgrad",)):
             self.saw(numbers.iteration)
             values = numbers.unbroken(column).values
-            yield from self._streaks.sightings(
+            yield from self.streaks.sightings(
                 numbers,
                 facts,
                 column,
@@ -158,7 +151,7 @@ class Growth(Judge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._streaks = ColumnStreaks(GROWTH_STEPS)
+        self.streaks = ColumnStreaks(GROWTH_STEPS)
         self._begins: dict[str, Begin] = {}
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
@@ -178,7 +171,7 @@ class Growth(Judge):
                 underflows=lambda lost: most_underflow(numbers, facts, lost) / 2,
                 overflows=lambda lost: OVERFLOW,
             )
-            for sighting in self._streaks.graded(
+            for sighting in self.streaks.graded(
                 numbers,
                 facts,
                 column,
@@ -203,20 +196,15 @@ class Begin:
 
     def of(self, layers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """[layers]: the least of the first numbers; nan as long as there is none."""
-        self._grow(layers)
+        self._known = grown(self._known, layers, np.nan)
         least: npt.NDArray[np.float64] = np.fmin.reduce(self._known[layers], axis=1)
         return least
 
     def add(self, layers: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
-        self._grow(layers)
+        self._known = grown(self._known, layers, np.nan)
         missing = np.isnan(self._known[layers])
         new = missing.any(axis=1) & np.isfinite(values)
         self._known[layers[new], missing.argmax(axis=1)[new]] = values[new]
-
-    def _grow(self, layers: npt.NDArray[np.int64]) -> None:
-        more = int(layers.max(initial=-1)) + 1 - len(self._known)
-        if more > 0:
-            self._known = np.concatenate([self._known, np.full((more, BEGIN), np.nan)])
 
 
 RULES = (

@@ -11,7 +11,6 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import ONE_SCALE
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
@@ -61,9 +60,7 @@ class Nonfinite(Judge):
     The amax of a plain log is inf or nan then. That of a session leaves them out, and nonfinite_num comes with it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._first: Sighting | None = None
+    _first: Sighting | None = None
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         before = self.steps[-1] if self.steps else None
@@ -155,7 +152,6 @@ class Overflow(_OfQuantized):
 
     def __init__(self) -> None:
         super().__init__()
-        self._streaks = ColumnStreaks(OVERFLOW_STEPS)
         self._last: dict[str, Column] = {}
         self._from_zero = FromZero()
 
@@ -170,7 +166,7 @@ class Overflow(_OfQuantized):
             now = column._replace(values=values)
             before = self._last.get(tensor, now).at(column.layers, 0.0)
             self._last[tensor] = now
-            yield from self._streaks.sightings(
+            yield from self.streaks.sightings(
                 numbers,
                 facts,
                 column,
@@ -185,10 +181,6 @@ class Underflow(_OfQuantized):
 
     needed = UNDERFLOW_STEPS
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._streaks = ColumnStreaks(UNDERFLOW_STEPS)
-
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for column in numbers.all("underflows%", facts=facts):
             self.saw(numbers.iteration)
@@ -197,7 +189,7 @@ class Underflow(_OfQuantized):
             lost, is_tight = lost_norm(numbers, facts, column)
             with np.errstate(invalid="ignore"):
                 heavy = np.where(np.isnan(lost), are_many, (lost >= LOST_NORM) & (are_many | is_tight) & (values > 0))
-            for sighting in self._streaks.graded(
+            for sighting in self.streaks.graded(
                 numbers,
                 facts,
                 column,

@@ -14,31 +14,23 @@ _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOver
 
 
 class FailedRun(Judge):
-    def __init__(self) -> None:
-        super().__init__()
-        self._stopped = ""
-
-    @property
-    def why_not(self) -> str:
-        return self._stopped
+    why_not = ""
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        self.judged = facts.has_run and not self._stopped
+        self.judged = facts.has_run and not self.why_not
         return ()
 
     def event(self, event: Event) -> Iterator[Sighting]:
         first_line = event.text.partition("\n")[0].rstrip(":. ")
         if event.kind == "stopped":
-            self._stopped, self.judged = first_line, False
+            self.why_not, self.judged = first_line, False
         is_end = event.kind == "segment_ended" and event.severity == "error"
         if is_end and not ended_by(first_line) and not first_line.startswith(_EXPLAINED):
             yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
 
 
 class BrokenContract(Judge):
-    def __init__(self) -> None:
-        super().__init__()
-        self.applies = False
+    applies = False
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "contract_judged":
@@ -50,19 +42,13 @@ class BrokenContract(Judge):
 class FailedObservation(Judge):
     """A failure of the observation: values may be missing after it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.applies = False
-        self._failure = ""
-
-    @property
-    def why_not(self) -> str:
-        return self._failure
+    applies = False
+    why_not = ""
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        if event.kind == "observation_failed" and not self._failure:
+        if event.kind == "observation_failed" and not self.why_not:
             self.applies = True
-            self._failure = f"in step {event.iteration}, {event.text.partition(chr(10))[0].rstrip('.')}"
+            self.why_not = f"in step {event.iteration}, {event.text.partition(chr(10))[0].rstrip('.')}"
         yield from ()
 
 

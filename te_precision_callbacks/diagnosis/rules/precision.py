@@ -133,9 +133,7 @@ class Recomputed(Judge):
 
 
 class Mxfp8Hybrid(Judge):
-    def __init__(self) -> None:
-        super().__init__()
-        self.applies = None
+    applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         of_recipe = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
@@ -147,9 +145,7 @@ class Mxfp8Hybrid(Judge):
 
 
 class Nvfp4Tail(Judge):
-    def __init__(self) -> None:
-        super().__init__()
-        self.applies = None
+    applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]

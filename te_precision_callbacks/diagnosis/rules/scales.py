@@ -9,9 +9,8 @@ import numpy.typing as npt
 
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, Values, grown
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import FromZero, loses, most_overflow
 
 FAR, TOO_SMALL, TOO_SMALL_STEPS = 2.0, 1.0, 3
@@ -54,9 +53,7 @@ class _UnmovedScales:
             [layers of the column]: the number of collection steps with the same scale although it should have followed
             amax, 0 if it should not; and whether it still has the initial value 1.
         """
-        missing = int(scales.layers.max(initial=-1)) + 1 - len(self._layers)
-        if missing > 0:
-            self._layers = np.concatenate([self._layers, np.tile([np.nan, 0.0, np.inf, 0.0, 0.0], (missing, 1))])
+        self._layers = grown(self._layers, scales.layers, [np.nan, 0.0, np.inf, 0.0, 0.0])
         first, count, least, most, moved = self._layers[scales.layers].T
         first = np.where(np.isnan(first), scales.values, first)
         used = np.isfinite(amaxes) & (amaxes > 0)
@@ -75,9 +72,10 @@ class _UnmovedScales:
 class _OfScaleAndAmax(Judge):
     """A rule that compares a scale of delayed scaling with the amax of the same step."""
 
+    applies = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.applies = None
         self._unmoved: dict[str, _UnmovedScales] = {}
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
@@ -138,7 +136,6 @@ class StaleScale(_OfScaleAndAmax):
 
     def __init__(self) -> None:
         super().__init__()
-        self._small = ColumnStreaks(TOO_SMALL_STEPS)
         self._large = ColumnStreaks(TOO_LARGE_STEPS)
         self._last: dict[str, Column] = {}
         self._from_zero = FromZero()
@@ -173,7 +170,7 @@ class StaleScale(_OfScaleAndAmax):
             follows = ~initial & (counts < UNMOVED_STEPS)  # else the rule scale-never-updated has it
             is_new = self._from_zero.grow(numbers, scales)
             small, rises, large = small & follows & ~is_new, rises & follows & ~is_new, large & follows
-            yield from self._small.sightings(
+            yield from self.streaks.sightings(
                 numbers,
                 facts,
                 scales,
@@ -182,7 +179,7 @@ class StaleScale(_OfScaleAndAmax):
                 np.exp2(-above),
                 key="small",
             )
-            yield from self._small.sightings(
+            yield from self.streaks.sightings(
                 numbers,
                 facts,
                 scales,
@@ -208,11 +205,7 @@ class ScalesDiffer(Judge):
     """The least and the largest scale of delayed scaling over ranks, of a tensor that has one scale on each."""
 
     needed = APART_STEPS
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.applies = None
-        self._streaks = ColumnStreaks(APART_STEPS)
+    applies = None
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         if facts.settings is not None and facts.layers:
@@ -233,7 +226,7 @@ class ScalesDiffer(Judge):
                 apart = np.log2(largest.values / least.at(largest.layers, np.nan))
             apart = np.where(known & np.isfinite(apart), apart, 0.0)
             far = apart >= APART
-            yield from self._streaks.graded(
+            yield from self.streaks.graded(
                 numbers,
                 facts,
                 largest,

@@ -35,9 +35,7 @@ def _has_float16(facts: Facts) -> bool:
 class AmaxReduction(Judge):
     """Amaxes of delayed scaling that are not reduced over all ranks that share a layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.applies = None
+    applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         settings = facts.settings
@@ -45,9 +43,7 @@ class AmaxReduction(Judge):
             return
         self.applies = settings.ranks > 1 and facts.has_delayed_scaling
         self.judged = bool(self.applies and settings.amaxes)
-        if not self.judged:
-            return
-        for row in settings.amaxes:
+        for row in settings.amaxes if self.judged else ():
             layers, outside = tuple(row["layers"]), row["outside"]
             if outside:
                 over = f"over {many(row['ranks'], 'rank')}" if row["reduced"] else "over no other rank"

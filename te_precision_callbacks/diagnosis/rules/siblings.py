@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
-from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Judge, Rule, Sighting
 from te_precision_callbacks.diagnosis.rules.losses import (
     LOST_NORM,
     OVERFLOW,
@@ -52,7 +51,7 @@ class Sibling(Judge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._far, self._near = ColumnStreaks(FAR_STEPS), ColumnStreaks(NEAR_STEPS)
+        self._near = ColumnStreaks(NEAR_STEPS)
         self._most_alike = 0
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
@@ -99,7 +98,7 @@ class Sibling(Judge):
             what = "are above the range of the format"
             odd &= can_overflow(numbers, facts, column) & (shares < most_overflow(column.family.tensor))
         seen = f"{{:.3g}} % of the elements {what}, {{:.2g}} % in alike layers"
-        yield from self._far.graded(
+        yield from self.streaks.graded(
             numbers, facts, column, odd & ~light, odd & light, seen, shares, others, key="share, "
         )
 
@@ -118,8 +117,8 @@ class Sibling(Judge):
                 continue
             if len(known) == LEAST_ALIKE:  # that one deviates which is farther from all layers
                 middle = np.median(bits[np.isfinite(bits)])
-                near, far_one = sorted(known, key=lambda place: abs(bits[place] - middle))
-                jumps[far_one] = bits[far_one] - bits[near]
+                near, farther = sorted(known, key=lambda place: abs(bits[place] - middle))
+                jumps[farther] = bits[farther] - bits[near]
             else:
                 compare = deviations if len(known) > FEW else few_deviations
                 jumps[known] = compare(bits[known], flows=tensor in _FLOWS)
@@ -133,15 +132,14 @@ class Sibling(Judge):
         values = column.values, np.exp2(np.abs(jumps)), np.where(jumps < 0, "smaller", "larger")
         yield from self._near.sightings(numbers, facts, column, lossy, seen, *values, key="lossy")
         if of_amax_alone:
-            yield from self._far.sightings(
+            yield from self.streaks.sightings(
                 numbers, facts, column, some & ~lossy, seen, *values, severity="note", key="amax"
             )
         else:
-            yield from self._far.sightings(numbers, facts, column, far & ~lossy, seen, *values)
+            yield from self.streaks.sightings(numbers, facts, column, far & ~lossy, seen, *values)
 
     def _alike(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
-        tensor = column.family.tensor
-        return facts.once("alike", tensor, column.layers, lambda: self._groups(numbers, facts, column))
+        return facts.once("alike", column.family.tensor, column.layers, lambda: self._groups(numbers, facts, column))
 
     def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
         tensor = column.family.tensor

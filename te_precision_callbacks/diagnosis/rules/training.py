@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from te_precision_callbacks.base.counts import some_of
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
@@ -25,8 +26,6 @@ JUMP = 0.6
 
 FLAT, RISING = 0.01, 0.10
 """The share by which the loss may fall over the window, and the share by which it rises for a warning."""
-
-_MOST_NAMES = 3
 
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
@@ -65,12 +64,10 @@ class NonfiniteLoss(Judge):
                 "the Trainer leaves inf and nan out of the loss that it logs: set logging_nan_inf_filter=False in its"
                 " TrainingArguments"
             )
-        names = list(self._others)
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         return (
             f"no loss was logged under a name that only the loss of the training has, such as loss or train_loss, but"
-            f" {', '.join(names[:_MOST_NAMES])}{more}: log it under such a name, too"
-            if names
+            f" {some_of(self._others)}: log it under such a name, too"
+            if self._others
             else ""
         )
 

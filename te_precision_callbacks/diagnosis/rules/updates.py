@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.lasting import ColumnStreaks
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 from te_precision_callbacks.statistics.names import BELOW_EPS, STALE, UNCHANGED
@@ -36,10 +35,9 @@ class AboveThreshold(Judge):
         seen: str,
         applies_to: Callable[[Facts], bool | None] | None = None,
     ) -> None:
-        super().__init__()
         self.needed = needed
+        super().__init__()
         self._statistic, self._threshold, self._seen, self._applies_to = statistic, threshold, seen, applies_to
-        self._streaks = ColumnStreaks(needed)
         self.applies = applies_to is not None
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
@@ -52,7 +50,7 @@ class AboveThreshold(Judge):
             self.saw(numbers.iteration)
             self.applies = self.applies or self._applies_to is None
             holds = column.values >= self._threshold
-            for sighting in self._streaks.sightings(numbers, facts, column, holds, self._seen, column.values):
+            for sighting in self.streaks.sightings(numbers, facts, column, holds, self._seen, column.values):
                 yield sighting._replace(layers=tuple(filter(None, sighting.layers)))
 
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.speed.errors import TraceError
     from te_precision_callbacks.speed.trace.measuring import MeasuredProduct, MeasuredStep, measure, show
-    from te_precision_callbacks.speed.trace.reading import Trace, read_trace
+    from te_precision_callbacks.speed.trace.reading import Trace, TraceError, read_trace
 
 __all__ = ["MeasuredProduct", "MeasuredStep", "Trace", "TraceError", "measure", "read_trace", "show"]
 

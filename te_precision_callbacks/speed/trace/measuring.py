@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.speed.errors import TraceError
 from te_precision_callbacks.speed.trace.range_names import parse_range
-from te_precision_callbacks.speed.trace.reading import Pass, Trace, TraceEvent, set_contexts
+from te_precision_callbacks.speed.trace.reading import Pass, Trace, TraceError, TraceEvent, set_contexts
 
 _MOST_LAYERS = 20
 _MOST_PARTS = 6

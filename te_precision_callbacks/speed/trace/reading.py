@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from te_precision_callbacks.speed.errors import TraceError
+from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.speed.trace.range_names import parse_range
 
 Pass = Literal["forward", "backward", "recompute", "optimizer", ""]
@@ -43,6 +43,10 @@ _CATEGORIES: Mapping[str, EventType] = {
 _NODE = "autograd::engine::evaluate_function: "
 _OF_BACKWARD = re.compile(r"Backward\d*$|^torch::autograd::")
 _OF_OPTIMIZER = re.compile(r"^Optimizer\.(step|zero_grad)")
+
+
+class TraceError(PrecisionDebugError, ValueError):
+    """A file is not a trace of torch.profiler, is truncated, or has no layer ranges."""
 
 
 class Context(NamedTuple):

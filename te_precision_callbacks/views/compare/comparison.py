@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
+from te_precision_callbacks.base.counts import by_key
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import folded
 from te_precision_callbacks.runs import RecordedRun
@@ -21,9 +22,15 @@ from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.tables import at_the_end
 from te_precision_callbacks.views.compare.departures import Search, Side, side_of_run
 from te_precision_callbacks.views.compare.loss import compare_losses
-from te_precision_callbacks.views.compare.new_findings import compare_verdicts
 from te_precision_callbacks.views.compare.origins import Order, partings
-from te_precision_callbacks.views.compare.result import Comparison, ComparisonError, FactDifference, Floor, Pairing
+from te_precision_callbacks.views.compare.result import (
+    Comparison,
+    ComparisonError,
+    FactDifference,
+    Floor,
+    Pairing,
+    compare_verdicts,
+)
 from te_precision_callbacks.views.report.facts import readable
 
 if TYPE_CHECKING:
@@ -163,11 +170,8 @@ def layers_with_other_rows(a: RecordedRun, b: RecordedRun) -> list[str]:
 
 def _changed(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
     theirs = _of_layers(b)
-    changed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for key, value in _of_layers(a).items():
-        if theirs.get(key, value) != value:
-            changed[key[0], value, theirs[key]].append(key[2])
-    return changed
+    changed = ((key, value) for key, value in _of_layers(a).items() if theirs.get(key, value) != value)
+    return by_key(((key[0], value, theirs[key]), key[2]) for key, value in changed)
 
 
 def _of_layers(run: RecordedRun) -> dict[tuple[str, str, str], str]:

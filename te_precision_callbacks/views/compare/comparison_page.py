@@ -15,8 +15,7 @@ import numpy as np
 from te_precision_callbacks.runs.index import REDUCED, Subject
 from te_precision_callbacks.views.compare.departures import Compared, Floats, Ints, Side
 from te_precision_callbacks.views.compare.loss import loss_curves
-from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
-from te_precision_callbacks.views.compare.result import Comparison, Parting, StatisticDeparture
+from te_precision_callbacks.views.compare.result import ComparedVerdicts, Comparison, Parting
 from te_precision_callbacks.views.compare.wording import (
     difference,
     first_lines,
@@ -159,21 +158,20 @@ def _parting(parting: Parting, layer_of: dict[str, int]) -> dict[str, Any]:
         "iteration": parting.iteration,
         "name": parting.name,
         "origin": origin(parting),
-        "departures": [_departure(departure) for departure in parting.departures],
-    }
-
-
-def _departure(departure: StatisticDeparture) -> dict[str, Any]:
-    return {
-        "statistic": departure.statistic,
-        "gemm": departure.gemm,
-        "iteration": departure.iteration,
-        "until": departure.until,
-        "to_the_end": departure.to_the_end,
-        "a": number(departure.a),
-        "b": number(departure.b),
-        "difference": difference(departure),
-        "times": times(departure),
+        "departures": [
+            {
+                "statistic": departure.statistic,
+                "gemm": departure.gemm,
+                "iteration": departure.iteration,
+                "until": departure.until,
+                "to_the_end": departure.to_the_end,
+                "a": number(departure.a),
+                "b": number(departure.b),
+                "difference": difference(departure),
+                "times": times(departure),
+            }
+            for departure in parting.departures
+        ],
     }
 
 

@@ -410,13 +410,13 @@ class Search:
         known = ~np.isnan(spread)
         limit = np.where(known, bound * spread, scales.bound[series])
         begin = np.where(known, np.minimum(limit, np.fmax(_LEAST_BEGIN, _PART_OF_BOUND * bound) * spread), limit)
-        beyond, begun = _runs(series, difference, limit), _runs(series, difference, begin)
-        lasting = beyond.lengths >= np.minimum(self.lasting, counts[series[beyond.starts]])
-        starts = beyond.starts[lasting]
+        beyond_starts, beyond_lengths = _stretches(series, difference, limit)
+        starts = beyond_starts[beyond_lengths >= np.minimum(self.lasting, counts[series[beyond_starts]])]
         starts = starts[np.unique(series[starts], return_index=True)[1]]
         # The stretch in which it has begun.
-        within = np.searchsorted(begun.starts, starts, "right") - 1
-        begins, lengths = begun.starts[within], begun.lengths[within]
+        begun_starts, begun_lengths = _stretches(series, difference, begin)
+        within = np.searchsorted(begun_starts, starts, "right") - 1
+        begins, lengths = begun_starts[within], begun_lengths[within]
         if self.show is not None:
             finite = np.isfinite(ours)
             below, above = (np.where(finite, scales.values(series, place + way * limit), ours) for way in (-1, 1))
@@ -499,12 +499,12 @@ class _Scales:
         self._magnitudes = np.where(levels, _ordinary(sides, len(subjects)), _smallest(sides, len(subjects)))
 
     def places(self, series: Ints, values: Floats) -> Floats:
-        return self._each(NoiseScale.places, series, values)
+        return self._by_kind(NoiseScale.places, series, values)
 
     def values(self, series: Ints, places: Floats) -> Floats:
-        return self._each(NoiseScale.values, series, places)
+        return self._by_kind(NoiseScale.values, series, places)
 
-    def _each(self, apply: Callable[[NoiseScale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:
+    def _by_kind(self, apply: Callable[[NoiseScale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:
         result = np.empty(len(numbers))
         kinds = self._kind[series]
         for number, scale in enumerate(self._kinds.values()):
@@ -570,15 +570,10 @@ def _largest(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Flo
     return largest
 
 
-class _Runs(NamedTuple):
-    """Stretches of a series with differences beyond a limit on one side. Inf and nan continue the stretch before
-    them."""
-
-    starts: Ints
-    lengths: Ints
-
-
-def _runs(series: Ints, difference: Floats, limit: Floats) -> _Runs:
+def _stretches(series: Ints, difference: Floats, limit: Floats) -> tuple[Ints, Ints]:
+    """Return the starts and lengths of stretches of a series with differences beyond a limit on one side. Inf and nan
+    continue the stretch before them.
+    """
     size = np.abs(difference)
     state: npt.NDArray[np.int8] = np.where(size > limit, np.sign(difference), 0).astype(np.int8)
     others = np.append(True, series[1:] != series[:-1])[: len(state)]
@@ -587,4 +582,4 @@ def _runs(series: Ints, difference: Floats, limit: Floats) -> _Runs:
     starts = np.flatnonzero(others | np.append(True, state[1:] != state[:-1])[: len(state)])
     lengths = np.diff(np.append(starts, len(state)))
     beyond = state[starts] != 0
-    return _Runs(starts[beyond], lengths[beyond])
+    return starts[beyond], lengths[beyond]

@@ -14,8 +14,11 @@ from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.departures import Floats, Ints, Side
 from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
 
-_FP8_AGAINST_BF16 = ("FP8 against BF16", 0.0025, "DeepSeek-V3, arXiv 2412.19437, 3.3")
-_NVFP4_AGAINST_FP8 = ("NVFP4 against FP8, in the stable phase", 0.01, "NVIDIA, arXiv 2509.25149")
+_YARDSTICKS = {
+    ("FP8 against BF16", 0.0025, "DeepSeek-V3, arXiv 2412.19437, 3.3"): ("high", "fp8"),
+    ("NVFP4 against FP8, in the stable phase", 0.01, "NVIDIA, arXiv 2509.25149"): ("fp8", "nvfp4"),
+}
+"""Name, bound and source -> the precisions of both runs."""
 
 _SPIKE = 10.0
 """The factor between the losses of one step that counts, if the running medians are no tenth of it apart."""
@@ -95,6 +98,12 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
     floors = [abs(_mean(curve.relative[: curve.steps][_stable(curve.steps)])) for curve in baselines]
     sizes = np.nan_to_num(np.abs(relative[early:]), nan=-1.0, posinf=np.inf)
     largest = early + int(sizes.argmax()) if sizes.size else None
+    kinds = (_kind(shares[0]), _kind(shares[1]))
+    known = not math.isnan(difference)
+    yardsticks = (
+        Yardstick(name, bound, source, abs(difference) < bound if known and kinds == runs else None)
+        for (name, bound, source), runs in _YARDSTICKS.items()
+    )
     return LossComparison(
         curves.name.statistic,
         curves.steps,
@@ -106,7 +115,7 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
         math.nan if largest is None else float(abs(relative[largest])),
         int(curves.iterations[0] if largest is None else iterations[largest]),
         max(floors, default=None),
-        _yardsticks(difference, *shares),
+        tuple(yardsticks),
         _spike(curves, baselines),
         (_precision(shares[0]), _precision(shares[1])),
         curves.lost_a,
@@ -168,17 +177,6 @@ def _relative(x: Floats, y: Floats) -> Floats:
 
 def _stable(steps: int) -> slice:
     return slice(max(min(steps - 1, 3 * steps // 4), 0), steps)
-
-
-def _yardsticks(relative: float, ours: Shares, theirs: Shares) -> tuple[Yardstick, ...]:
-    kinds = (_kind(ours), _kind(theirs))
-    return tuple(
-        Yardstick(name, bound, source, abs(relative) < bound if kinds == runs and not math.isnan(relative) else None)
-        for (name, bound, source), runs in (
-            (_FP8_AGAINST_BF16, ("high", "fp8")),
-            (_NVFP4_AGAINST_FP8, ("fp8", "nvfp4")),
-        )
-    )
 
 
 def _kind(shares: Shares) -> str:

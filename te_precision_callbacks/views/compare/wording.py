@@ -9,18 +9,18 @@ from typing import Any
 import typer
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import many, some_of
+from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
 from te_precision_callbacks.layers.folding import folded, form_of
 from te_precision_callbacks.views.compare.departures import NO_NUMBER, ZERO_BELOW
-from te_precision_callbacks.views.compare.new_findings import ComparedVerdicts
 from te_precision_callbacks.views.compare.result import (
+    ComparedVerdicts,
     Comparison,
     FactDifference,
     LossComparison,
     Parting,
     StatisticDeparture,
 )
-from te_precision_callbacks.views.verdicts import MOST_FINDINGS, more_findings
 
 MOST_NAMES = 3
 
@@ -36,15 +36,16 @@ def what_was_compared(comparison: Comparison) -> Iterator[str]:
         ("B", pairing.only_b, pairing.statistics_only_b, pairing.layers_only_b),
     ):
         if count:
-            apart = [f"the statistics {_some(statistics)}"] if statistics else []
-            apart += [f"the layers {_some(folded(layers))}"] if layers else []
+            apart = [f"the statistics {some_of(statistics)}"] if statistics else []
+            apart += [f"the layers {some_of(folded(layers))}"] if layers else []
             yield f"{many(count, 'series')} only in {where}{': ' if apart else ''}{' and '.join(apart)}."
     if pairing.without_steps:
         yield f"{many(pairing.without_steps, 'series')} of both have no step in common."
     if pairing.with_other_rows:
+        resized = some_of(folded(pairing.with_other_rows))
         yield (
-            f"B computes another number of rows in {_some(folded(pairing.with_other_rows))}, such as with another batch"
-            " size: norms, counts and gradients may differ for that reason alone."
+            f"B computes another number of rows in {resized}, such as with another batch size: norms, counts and"
+            " gradients may differ for that reason alone."
         )
     if floor is None:
         yield (
@@ -80,10 +81,12 @@ def where_first(comparison: Comparison) -> Iterator[str]:
         return
     departure = first.strongest
     medians = f" (medians of steps {departure.iteration} to {departure.until})" if departure.steps > 1 else ""
+    multiple = times(departure)
+    beyond = f", {multiple} its ordinary spread" if multiple and departure.spread is not None else ""
     yield (
         f"First at step {first.iteration}: {first.name}, {origin(first)}. {departure.statistic} is"
         f" {number(departure.b)} instead of {number(departure.a)}{medians}:"
-        f" {difference(departure)}{_beyond(departure)}."
+        f" {difference(departure)}{beyond}."
     )
     if any(parting.iteration < first.iteration for parting in comparison.parted):
         between = f"between steps {first.since - 1} and {first.iteration}"
@@ -154,11 +157,6 @@ def difference(departure: StatisticDeparture) -> str:
     return f"{value:+.3g} {departure.unit}"
 
 
-def _beyond(departure: StatisticDeparture) -> str:
-    multiple = times(departure)
-    return f", {multiple} its ordinary spread" if multiple and departure.spread is not None else ""
-
-
 def times(departure: StatisticDeparture) -> str:
     """The difference as a multiple of the spread, or without a noise floor of the bound; empty with inf or nan."""
     if abs(departure.difference) > NO_NUMBER:
@@ -173,12 +171,6 @@ def number(value: float) -> str:
 
 def _percent(share: float, *, signed: bool = True) -> str:
     return f"{100 * share:{'+' if signed else ''}.3g} %"
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = len(listed) - MOST_NAMES
-    return ", ".join(listed[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 _MOST_ROWS = 20

@@ -8,7 +8,6 @@ of the worst layers, then all others.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.answers import (
+    loss_first,
     no_step_note,
     not_measured_notes,
     outcome_notes,
@@ -29,10 +29,9 @@ from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
-from te_precision_callbacks.views.report.histograms import histograms
-from te_precision_callbacks.views.report.overview import Columns, Overview, has_room_for, overviews, pieces
+from te_precision_callbacks.views.report.facts import speed_facts
+from te_precision_callbacks.views.report.overview import Columns, Overview, has_room_for, histograms, overviews, pieces
 from te_precision_callbacks.views.report.packing import Packed, PackedScale, narrowed, steps_between
-from te_precision_callbacks.views.report.speed import speed_facts
 from te_precision_callbacks.views.report.subjects import (
     FamilySeries,
     ReportError,
@@ -51,61 +50,55 @@ _FIRST = ("nonfinite_num", "overflows%", "underflows%", "sqnr_db", "saturated_sc
 _FORMATS = (E4M3, E5M2, E2M1)
 
 
-@dataclass(frozen=True)
-class PageData:
-    content: dict[str, Any]
-    arrays: list[str]
-
-    @classmethod
-    def of(cls, run: RecordedRun, most: int, device: Device | None = None) -> PageData:
-        """Choose what goes into a page, with at most ``most`` characters of arrays; raises ReportError for a run
-        without values.
-        """
-        why = why_nothing_to_show(run)
-        if why:
-            raise ReportError(why)
-        subjects, verdict = Subjects(run), diagnose(run)
-        packed = Packed(most)
-        chosen, columns, left_out = _fitted(run, subjects)
-        made = []
-        for overview in overviews(run, chosen, columns):
-            made.append(FamilyOnPage(overview, packed))
-            overview.cells.clear()
-            overview.present.clear()
-        content: dict[str, Any] = {
-            "run": _run(run),
-            "notes": [
-                *no_step_note(run),
-                *run.notes,
-                *not_measured_notes(run),
-                *left_out,
-            ],
-            "layers": _layers(run, subjects),
-            "scalars": _scalars(run, subjects, packed),
-            # A block of NVFP4 has a scale in E4M3, so all blocks together reach that much further down.
-            "formats": {
-                form.name: {
-                    "max": form.max,
-                    "least": form.min_subnormal,
-                    "reach": E4M3.min_subnormal / E4M3.max if form is E2M1 else 1.0,
-                }
-                for form in _FORMATS
-            },
-            "verdict": _verdict(verdict, run, subjects),
-            "speed": speed_facts(run, device),
-            "worst_layers": worst_layers([family.overview for family in made]),
-        }
-        with_findings = {layer for finding in content["verdict"]["findings"] for layer in finding["places"]}
-        worst = {*with_findings, *(item["layer"] for listed in content["worst_layers"] for item in listed["items"])}
-        content["histograms"] = _histograms(run, subjects, packed, worst)
-        curves = _put_curves(run, made, packed, verdict)
-        content["families"] = [family.content for family in made]
-        content["exact"] = {
-            "curves": curves,
-            "series": sum(len(family.overview.of.series) for family in made),
-            "widest": int(np.max(columns.last - columns.first) + 1) if len(columns) else 0,
-        }
-        return cls(content, packed.texts)
+def page_data(run: RecordedRun, most: int, device: Device | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Choose the content of a page and its arrays, of at most ``most`` characters; raises ReportError for a run
+    without values.
+    """
+    why = why_nothing_to_show(run)
+    if why:
+        raise ReportError(why)
+    subjects, verdict = Subjects(run), diagnose(run)
+    packed = Packed(most)
+    chosen, columns, left_out = _fitted(run, subjects)
+    made = []
+    for overview in overviews(run, chosen, columns):
+        made.append(FamilyOnPage(overview, packed))
+        overview.cells.clear()
+        overview.present.clear()
+    content: dict[str, Any] = {
+        "run": _run(run),
+        "notes": [
+            *no_step_note(run),
+            *run.notes,
+            *not_measured_notes(run),
+            *left_out,
+        ],
+        "layers": _layers(run, subjects),
+        "scalars": _scalars(run, subjects, packed),
+        # A block of NVFP4 has a scale in E4M3, so all blocks together reach that much further down.
+        "formats": {
+            form.name: {
+                "max": form.max,
+                "least": form.min_subnormal,
+                "reach": E4M3.min_subnormal / E4M3.max if form is E2M1 else 1.0,
+            }
+            for form in _FORMATS
+        },
+        "verdict": _verdict(verdict, run, subjects),
+        "speed": speed_facts(run, device),
+        "worst_layers": worst_layers([family.overview for family in made]),
+    }
+    with_findings = {layer for finding in content["verdict"]["findings"] for layer in finding["places"]}
+    worst = {*with_findings, *(item["layer"] for listed in content["worst_layers"] for item in listed["items"])}
+    content["histograms"] = _histograms(run, subjects, packed, worst)
+    curves = _put_curves(run, made, packed, verdict)
+    content["families"] = [family.content for family in made]
+    content["exact"] = {
+        "curves": curves,
+        "series": sum(len(family.overview.of.series) for family in made),
+        "widest": int(np.max(columns.last - columns.first) + 1) if len(columns) else 0,
+    }
+    return content, packed.texts
 
 
 def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
@@ -166,7 +159,7 @@ def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, An
 def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], Columns, list[str]]:
     kept: list[FamilySeries] = []
     rows = 0
-    for family in sorted(subjects.families, key=lambda family: not family.has_direction):
+    for family in sorted(subjects.families, key=lambda family: not family.family.has_direction):
         more = len(family.rows) * len(family.ranks)
         if kept and not has_room_for(rows + more):
             continue
@@ -188,7 +181,7 @@ class FamilyOnPage:
         family, request = overview.family, overview.family.request
         row = None if request is None else request.statistic
         shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
-        scale = PackedScale.of(shown, centred=family.is_signed)
+        scale = PackedScale.of(shown, centred=row is not None and row.signed)
         self.content: dict[str, Any] = {
             "tensor": family.tensor,
             "statistic": family.statistic,
@@ -203,7 +196,7 @@ class FamilyOnPage:
             "rows": packed.put(overview.layers.astype(np.int32)),
             "first": packed.put(overview.columns.first.astype(np.int64)),
             "last": packed.put(overview.columns.last.astype(np.int64)),
-            "scale": scale.described,
+            "scale": vars(scale),
             "cells": {
                 str(rank): packed.put(scale.bytes(cells, overview.present[rank]))
                 for rank, cells in overview.cells.items()
@@ -262,7 +255,7 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
             for row, number in enumerate(numbers.tolist()):
                 if number >= 0:
                     place = places.get((id(shown), row, rank), WORST)
-                    other = place < WORST and not overview.of.has_direction
+                    other = place < WORST and not overview.family.has_direction
                     key = (
                         run.subjects[number].layer not in named,
                         place,
@@ -331,7 +324,8 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
 
 
 def _scalars(run: RecordedRun, subjects: Subjects, packed: Packed) -> list[dict[str, Any]]:
-    curves = list(facts.trainer_curves(run).items())
+    names = sorted(loss_first(run.curves), key=lambda name: name not in run.metrics)
+    curves = [(name, run.curves[name]) for name in names]
     for family in subjects.free:
         for series, rank in zip(family.series.tolist(), family.rank.tolist(), strict=True):
             table = run.values([series])

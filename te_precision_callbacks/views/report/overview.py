@@ -1,8 +1,8 @@
-"""Heat maps: layer by step for each statistic, in few columns, each cell the worst of its steps."""
+"""Heat maps: layer by step for each statistic, in few columns, each cell the worst of its steps; and histograms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_first
-from te_precision_callbacks.statistics.series import Family, badness, sign_of
+from te_precision_callbacks.statistics.series import badness, sign_of
+from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
 from te_precision_callbacks.views.report.subjects import FamilySeries, Ints
 
 Floats = npt.NDArray[np.float64]
@@ -97,6 +98,7 @@ class Overview:
 
     def __init__(self, of: FamilySeries, columns: Columns) -> None:
         self.of, self.columns, self.layers = of, columns, of.rows
+        self.family = of.family
         self.sign = sign_of(of.family.worse)
         rows, shape = len(self.layers), (len(self.layers), len(columns))
         self.cells = {rank: np.full(shape, np.nan) for rank in of.ranks}
@@ -106,10 +108,6 @@ class Overview:
         self.worst_at = {rank: np.full(rows, -1) for rank in of.ranks}
         places = zip(np.searchsorted(self.layers, of.layer).tolist(), of.rank.tolist(), strict=True)
         self._places = dict(zip(of.series.tolist(), places, strict=True))
-
-    @property
-    def family(self) -> Family:
-        return self.of.family
 
     def add(self, series: int, iterations: Ints, values: Floats) -> None:
         row, rank = self._places[series]
@@ -186,3 +184,44 @@ def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Colum
             if number in last:
                 yield made.without_empty_columns()
                 made = None
+
+
+_MOST_HISTOGRAMS_AT_ONCE = 20_000
+
+
+def histograms(
+    run: RecordedRun, of: FamilySeries, columns: Columns, wanted: Collection[int] | None = None
+) -> Iterator[tuple[int, Columns, int, Floats]]:
+    """The histograms of a family, layer by layer, added up over the steps of each column.
+
+    Yields:
+        The place of the series in the family, the columns with a histogram, the first bin with a count in any column,
+            and the counts from it on: [columns, bins].
+    """
+    bins = len(EXPONENT_COLUMNS)
+    order = [
+        place for place in np.argsort(of.layer, kind="stable") if wanted is None or int(of.series[place]) in wanted
+    ]
+    for piece in pieces(of.count[order], _MOST_HISTOGRAMS_AT_ONCE):
+        chosen = order[piece]
+        table = run.vectors(of.series[chosen].tolist())
+        series = table["series"].to_numpy()
+        iterations = table["iteration"].to_numpy()
+        bin_lists, count_lists = table["bin"].combine_chunks(), table["count"].combine_chunks()
+        offsets = bin_lists.offsets.to_numpy()
+        all_bins, all_counts = bin_lists.values.to_numpy(), count_lists.values.to_numpy()
+        for place in chosen:
+            rows = np.flatnonzero(series == of.series[place])
+            if not rows.size:
+                continue
+            begin, end = offsets[rows[0]], offsets[rows[-1] + 1]
+            column = np.repeat(columns.column_of(iterations[rows]), np.diff(offsets[rows[0] : rows[-1] + 2]))
+            cell = column * bins + all_bins[begin:end].astype(np.int64)
+            counts: Floats = (
+                np.bincount(cell, all_counts[begin:end], len(columns) * bins).reshape(-1, bins).astype(np.float64)
+            )
+            used = np.unique(columns.column_of(iterations[rows]))
+            counts = counts[used]
+            filled = np.flatnonzero(counts.any(0))
+            low, high = (int(filled[0]), int(filled[-1]) + 1) if filled.size else (0, 1)
+            yield int(place), columns.take(used), low, counts[:, low:high]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,16 +80,6 @@ class PackedScale:
         if self.kind == "log":
             return np.asarray(np.log(values))
         return values if self.kind == "linear" else np.asarray(np.arcsinh(values / self.bend))
-
-    @property
-    def described(self) -> Mapping[str, Any]:
-        return {
-            "kind": self.kind,
-            "low": self.low,
-            "high": self.high,
-            "bend": self.bend,
-            "centred": self.centred,
-        }
 
 
 def compressed(data: bytes) -> str:

@@ -18,7 +18,7 @@ from te_precision_callbacks.base.terminal import plain, visible
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.speed.devices import Device
-from te_precision_callbacks.views.report.data import PageData
+from te_precision_callbacks.views.report.data import page_data
 from te_precision_callbacks.views.report.packing import LEVELS, compressed
 from te_precision_callbacks.views.report.subjects import ReportError
 
@@ -95,8 +95,8 @@ def write_report(
     """
     path = output_path(path)
     frame = PageTemplate(_OF_A_RUN)
-    data = PageData.of(run, most - frame.size - FOR_FACTS, device)
-    return write_bytes(path, frame.filled(data.content["run"]["name"], data.content, data.arrays).encode())
+    content, arrays = page_data(run, most - frame.size - FOR_FACTS, device)
+    return write_bytes(path, frame.filled(content["run"]["name"], content, arrays).encode())
 
 
 def output_path(path: str | os.PathLike[str]) -> Path:

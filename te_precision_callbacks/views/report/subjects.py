@@ -68,10 +68,6 @@ class FamilySeries:
     def rows(self) -> Ints:
         return np.unique(self.layer)
 
-    @property
-    def has_direction(self) -> bool:
-        return self.family.has_direction
-
 
 class Subjects:
     """The layers of a run in the order of execution, then layers that have not run, and its families of statistics.

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from te_precision_callbacks.base.terminal import paragraph, visible
 from te_precision_callbacks.coverage.coverage import percent
+from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
 from te_precision_callbacks.layers.folding import ShortNames, folded
 from te_precision_callbacks.runs.recorded import Curve
-from te_precision_callbacks.views.show.sparklines import sparkline
 from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries, short_names
-from te_precision_callbacks.views.verdicts import MOST_FINDINGS, more_findings
 
 _LEAST_NAME, _LEAST_CURVE, _MOST_CURVE = 16, 8, 60
 _BLOCK, _SHADES = "█", "█▒░▓"
@@ -137,7 +138,7 @@ def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
 
 
 def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names: ShortNames) -> Table:
-    numbers = [(f"{series.curve.values[-1]:.3g}", _worst_number(series)) for series in worst]
+    numbers = [(f"{series.curve.values[-1]:.3g}", f"{series.worst:.3g} ({series.worst_iteration})") for series in worst]
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
     left = max(width - taken, _LEAST_NAME)
     longest = max(len(statistic), *(sum(map(len, _name(series))) for series in worst))
@@ -148,20 +149,16 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
     for header in _HEADERS:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for series, (last, worst_one) in zip(worst, numbers, strict=True):
+    for series, (last, worst_number) in zip(worst, numbers, strict=True):
         layer, rest = _name(series)
         drawn = sparkline(series.curve.iterations, series.curve.values, room, low_is_worse=series.low_is_worse)
         table.add_row(
             Text(names.of(layer, named - len(rest)) + rest),
             last,
-            worst_one,
+            worst_number,
             Text(drawn if room >= _LEAST_CURVE else ""),
         )
     return table
-
-
-def _worst_number(series: WorstSeries) -> str:
-    return f"{series.worst:.3g} ({series.worst_iteration})"
 
 
 def _name(series: WorstSeries) -> tuple[str, str]:
@@ -169,3 +166,45 @@ def _name(series: WorstSeries) -> tuple[str, str]:
     subject = series.subject
     rank = "" if subject.rank is None else f"rank {subject.rank}"
     return visible(subject.layer), visible("".join(f" {part}" for part in (subject.tensor, rank) if part))
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+_NONE, _NO_NUMBER = " ", "!"
+_MANY_POWERS = 100.0
+"""The factor between the largest and the smallest number from which on a curve is that of the logarithms."""
+
+Floats = npt.NDArray[np.float64]
+
+
+def sparkline(iterations: npt.NDArray[np.int64], values: Floats, width: int, *, low_is_worse: bool = False) -> str:
+    """A curve over time, of at most ``width`` characters.
+
+    Each character stands for equally many iterations, and shows the worst number among them, so that no peak is lost.
+    Where there is none, it is a blank; where one is inf or nan, an exclamation mark.
+    """
+    if not len(values):
+        return ""
+    span = int(iterations[-1] - iterations[0]) + 1
+    width = max(1, min(width, len(np.unique(iterations))))
+    bucket = (iterations - iterations[0]) * width // span
+    finite = np.isfinite(values)
+    shown = np.full(width, np.inf if low_is_worse else -np.inf)
+    (np.minimum if low_is_worse else np.maximum).at(shown, bucket[finite], values[finite])
+    known = np.isfinite(shown)
+    levels = np.zeros(width, np.int64)
+    levels[known] = _levels(shown[known])
+    text = [_BARS[level] if there else _NONE for level, there in zip(levels.tolist(), known.tolist(), strict=True)]
+    for place in np.unique(bucket[~finite]).tolist():
+        text[place] = _NO_NUMBER
+    return "".join(text)
+
+
+def _levels(values: Floats) -> npt.NDArray[np.int64]:
+    if not len(values):
+        return np.empty(0, np.int64)
+    if values.min() > 0 and values.max() / values.min() > _MANY_POWERS:
+        values = np.log(values)
+    values = values / max(np.abs(values).max(), 1.0)  # so that no difference is beyond float64
+    low, high = values.min(), values.max()
+    shares = (values - low) / (high - low) if high > low else np.zeros(len(values))
+    return np.rint(shares * (len(_BARS) - 1)).astype(np.int64)

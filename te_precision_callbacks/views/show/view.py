@@ -29,7 +29,7 @@ from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.sinks.worst import worst_first
-from te_precision_callbacks.speed.errors import SpeedError
+from te_precision_callbacks.speed.devices import SpeedError
 from te_precision_callbacks.speed.estimate import estimate_step
 from te_precision_callbacks.speed.printing import in_short
 from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
