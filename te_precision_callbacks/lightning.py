@@ -142,7 +142,7 @@ class PrecisionDebugCallback(Callback):
         self._saving = BeforeCalls(trainer, "save_checkpoint", self._before_saving)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Name the layers, now including those of a precision plugin."""
+        """Name the layers again, with layers of a precision plugin."""
         session = self.session
         if self._restored_iteration is not None:
             session.iteration = self._restored_iteration

@@ -165,7 +165,7 @@ _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def check_value(key: str, value: object) -> None:
-    """Check the value of a keyword against its type, if it has no parser of its own.
+    """Check the value of a keyword against its type, if it has no parser.
 
     Raises:
         OptionError: invalid value.

@@ -29,7 +29,7 @@ def some_of(names: Iterable[str], most: int = 3) -> str:
 
 
 def by_key(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
-    """Key -> its values, in the order in which they come."""
+    """Key -> its values, in their order."""
     values: dict[KeyT, list[ValueT]] = {}
     for key, value in pairs:
         values.setdefault(key, []).append(value)

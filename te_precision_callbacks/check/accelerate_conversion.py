@@ -58,7 +58,7 @@ def _what_was_lost(
     frozen: Mapping[str, Callable[[], torch.nn.Parameter | None]],
     names_of_parameters: Iterable[list[str]],
 ) -> Iterator[str]:
-    """Describe what a conversion has undone, given the frozen parameters before it, and the names of each one."""
+    """Describe the effects that a conversion has undone, given the frozen parameters before it and their names."""
     now = dict(model.named_parameters(remove_duplicate=False))
     thawed = [
         name for name, before in frozen.items() if name in now and now[name].requires_grad and now[name] is not before()

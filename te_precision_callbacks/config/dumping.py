@@ -88,7 +88,7 @@ def no_detection() -> str:
 
 
 def missing_statistic(condition: Threshold, known: Mapping[str, Collected], layers: Sequence[str], tensor: str) -> str:
-    """Return the message for a condition on a statistic that no feature collects; ``known`` are those of the tensor."""
+    """Message for a condition on a statistic that no feature collects; ``known`` are the tensor's statistics."""
     wanted = condition.statistic
     those = "that layer" if len(layers) == 1 else "those layers"
     if wanted.statistic.of in OF_GEMMS:

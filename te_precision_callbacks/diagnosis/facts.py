@@ -208,7 +208,7 @@ class Facts:
         return cls.from_rows((), gemms, operands, settings=Settings(ignored=ignored))
 
     def once(self, what: str, tensor: str, layers: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
-        """Cache a value derived from the facts for a tensor of some layers, whose numbers do not change in a run."""
+        """Cache a value derived from the facts for a tensor of some layers; layer numbers do not change in a run."""
         key = (what, tensor, layers.tobytes())
         if key not in self._kept:
             self._kept[key] = make()

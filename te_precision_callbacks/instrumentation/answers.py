@@ -107,7 +107,7 @@ _STATES = (("scaling_fwd", "activation", 0), ("scaling_fwd", "weight", 1), ("sca
 
 
 def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``<layer>_<tensor>_scale_inv_max`` and ``_cur_amax`` of layers whose replays update them in place.
+    """Yield ``<layer>_<tensor>_scale_inv_max`` and ``_cur_amax`` of a layer in a CUDA graph: replays update both.
 
     The history's last row has the amaxes of the last forward and backward, once the scales are updated.
 

@@ -243,7 +243,7 @@ class UnfusedTensors:
         return act_func
 
     def _around(self, function: Any, unfused: Any, number: int, tensor: str) -> Callable[..., Any]:
-        """Wrap a function whose last argument is its result's quantizer; ``unfused`` returns the result in high
+        """Wrap a function with the result's quantizer as last argument; ``unfused`` returns the result in high
         precision.
         """
 

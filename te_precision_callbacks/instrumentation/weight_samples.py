@@ -162,7 +162,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Te
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors, those of equal shape and dtype in one call."""
+    """Copy tensors, in one call per shape and dtype."""
     result = list(tensors)
     for places, stack in alike(tensors):
         for place, copy in zip(places, stack, strict=True):

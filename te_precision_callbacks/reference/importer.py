@@ -78,7 +78,7 @@ class _ExtensionLoader(Loader):
 
 
 class RewritingLoader(SourceFileLoader):
-    """Compiles rewritten source, and lets Python cache it beside its own bytecode, under a name of its own."""
+    """Compiles rewritten source, and lets Python cache it beside its own bytecode, under another name."""
 
     def __init__(self, fullname: str, path: str, cuda_on_cpu: bool) -> None:
         super().__init__(fullname, path)
@@ -95,7 +95,7 @@ class RewritingLoader(SourceFileLoader):
         super().set_data(self._own(path), data, **options)
 
     def _own(self, path: str) -> str:
-        """The path of rewritten bytecode for that of bytecode; a source's own."""
+        """The path of the rewritten bytecode, for a path of bytecode; a source keeps its path."""
         device = "cpu" if self.cuda_on_cpu else "cuda"
         return f"{path.removesuffix('.pyc')}.{device}-{_rewriter()}.pyc" if path.endswith(".pyc") else path
 

@@ -91,7 +91,7 @@ def _check_script(script: Path, record: Path) -> None:
 
 
 def _write_script(script: Path, record: Path, replayed: Replayed) -> Path:
-    """Write a script, whose path :func:`_check_script` has checked, and a copy of the record in the same folder.
+    """Write a script, after :func:`_check_script`, and a copy of the record in the same folder.
 
     Raises:
         DumpError: a file cannot be written.

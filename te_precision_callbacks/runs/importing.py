@@ -1,4 +1,4 @@
-"""Reads the logs of plain nvidia-dlfw-inspect as a recorded run.
+"""Imports the logs of plain nvidia-dlfw-inspect as a recorded run.
 
     <log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-0.log
         2026-11-22 13:01:44,718 - INFO - fc1_activation_max   iteration=000002   value=4.3188

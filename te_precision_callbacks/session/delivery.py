@@ -49,7 +49,7 @@ class Sinks:
         self._early: list[Event | Scalars] = []
 
     def start(self, run: RunInfo) -> None:
-        """Start the sinks, at the first step, when a resumed run knows its iteration."""
+        """Start the sinks at the first step: the iteration of a resumed run is known then."""
         self.have_started = True
         self._each("starting", self._sinks, lambda sink: sink.start(run))
         early, self._early = self._early, []

@@ -219,7 +219,7 @@ class ClosingReport:
 
 
 def in_short(error: BaseException) -> str:
-    """Return the class and the first line of an error; of an error about findings or a contract, what it is about."""
+    """Return the class and the first line of an error; of an error about findings or a contract, its subject."""
     if isinstance(error, PrecisionFindingError):
         names = "; ".join(finding.in_short for finding in error.findings)
         return f"{names or 'a finding of another rank'}, by on_finding="

@@ -49,7 +49,7 @@ class Of(Enum):
 
 
 class Worse(Enum):
-    """Direction of worse values, as in the table of docs/statistics.md.
+    """Direction of worse values, shown in docs/statistics.md.
 
     A magnitude has none: a layer with the largest amax, std or scale may be as healthy as the others.
     """

@@ -147,7 +147,7 @@ class Casting(ABC):
 
 
 def by_usage(quantizer: Quantizer, buffers: Mapping[str, Buffer]) -> Buffers:
-    """``buffers``, whose names contain ``rowwise`` or ``columnwise``, for the usages that the quantizer has."""
+    """The ``buffers`` with ``rowwise`` or ``columnwise`` in their names, for the usages that the quantizer has."""
     return {
         name: buffer if (quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage) else None
         for name, buffer in buffers.items()

@@ -194,7 +194,7 @@ class Pairing:
 
 @dataclass(frozen=True)
 class Floor:
-    """The noise floor: the baseline runs, and the number of series without a baseline, for which fixed bounds hold."""
+    """The noise floor: the baseline runs, and the number of series without a baseline, where fixed bounds hold."""
 
     sides: tuple[str, ...]
     without: int
@@ -218,7 +218,7 @@ class Yardstick:
 
 @dataclass(frozen=True)
 class LossSpike:
-    """Steps in which one loss is ten times the other or more, and the running medians are not."""
+    """Steps where one loss is ten times the other or more, and the running medians are not."""
 
     steps: int
     iteration: int

@@ -53,7 +53,7 @@ class Columns:
 
     @classmethod
     def for_rows(cls, run: RecordedRun, rows: int) -> Columns:
-        """Return as many columns as a page has room for, with heat maps of so many rows in all."""
+        """Return as many columns as a page has room for, given the rows of all heat maps."""
         return cls.of(run, min(max(_CELLS // max(rows, 1), _FEWEST_COLUMNS), _MOST_COLUMNS))
 
     def __len__(self) -> int:
