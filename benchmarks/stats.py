@@ -46,7 +46,7 @@ from te_precision_callbacks import reference
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import Request, quantized_request, tensor_request
 
 COLUMNS = ("case", "path", "ours_ms", "ours_reads", "claim", "te_ms", "te_mode", "ratio", "read_once_ms", "flush_ms")

@@ -23,8 +23,8 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.numerics.hadamard import rotated
 from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is_quantized
+from te_precision_callbacks.base.numerics.nvfp4 import rotated
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import LogGemmErrorItem

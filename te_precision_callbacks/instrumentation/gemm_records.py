@@ -24,8 +24,7 @@ from te_precision_callbacks.dumps.recording import Wanted
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.instrumentation.gemm_errors import SelectedGemms, added, high_of, result_of, why_not_seen
 from te_precision_callbacks.layers.forwards import ForwardKind
-from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Watched
 
 logger = logging.getLogger(__name__)
 

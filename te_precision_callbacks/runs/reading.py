@@ -22,8 +22,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table
-from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError
 from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
 from te_precision_callbacks.runs.index import (
     NO_VALUES,
@@ -34,7 +32,16 @@ from te_precision_callbacks.runs.index import (
     Subject,
     in_order,
 )
-from te_precision_callbacks.runs.recorded import RecordedRun, Segment, Status, Thinned, thinning_notes
+from te_precision_callbacks.runs.recorded import (
+    NotARunError,
+    RecordedRun,
+    RunError,
+    Segment,
+    SeveralRunsError,
+    Status,
+    Thinned,
+    thinning_notes,
+)
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
     FOLDER,
@@ -50,7 +57,18 @@ from te_precision_callbacks.runs.run_files import (
     read_json,
     segments_of,
 )
-from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+from te_precision_callbacks.runs.tables import (
+    EVENTS,
+    FACTS,
+    SCALARS,
+    SCHEMA_VERSION,
+    STEPS,
+    SUBJECT,
+    UNREADABLE,
+    VALUES,
+    VECTORS,
+    read_table,
+)
 
 _MOST_ATTEMPTS = 5
 """Attempts to read a run while its files are being replaced."""
