@@ -239,7 +239,7 @@ class ModelWatch:
 
     @contextmanager
     def _looking(self, backward_of: ModelCall | None = None) -> Iterator[None]:
-        self._guarded(self.operators.read_weights)
+        self._guarded(lambda: self.operators.weights.read(self._modules.values()))
         with self.operators.in_backward_of(backward_of), SeeingMode(self):
             yield
 

@@ -64,12 +64,9 @@ class OperatorProducts:
         self._modules = modules
         self._state = state
         self._backward_of: ModelCall | None = None
-        self._weights = WeightMarks()
+        self.weights = WeightMarks()
         self._activations = Marks[list[SeenProduct]]()
         self._scores, self._probabilities = Marks[SeenProduct](), Marks[bool]()
-
-    def read_weights(self) -> None:
-        self._weights.read(self._modules.values())
 
     @contextmanager
     def in_backward_of(self, call: ModelCall | None) -> Iterator[None]:
@@ -121,7 +118,7 @@ class OperatorProducts:
         results = list(tensors_in([result]))
         for tensor in tensors_in(arguments):
             if operator == "aten::_to_copy":
-                self._weights.follow(tensor, result)
+                self.weights.follow(tensor, result)
             scores = self._scores.get(tensor)
             if scores is not None and operator in _SOFTMAX:
                 scores.role, scores.family = "qk", "attention"
@@ -157,7 +154,7 @@ class OperatorProducts:
         if left and inside is not None:
             family: Family = "functional"
             seen = SeenProduct(
-                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=_words(operator, left)
+                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=f"{operator} {left}"
             )
             self.nodes.note(seen, arguments, result)
             self.seen += [] if again else [seen]
@@ -179,7 +176,7 @@ class OperatorProducts:
         self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
     ) -> SeenProduct | None:
         looks_up = product.role == "lookup"
-        weight = self._weights.find(product.b, inside, embedding=looks_up) or self._weights.find(product.a, inside)
+        weight = self.weights.find(product.b, inside, embedding=looks_up) or self.weights.find(product.a, inside)
         if weight is None and inside is not None and isinstance(inside[1], _WITH_WEIGHT):
             weight = Weight(inside[0], "weight", True)  # computed from parameters, as by a parametrization
         formats = dtype_name(product.a.dtype), dtype_name(product.b.dtype)
@@ -220,7 +217,6 @@ class OperatorProducts:
             return  # of a product outside of the model
         if left:
             of = at_node[0]
-            what = _words(operator, left)
             self.seen.append(
                 SeenProduct(
                     of.layer,
@@ -231,7 +227,7 @@ class OperatorProducts:
                     of=of,
                     backward=True,
                     call=of.call,
-                    not_counted=what,
+                    not_counted=f"{operator} {left}",
                 )
             )
         for product in products:
@@ -241,13 +237,24 @@ class OperatorProducts:
                 role = self._role_in_backward(product, of, of.weight)
             of.gradients += role != "dgrad"
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
-            seen = SeenProduct(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, call=of.call)
-            seen.sequences = product.sequences
-            self.seen.append(seen)
+            self.seen.append(
+                SeenProduct(
+                    of.layer,
+                    of.family,
+                    role,
+                    formats,
+                    sizes,
+                    of.kind,
+                    of=of,
+                    backward=True,
+                    call=of.call,
+                    sequences=product.sequences,
+                )
+            )
 
     def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, forward_weight: Weight) -> Role:
         for operand in (product.a, product.b):
-            weight = self._weights.find(operand)
+            weight = self.weights.find(operand)
             if weight is not None and weight.module == forward_weight.module:
                 return "dgrad"
         rows, columns, *_ = of.sizes
@@ -261,7 +268,7 @@ class OperatorProducts:
         if len(alike) == 1:
             return alike[0]
         operands = product.a, product.b
-        weights = list(filter(None, map(self._weights.find, operands)))
+        weights = list(filter(None, map(self.weights.find, operands)))
         if weights:
             by_weight = next((seen for seen in reversed(alike) if seen.weight == weights[0]), None)
             return alike[0] if by_weight is None else by_weight
@@ -283,10 +290,6 @@ class OperatorProducts:
                     return named
             frame = frame.f_back
         return None
-
-
-def _words(operator: str, why: str) -> str:
-    return f"{operator} {why}"
 
 
 REDUCING = {

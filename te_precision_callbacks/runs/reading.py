@@ -118,7 +118,12 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
                 f"{folder}: logs of plain nvidia-dlfw-inspect are one run, which has no name like {run!r}."
             )
         return import_logs(folder, logs)
-    raise NotARunError(f"{folder}: {_what_it_is(folder)}")
+    if not folder.is_dir():
+        raise NotARunError(f"{folder}: this file is no recorded run. Give the log folder.")
+    raise NotARunError(
+        f"{folder}: no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
+        f" nvidia-dlfw-inspect has {STATISTICS_FOLDER}/."
+    )
 
 
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
@@ -177,15 +182,6 @@ def _last_start(run: Path) -> str:
         started = read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get("started_at")
         return max(str(started or ""), name_time)
     return name_time
-
-
-def _what_it_is(path: Path) -> str:
-    if path.is_dir():
-        return (
-            f"no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
-            f" nvidia-dlfw-inspect has {STATISTICS_FOLDER}/."
-        )
-    return "this file is no recorded run. Give the log folder."
 
 
 @dataclass
