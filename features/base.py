@@ -17,7 +17,7 @@ from te_precision_callbacks.config.checking import read_options
 from te_precision_callbacks.config.keys import LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema, Nested, holding
 from te_precision_callbacks.config.schemas import schema_of
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 
 if TYPE_CHECKING:

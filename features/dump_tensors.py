@@ -16,7 +16,7 @@ from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.dumps.recording import Wanted
 from te_precision_callbacks.features.base import ScheduledFeature, keep_operand
 from te_precision_callbacks.features.registration import namespace, own_feature
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 
 logger = logging.getLogger("te_precision_callbacks.features")
 

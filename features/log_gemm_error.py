@@ -7,7 +7,7 @@ from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.features.base import ScheduledFeature, keep_operand
 from te_precision_callbacks.features.registration import own_feature
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 
 
 @own_feature()

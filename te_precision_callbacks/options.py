@@ -27,8 +27,8 @@ from te_precision_callbacks.config.loading import Config, ConfigSource, load_con
 from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.config.steps import EarlySteps, read_early_steps, with_early_steps
 from te_precision_callbacks.diagnosis.engine import OnFinding, reads_stop
-from te_precision_callbacks.layers.scopes import Scope, check_scope
-from te_precision_callbacks.runs.limits import Records, record_limit
+from te_precision_callbacks.layers.naming import Scope, check_scope
+from te_precision_callbacks.runs.run_files import Records, record_limit
 from te_precision_callbacks.sinks.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT as LOG_LIMIT
 from te_precision_callbacks.sinks.step_records import Sink

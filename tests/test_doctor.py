@@ -21,8 +21,8 @@ import torch
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.base import torch_facts
-from te_precision_callbacks.base.torch_facts import Gpu, Torch
+from te_precision_callbacks.base import environment
+from te_precision_callbacks.base.environment import Gpu, Torch
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.doctor.machine import (
     COMPILED_BUILD,
@@ -152,8 +152,8 @@ def test_the_versions_of_driver_and_cudnn() -> None:
     """The two forms of the driver's text, and numbers as in cudnn_version.h: 9.10.2, 8.9.2."""
     text = "NVRM version: NVIDIA UNIX {}  570.124.06  Wed Feb 26 02:09:47 UTC 2025\nGCC version:  gcc version 12.3.0\n"
     for kind in ("x86_64 Kernel Module", "Open Kernel Module for x86_64"):
-        assert torch_facts._driver(text.format(kind)) == "570.124.06"
-    assert [torch_facts._cudnn(number) for number in (91002, 90100, 8902)] == ["9.10.2", "9.1.0", "8.9.2"]
+        assert environment._driver(text.format(kind)) == "570.124.06"
+    assert [environment._cudnn(number) for number in (91002, 90100, 8902)] == ["9.10.2", "9.1.0", "8.9.2"]
 
 
 def test_another_cudnn_than_the_one_that_torch_was_built_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_another_cudnn_than_the_one_that_torch_was_built_with(monkeypatch: pytes
 
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
     monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getVersionInt=lambda: 91400), raising=False)
-    facts = torch_facts.torch_facts()
+    facts = environment.torch_facts()
     assert (facts.cudnn, facts.warnings) == ("9.14.0", (said,))
 
 

@@ -45,7 +45,7 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    from te_precision_callbacks.base.torch_facts import torch_facts
+    from te_precision_callbacks.base.environment import torch_facts
 
     properties = torch.cuda.get_device_properties(0)
     about = torch_facts()

@@ -13,7 +13,7 @@ import torch
 
 from gpu_parts.rows import Rows, Settings, run_part
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
 from te_precision_callbacks.statistics.names import Request, tensor_request
 

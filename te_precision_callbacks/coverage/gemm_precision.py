@@ -129,7 +129,7 @@ class _Span(NamedTuple):
 
 class PrecisionHistory:
     def __init__(self, iterations: Iterations) -> None:
-        self._iterations = iterations
+        self.iterations = iterations
         self._layers: dict[str, list[_Change]] = {}
         self._facts: dict[LayerFacts, LayerFacts] = {}  # each once, for all layers and iterations
         self.changes = 0
@@ -138,12 +138,8 @@ class PrecisionHistory:
     def has_changed(self) -> bool:
         return any(len(changes) > 1 for changes in self._layers.values())
 
-    @property
-    def last(self) -> int | None:
-        return self._iterations.last
-
     def ran(self, iteration: int) -> None:
-        if self._iterations.ran(iteration):
+        if self.iterations.ran(iteration):
             for layer, changes in self._layers.items():
                 self._layers[layer] = [change for change in changes if change.since < iteration]
 
@@ -180,7 +176,7 @@ class PrecisionHistory:
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs in an iteration; raises IterationError if it has not run."""
-        self._iterations.require("precision", iteration)
+        self.iterations.require("precision", iteration)
 
         def here(changes: Sequence[_Change]) -> Iterator[Sequence[_Span]]:
             for span in _spans(changes):

@@ -81,13 +81,10 @@ def products_of_node(node: Any) -> list[Any]:
 
 def mark_call(results: Iterable[Any], mark: object) -> bool:
     """Store a mark with the last nodes of a forward; returns False if there are none."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(results)]
-    marked = False
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(results) if tensor.grad_fn is not None]
     for node in nodes:
-        marked = marked or node is not None
-        if node is not None:
-            node.metadata.setdefault(_CALL, mark)
-    return marked
+        node.metadata.setdefault(_CALL, mark)
+    return bool(nodes)
 
 
 def marks_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[Any]]]:

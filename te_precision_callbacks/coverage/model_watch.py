@@ -27,10 +27,9 @@ from torch.utils._python_dispatch import (
 
 from te_precision_callbacks.base.replaced import Replaced
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
 from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
-from te_precision_callbacks.coverage.operator_products import OperatorProducts
+from te_precision_callbacks.coverage.operator_products import REDUCING, KeptState, OperatorProducts
 from te_precision_callbacks.layers.forwards import in_backward, in_evaluation, outside_of_dynamo
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, named_roots
 
@@ -240,7 +239,7 @@ class ModelWatch:
 
     @contextmanager
     def _looking(self, backward_of: ModelCall | None = None) -> Iterator[None]:
-        self._guarded(self.operators.read_weights)
+        self._guarded(lambda: self.operators.weights.read(self._modules.values()))
         with self.operators.in_backward_of(backward_of), SeeingMode(self):
             yield
 

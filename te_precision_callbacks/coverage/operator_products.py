@@ -1,4 +1,4 @@
-"""Products of torch's operators in a step, each with its module and weight.
+"""Products of torch's operators in a step, each with its module and weight; and the dtypes of what a model keeps.
 
 A product of a forward belongs to the innermost running module; one of a backward, to the forward of its autograd node.
 Where a node has many, as in a compiled model, the operands decide.
@@ -7,7 +7,8 @@ Where a node has many, as in a compiled model, the operands decide.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -15,9 +16,8 @@ from typing import Any
 import torch
 import torch.nn.modules.conv
 
-from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.coverage.coverage import Family
-from te_precision_callbacks.coverage.kept_state import REDUCING, KeptState
+from te_precision_callbacks.base.vocabulary import class_names, name_of_format
+from te_precision_callbacks.coverage.coverage import Family, StateRow
 from te_precision_callbacks.coverage.marks import (
     Marks,
     NodesOfProducts,
@@ -34,9 +34,10 @@ from te_precision_callbacks.coverage.matrix_products import (
     why_not_counted,
 )
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
-from te_precision_callbacks.coverage.precision_audit import dtype_name
+from te_precision_callbacks.coverage.precision_audit import dtype_name, format_of
 from te_precision_callbacks.coverage.seen_product import UNFUSED, SeenProduct, kind_of
 from te_precision_callbacks.layers.forwards import in_backward, in_evaluation, is_computing_again
+from te_precision_callbacks.layers.naming import Model, named_roots
 
 _SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
 
@@ -63,12 +64,9 @@ class OperatorProducts:
         self._modules = modules
         self._state = state
         self._backward_of: ModelCall | None = None
-        self._weights = WeightMarks()
+        self.weights = WeightMarks()
         self._activations = Marks[list[SeenProduct]]()
         self._scores, self._probabilities = Marks[SeenProduct](), Marks[bool]()
-
-    def read_weights(self) -> None:
-        self._weights.read(self._modules.values())
 
     @contextmanager
     def in_backward_of(self, call: ModelCall | None) -> Iterator[None]:
@@ -120,7 +118,7 @@ class OperatorProducts:
         results = list(tensors_in([result]))
         for tensor in tensors_in(arguments):
             if operator == "aten::_to_copy":
-                self._weights.follow(tensor, result)
+                self.weights.follow(tensor, result)
             scores = self._scores.get(tensor)
             if scores is not None and operator in _SOFTMAX:
                 scores.role, scores.family = "qk", "attention"
@@ -156,7 +154,7 @@ class OperatorProducts:
         if left and inside is not None:
             family: Family = "functional"
             seen = SeenProduct(
-                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=_words(operator, left)
+                inside[0], family, "", ("", ""), (0, 0, 0, 0), call=call, not_counted=f"{operator} {left}"
             )
             self.nodes.note(seen, arguments, result)
             self.seen += [] if again else [seen]
@@ -178,7 +176,7 @@ class OperatorProducts:
         self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
     ) -> SeenProduct | None:
         looks_up = product.role == "lookup"
-        weight = self._weights.find(product.b, inside, embedding=looks_up) or self._weights.find(product.a, inside)
+        weight = self.weights.find(product.b, inside, embedding=looks_up) or self.weights.find(product.a, inside)
         if weight is None and inside is not None and isinstance(inside[1], _WITH_WEIGHT):
             weight = Weight(inside[0], "weight", True)  # computed from parameters, as by a parametrization
         formats = dtype_name(product.a.dtype), dtype_name(product.b.dtype)
@@ -219,7 +217,6 @@ class OperatorProducts:
             return  # of a product outside of the model
         if left:
             of = at_node[0]
-            what = _words(operator, left)
             self.seen.append(
                 SeenProduct(
                     of.layer,
@@ -230,7 +227,7 @@ class OperatorProducts:
                     of=of,
                     backward=True,
                     call=of.call,
-                    not_counted=what,
+                    not_counted=f"{operator} {left}",
                 )
             )
         for product in products:
@@ -240,13 +237,24 @@ class OperatorProducts:
                 role = self._role_in_backward(product, of, of.weight)
             of.gradients += role != "dgrad"
             formats, sizes = (dtype_name(product.a.dtype), dtype_name(product.b.dtype)), product[2:6]
-            seen = SeenProduct(of.layer, of.family, role, formats, sizes, of.kind, of=of, backward=True, call=of.call)
-            seen.sequences = product.sequences
-            self.seen.append(seen)
+            self.seen.append(
+                SeenProduct(
+                    of.layer,
+                    of.family,
+                    role,
+                    formats,
+                    sizes,
+                    of.kind,
+                    of=of,
+                    backward=True,
+                    call=of.call,
+                    sequences=product.sequences,
+                )
+            )
 
     def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, forward_weight: Weight) -> Role:
         for operand in (product.a, product.b):
-            weight = self._weights.find(operand)
+            weight = self.weights.find(operand)
             if weight is not None and weight.module == forward_weight.module:
                 return "dgrad"
         rows, columns, *_ = of.sizes
@@ -260,7 +268,7 @@ class OperatorProducts:
         if len(alike) == 1:
             return alike[0]
         operands = product.a, product.b
-        weights = list(filter(None, map(self._weights.find, operands)))
+        weights = list(filter(None, map(self.weights.find, operands)))
         if weights:
             by_weight = next((seen for seen in reversed(alike) if seen.weight == weights[0]), None)
             return alike[0] if by_weight is None else by_weight
@@ -284,5 +292,88 @@ class OperatorProducts:
         return None
 
 
-def _words(operator: str, why: str) -> str:
-    return f"{operator} {why}"
+REDUCING = {
+    **dict.fromkeys(("c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::reduce_"), 0),
+    **dict.fromkeys(("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_coalesced"), 0),
+    **dict.fromkeys(("c10d::reduce_scatter_", "c10d::_reduce_scatter_base_"), 1),
+    "c10d::reduce_scatter_tensor_coalesced_": 1,
+    "_c10d_functional::reduce_scatter_tensor": 0,
+    "_c10d_functional::reduce_scatter_tensor_coalesced": 0,
+}
+"""Collective of torch 2.13 that sums over ranks -> the number of the argument that it reduces."""
+
+_NODES_OF_PARAMETERS = frozenset({"torch::autograd::AccumulateGrad", "RegisterPostBackwardFunctionBackward"})
+"""The autograd nodes of torch 2.13 in which gradients of parameters are reduced; the second one is fully_shard's."""
+
+_MASTER = "master_param"
+"""The key of a weight in another dtype in the state of Transformer Engine 2.20.2's FusedAdam."""
+
+
+class KeptState:
+    """Collects the dtypes of a model and its optimizers after the optimizers' step."""
+
+    def __init__(
+        self, report: Callable[[str, str, Exception], None], call_now: Callable[[], ModelCall | None] = lambda: None
+    ) -> None:
+        self._report = report
+        self._call_now = call_now
+        self.close()
+
+    def close(self) -> None:
+        self._parameters: tuple[torch.nn.Parameter, ...] = ()
+        self._rows: dict[tuple[str, str, int], int] = {}
+        self.reduced: list[tuple[ModelCall | None, str, int]] = []
+
+    def watch(self, model: Model) -> None:
+        self.close()
+        roots = [root for _, root in named_roots(model) or ()]
+        self._parameters = tuple(dict.fromkeys(parameter for root in roots for parameter in root.parameters()))
+
+    def note_reduced(self, operator: str, arguments: Sequence[Any]) -> None:
+        """Count the input of one of :data:`REDUCING` in a backward, if it holds gradients of parameters, which autograd
+        nodes that accumulate them reduce. Tensor-parallel layers reduce in other nodes.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() in _NODES_OF_PARAMETERS:
+            for tensor in tensors_in([arguments[REDUCING[operator]]]):
+                self.reduced.append((self._call_now(), _type(tensor), _bytes(tensor)))
+
+    def rows(self) -> tuple[StateRow, ...]:
+        self._add("parameter", self._parameters)
+        tensors: Counter[tuple[str, str]] = Counter()
+        sizes: Counter[tuple[str, str]] = Counter()
+        entries = [(subject, dtype, 1, size) for (subject, dtype, _), size in self._rows.items()]
+        entries += [("reduce", dtype, 1 if call is None else call.forwards, size) for call, dtype, size in self.reduced]
+        for subject, dtype, times, size in entries:
+            tensors[subject, dtype] += times
+            sizes[subject, dtype] += times * size
+        return tuple(StateRow(*key, count, sizes[key]) for key, count in tensors.items())
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            own = set(map(id, self._parameters))
+            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._add("master_weight", (parameter for parameter in stepped if id(parameter) not in own))
+            for parameter in stepped:
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor) and value.numel() >= parameter.numel() > 0 and value.dim():
+                        self._add("master_weight" if name == _MASTER else "optimizer_state", (value,))
+            for subject, attribute in (("gradient", "grad"), ("main_grad", "main_grad")):
+                gradients = (getattr(parameter, attribute, None) for parameter in self._parameters)
+                self._add(subject, (tensor for tensor in gradients if tensor is not None))
+        except Exception as error:
+            self._report("looking at the state of", type(optimizer).__name__, error)
+
+    def _add(self, subject: str, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._rows[subject, _type(tensor), id(tensor)] = _bytes(tensor)
+
+
+def _type(tensor: torch.Tensor) -> str:
+    if name_of_format(tensor) is not None:
+        return format_of(tensor, columnwise=False)
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -73,7 +73,7 @@ class ModelProducts(ModelWatch):
             if self.failure:
                 kind = Kind(self.failure)
                 parts = {kind: (1, 1)}
-                self._kinds.put_failed(kind, [seen for seen in self._seen if seen.family in ("te", "te_ops")])
+                self._kinds.put_failed(kind, [seen for seen in self.operators.seen if seen.family in ("te", "te_ops")])
             else:
                 parts = self._keep_products(step_calls)
             state = self.state.rows() if is_first and parts else None
@@ -86,7 +86,7 @@ class ModelProducts(ModelWatch):
     def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
         calls = self.calls
         by_call: dict[ModelCall | None, list[SeenProduct]] = {}
-        for seen in self._seen:
+        for seen in self.operators.seen:
             by_call.setdefault(seen.call, []).append(seen)
         parts: dict[Kind, tuple[int, int]] = {}
         counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
@@ -114,10 +114,6 @@ class ModelProducts(ModelWatch):
         super().close()
         self.attentions, self.recomputed_outside, self._first_in_recipe = {}, set(), set()
         self._operations = frozenset()
-
-    @property
-    def _seen(self) -> list[SeenProduct]:
-        return self.operators.seen
 
     # ------------------------------------------------------------------ what runs
 
@@ -165,13 +161,13 @@ class ModelProducts(ModelWatch):
         call: ModelCall | None = None,
     ) -> None:
         family: Family = "te_ops" if layer in self._operations else "te"
-        self._seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1), call=call))
+        self.operators.seen.append(SeenProduct(layer, family, gemm, formats, (*sizes, 1), call=call))
 
     @contextmanager
     def masked(self, share: float | None) -> Iterator[None]:
-        begun = len(self._seen)
+        begun = len(self.operators.seen)
         yield
-        for seen in self._seen[begun:]:
+        for seen in self.operators.seen[begun:]:
             if seen.family == "attention" and not seen.backward:
                 seen.mask_share = share
 
@@ -214,7 +210,7 @@ class ModelProducts(ModelWatch):
         sizes = AttentionSizes.of(*tensors, given["qkv_format"])
         share = share_left(given, sizes.rows, sizes.columns)
         if layer in self.operators.with_product:
-            for seen in itertools.takewhile(lambda seen: seen.layer == layer, reversed(self._seen)):
+            for seen in itertools.takewhile(lambda seen: seen.layer == layer, reversed(self.operators.seen)):
                 seen.mask_share = share
             return
         query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
@@ -244,9 +240,19 @@ class ModelProducts(ModelWatch):
         )
         for role, formats, forward_sizes in products:
             for _ in range(2 if backward else 1):  # a gradient for each of two operands, with as many multiply-adds
-                seen = SeenProduct(layer, "attention", role, formats, forward_sizes, kind, backward=backward)
-                seen.mask_share, seen.call = mask_share, call
-                self._seen.append(seen)
+                self.operators.seen.append(
+                    SeenProduct(
+                        layer,
+                        "attention",
+                        role,
+                        formats,
+                        forward_sizes,
+                        kind,
+                        backward=backward,
+                        mask_share=mask_share,
+                        call=call,
+                    )
+                )
 
     def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
         """Note layers of Transformer Engine that ran without a GEMM event; ``what`` names the kernel and the reason."""
@@ -254,9 +260,11 @@ class ModelProducts(ModelWatch):
         if self.counting and (call is None or call.is_counted):
             for layer in layers:
                 family: Family = "te_ops" if layer in self._operations else "te"
-                seen = SeenProduct(layer, family, "", ("", ""), (0, 0, 0, 0), backward=backward, not_counted=what)
-                seen.call = call
-                self._seen.append(seen)
+                self.operators.seen.append(
+                    SeenProduct(
+                        layer, family, "", ("", ""), (0, 0, 0, 0), backward=backward, call=call, not_counted=what
+                    )
+                )
 
 
 def format_made_by(quantizer: Any, otherwise: str) -> str:

@@ -40,7 +40,7 @@ from te_precision_callbacks.dumps.contents import Dump, dump_of, kind_is_known
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.dumps.writer import Job, Writer
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.statistics.series import Measured
 

@@ -64,7 +64,7 @@ from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, S
 from te_precision_callbacks.engine.slots import SegmentKey, Segments, SlotRange
 from te_precision_callbacks.gemm_error.codes import CodeCheck
 from te_precision_callbacks.gemm_error.judging import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS, OF_BLOCKS, OF_SCALES, STATISTICS, Of

@@ -17,8 +17,8 @@ import torch
 
 from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.formats import E4M3, FloatFormat
-from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
 from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D, MXFP8, PER_TENSOR, Stored
+from te_precision_callbacks.base.numerics.nvfp4 import random_hadamard_transform
 from te_precision_callbacks.base.numerics.scaling import (
     FLOAT32_MAX,
     fp8_scale,

@@ -28,9 +28,8 @@ from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.quantization import QuantizationError
 from te_precision_callbacks.layers.forwards import ForwardKind
-from te_precision_callbacks.layers.gemm_events import GemmEvent
+from te_precision_callbacks.layers.gemm_events import GemmEvent, Watched
 from te_precision_callbacks.layers.naming import NamedModule
-from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 from te_precision_callbacks.statistics.table import OF_SCALES

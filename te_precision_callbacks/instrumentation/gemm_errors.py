@@ -28,8 +28,8 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.base.numerics.hadamard import rotated
 from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is_quantized
+from te_precision_callbacks.base.numerics.nvfp4 import rotated
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import LogGemmErrorItem
@@ -56,9 +56,8 @@ from te_precision_callbacks.gemm_error.judging import (
     thin,
 )
 from te_precision_callbacks.layers.forwards import ForwardKind
-from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand
+from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Watched
 from te_precision_callbacks.layers.naming import NamedModule
-from te_precision_callbacks.layers.watched import Watched
 from te_precision_callbacks.statistics.table import Of
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Events of GEMMs and attention of Transformer Engine.
+"""Events of GEMMs and attention of Transformer Engine, and the tensors that features look at.
 
 Transformer Engine frees operands right after a GEMM and reuses their memory: a listener reads in its call, or copies.
 """
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from te_precision_callbacks.base.numerics.layouts import gemm_operand
+from te_precision_callbacks.base.numerics.layouts import gemm_operand, has_scale
 from te_precision_callbacks.base.vocabulary import GemmName, OperandName
 from te_precision_callbacks.layers.forwards import ForwardKind
 
@@ -153,3 +154,30 @@ Listener = Callable[[GemmEvent], None]
 def _matrix(data: Any) -> tuple[int, int]:
     shape = tuple(data.size()) if hasattr(data, "size") else ()
     return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+class Watched(NamedTuple):
+    """A tensor at the moment when a layer computes with it.
+
+    Attributes:
+        values: the tensor in high precision; None for a weight that exists only in quantized form.
+        rowwise, columnwise: the operands of the two GEMMs that read the tensor, quantized or plain.
+        quantizer: Transformer Engine's quantizer of the tensor, or None.
+        tp_group: the tensor-parallel group, None without tensor parallelism.
+    """
+
+    layer: str
+    tensor: str
+    iteration: int
+    values: torch.Tensor | None
+    rowwise: Any = None
+    columnwise: Any = None
+    quantizer: Any = None
+    tp_group: dist.ProcessGroup | None = None
+
+    def quantized(self, *, columnwise: bool = False) -> Any:
+        """The quantized tensor that the GEMM of a direction reads, or the one of the other direction, or None."""
+        first, second = (self.columnwise, self.rowwise) if columnwise else (self.rowwise, self.columnwise)
+        if has_scale(first):
+            return first
+        return second if second is not first and has_scale(second) else None

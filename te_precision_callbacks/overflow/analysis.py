@@ -51,7 +51,7 @@ class Reader:
         self.loss_scaled = False
         self.step: Callable[[], str] = str
         self._options = options
-        self._history: deque[Seen] = deque(maxlen=options.max_frames)
+        self.history: deque[Seen] = deque(maxlen=options.max_frames)
         self._traced = frozenset(options.trace_batches)
         self._traced_last = ""
 
@@ -94,10 +94,10 @@ class Reader:
             if scale is not None and not scale <= 1:  # the scaler reduces the scale, and skips the step
                 bad = find(loss_scaled=True)
         if bad is None:
-            self._history.extend(seen(events[-self._options.max_frames :], values))  # an event has a frame at least
+            self.history.extend(seen(events[-self._options.max_frames :], values))  # an event has a frame at least
             return None
         index, number = bad
-        frames = [*self._history, *seen(events[: index + 1], values)]
+        frames = [*self.history, *seen(events[: index + 1], values)]
         after = len(events[index].frames) - 1 - number
         frames = frames[: len(frames) - after][-self._options.max_frames :]
         culprit = frames[-1]
@@ -116,9 +116,6 @@ class Reader:
             report=_report(frames, abs_min=self._options.abs_min, step=step),
             step=step,
         )
-
-    def forget(self) -> None:
-        self._history.clear()
 
     def _trace(self, events: Sequence[TensorEvent], values: Values, batch: str) -> None:
         lines: list[str] = []

@@ -184,9 +184,7 @@ class ForwardCalls:
 
 
 def _is_recorded() -> bool:
-    if torch._C._get_tracing_state() is not None:
-        return True
-    return is_capturing()
+    return torch._C._get_tracing_state() is not None or is_capturing()
 
 
 def tensors_in(value: Any, role: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -69,9 +69,6 @@ class _Store:
         rows = torch.cat(self._chunks)[: self.used] if len(self._chunks) > 1 else self._chunks[0][: self.used]
         return rows.to(torch.float32 if self.device.type == "mps" else torch.float64)
 
-    def reset(self) -> None:
-        self.free = self.slots[::-1]
-
     def _grow(self) -> None:
         size = min(_LARGEST_CHUNK, max(_FIRST_CHUNK, len(self.slots)))
         # Tensors allocated in inference mode cannot be written outside it.
@@ -123,7 +120,12 @@ class Slots:
                 return Unmeasured("meta")
             if values.is_cuda and is_capturing():
                 return Unmeasured("captured")
-            slot = self._store_of(values).take()
+            stream = current_stream(values.device)
+            place = values.dtype, values.device, stream
+            store = self._stores.get(place)
+            if store is None:
+                store = self._stores[place] = _Store(values.dtype, values.device, stream)
+            slot = store.take()
             torch.aminmax(values, out=(slot.low, slot.high))
             if self._abs_min:
                 slot.least.copy_((values if values.dtype is torch.bool else values.abs()).amin())
@@ -151,15 +153,7 @@ class Slots:
 
     def reset(self) -> None:
         for store in self._stores.values():
-            store.reset()
-
-    def _store_of(self, values: torch.Tensor) -> _Store:
-        stream = current_stream(values.device)
-        place = values.dtype, values.device, stream
-        store = self._stores.get(place)
-        if store is None:
-            store = self._stores[place] = _Store(values.dtype, values.device, stream)
-        return store
+            store.free = store.slots[::-1]
 
 
 def to_host(rows: torch.Tensor) -> npt.NDArray[np.float64]:

@@ -237,4 +237,4 @@ class Looking:
 
     def _begin_anew(self) -> None:
         self._journal.clear()
-        self.reader.forget()
+        self.reader.history.clear()

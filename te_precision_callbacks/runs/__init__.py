@@ -7,9 +7,17 @@
 Sessions record their runs.
 """
 
-from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError, UnknownSubjectError
 from te_precision_callbacks.runs.reading import list_runs, open_run
-from te_precision_callbacks.runs.recorded import Grid, RecordedRun, Segment, Thinned
+from te_precision_callbacks.runs.recorded import (
+    Grid,
+    NotARunError,
+    RecordedRun,
+    RunError,
+    Segment,
+    SeveralRunsError,
+    Thinned,
+    UnknownSubjectError,
+)
 from te_precision_callbacks.runs.run_files import traces_of
 
 __all__ = [

@@ -27,9 +27,8 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import TENSORS
-from te_precision_callbacks.runs.errors import NotARunError
 from te_precision_callbacks.runs.index import NO_VECTORS, SeriesIndex, Subject, in_order
-from te_precision_callbacks.runs.recorded import RecordedRun, Segment
+from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, Segment
 from te_precision_callbacks.runs.run_files import gaps
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES
 from te_precision_callbacks.statistics.names import logged_request

@@ -22,8 +22,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table
-from te_precision_callbacks.runs.errors import NotARunError, RunError, SeveralRunsError
 from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
 from te_precision_callbacks.runs.index import (
     NO_VALUES,
@@ -34,7 +32,16 @@ from te_precision_callbacks.runs.index import (
     Subject,
     in_order,
 )
-from te_precision_callbacks.runs.recorded import RecordedRun, Segment, Status, Thinned, thinning_notes
+from te_precision_callbacks.runs.recorded import (
+    NotARunError,
+    RecordedRun,
+    RunError,
+    Segment,
+    SeveralRunsError,
+    Status,
+    Thinned,
+    thinning_notes,
+)
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
     FOLDER,
@@ -50,7 +57,18 @@ from te_precision_callbacks.runs.run_files import (
     read_json,
     segments_of,
 )
-from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, SUBJECT, VALUES, VECTORS
+from te_precision_callbacks.runs.tables import (
+    EVENTS,
+    FACTS,
+    SCALARS,
+    SCHEMA_VERSION,
+    STEPS,
+    SUBJECT,
+    UNREADABLE,
+    VALUES,
+    VECTORS,
+    read_table,
+)
 
 _MOST_ATTEMPTS = 5
 """Attempts to read a run while its files are being replaced."""
@@ -100,7 +118,12 @@ def open_run(path: StrPath, *, run: str | None = None) -> RecordedRun:
                 f"{folder}: logs of plain nvidia-dlfw-inspect are one run, which has no name like {run!r}."
             )
         return import_logs(folder, logs)
-    raise NotARunError(f"{folder}: {_what_it_is(folder)}")
+    if not folder.is_dir():
+        raise NotARunError(f"{folder}: this file is no recorded run. Give the log folder.")
+    raise NotARunError(
+        f"{folder}: no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
+        f" nvidia-dlfw-inspect has {STATISTICS_FOLDER}/."
+    )
 
 
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
@@ -159,15 +182,6 @@ def _last_start(run: Path) -> str:
         started = read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get("started_at")
         return max(str(started or ""), name_time)
     return name_time
-
-
-def _what_it_is(path: Path) -> str:
-    if path.is_dir():
-        return (
-            f"no recorded run is in this folder. A log folder has {FOLDER}/<run>/seg-000/{RUN_FILE}; one of plain"
-            f" nvidia-dlfw-inspect has {STATISTICS_FOLDER}/."
-        )
-    return "this file is no recorded run. Give the log folder."
 
 
 @dataclass

@@ -17,9 +17,8 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.runs.limits import DEFAULT_LIMIT
 from te_precision_callbacks.runs.recording import Facts, Recording, Step, own_numbers
-from te_precision_callbacks.runs.run_files import FOLDER, Place, make_segment, new_run_id
+from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, FOLDER, Place, make_segment, new_run_id
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 

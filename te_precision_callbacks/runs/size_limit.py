@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from te_precision_callbacks.runs.data_tables import UNREADABLE, read_table, write_table
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
     MOST_ITERATION,
@@ -33,7 +32,7 @@ from te_precision_callbacks.runs.run_files import (
     is_incomplete,
     segments_of,
 )
-from te_precision_callbacks.runs.tables import EXTREME, STEP0, VALUES, VECTORS
+from te_precision_callbacks.runs.tables import EXTREME, STEP0, UNREADABLE, VALUES, VECTORS, read_table, write_table
 from te_precision_callbacks.runs.writing import RunWriter
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from te_precision_callbacks.runs.data_tables import write_table
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
@@ -34,7 +33,16 @@ from te_precision_callbacks.runs.run_files import (
     segment_name,
     time_text,
 )
-from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, SCHEMA_VERSION, STEPS, VALUES, VECTORS
+from te_precision_callbacks.runs.tables import (
+    EVENTS,
+    FACTS,
+    SCALARS,
+    SCHEMA_VERSION,
+    STEPS,
+    VALUES,
+    VECTORS,
+    write_table,
+)
 
 CLOSE_BYTES = 64 << 20
 

@@ -72,7 +72,7 @@ class RunResults:
 
     def coverage_with_other_ranks(self, iteration: int | None) -> Coverage:
         """As :meth:`InspectSession.coverage`; None for the last iteration."""
-        iteration = self.audit.history.last if iteration is None else iteration
+        iteration = self.audit.history.iterations.last if iteration is None else iteration
         if iteration is None:
             return NOTHING
         own = self.coverage_at(iteration)

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import yaml
 
-from te_precision_callbacks.base.environment import installed_version, read_environment
+from te_precision_callbacks.base.environment import installed_version, read_environment, torch_facts
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import is_distributed
-from te_precision_callbacks.base.torch_facts import torch_facts
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.planning import Section

@@ -244,7 +244,7 @@ class Run:
         self._profiling.write()  # where the run is recorded, which is known now
         # Reduce the statistics over the ranks, and begin the next iteration.
         ranks, optimizer_steps = self.context.ranks, self._loop_checks.optimizer_steps
-        ranks.ask_for_losses(own=ranks.leads and optimizer_steps > 1 and not self._trainer_scalars.has_loss)
+        ranks.request(losses=ranks.leads and optimizer_steps > 1 and not self._trainer_scalars.has_loss)
         self._contract.begin_step(iteration)
         self._reduce(ending)
         self.hooks.begin(self.context.iteration)

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.reduction import Stamp
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.conftest import Keeper, feature

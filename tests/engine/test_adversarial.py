@@ -16,7 +16,7 @@ import torch
 
 from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from te_precision_callbacks.statistics.table import (
     BLOCKWISE,

@@ -11,7 +11,7 @@ import torch
 
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import compiled
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request
 from tests.combinations import half
 from tests.drawn import normal

@@ -28,7 +28,7 @@ from te_precision_callbacks.engine.quantization import (
     read,
     simulate,
 )
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS, Of
 from tests.combinations import half

@@ -19,7 +19,7 @@ from te_precision_callbacks.engine.quantization import (
     read,
     settings_of,
 )
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request
 from tests.engine import exact
 from tests.engine.exact import BLOCK_STATISTICS

@@ -15,7 +15,7 @@ import torch
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.kernels import native
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import (
     logged_request,
     quantized_request,

@@ -33,7 +33,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     Pending,
 )
 from te_precision_callbacks.engine.quantization import read
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.engine import exact, recipes
 from tests.engine.recipes import INF, NAN, Pair, Quantized, quantize

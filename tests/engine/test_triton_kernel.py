@@ -27,7 +27,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     Pending,
     layout,
 )
-from te_precision_callbacks.layers.watched import Watched
+from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.drawn import normal
 from tests.engine.exact import columns, measured_by, named

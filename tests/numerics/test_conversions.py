@@ -10,7 +10,7 @@ import torch
 from te_precision_callbacks.base.numerics import conversions
 from te_precision_callbacks.base.numerics.conversions import block_amaxes, decoded, encoded
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat, _code_table
-from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
+from te_precision_callbacks.base.numerics.nvfp4 import random_hadamard_transform
 
 BLOCKS = [(1, 16), (16, 16), (32, 1), (128, 128), (286, 264), (7, 24)]
 SHAPE = (286, 264)

@@ -27,7 +27,7 @@ from te_precision_callbacks.runs import (
     open_run,
     writing,
 )
-from te_precision_callbacks.runs.limits import DEFAULT_LIMIT, record_limit
+from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, record_limit
 from te_precision_callbacks.runs.sink import RecordingError, RecordSink
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.sinks import writer_thread

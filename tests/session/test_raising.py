@@ -27,7 +27,7 @@ from te_precision_callbacks.base.ranks.messages import Departure, RanksLostError
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.instrumentation import failures
 from te_precision_callbacks.overflow import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
-from te_precision_callbacks.runs.errors import SeveralRunsError
+from te_precision_callbacks.runs.recorded import SeveralRunsError
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.endings import ClosingReport
 from te_precision_callbacks.session.model import ObservedModel

@@ -40,7 +40,9 @@ class FloatFormat(Bits):
             return self._looked_up(((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0))
         codes = values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
         negative_nan = 0x80 | (self.nan_code or 0)
-        return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if _any_nan(values) else codes
+        # The minimum of a tensor that holds NaN is NaN: one pass, no temporary.
+        has_nan = values.numel() > 0 and bool(values.amin().isnan())
+        return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F) if has_nan else codes
 
     def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """Encode float32 numbers that the format represents exactly; faster than :meth:`encode` for FP4."""
@@ -82,11 +84,6 @@ class FloatFormat(Bits):
             if int(magnitude.amax()) > self.max_code:
                 numbers.masked_fill_(magnitude > self.max_code, math.nan)
         return numbers
-
-
-def _any_nan(values: torch.Tensor) -> bool:
-    # The minimum of a tensor that holds NaN is NaN: one pass, no temporary.
-    return values.numel() > 0 and bool(values.amin().isnan())
 
 
 @functools.cache

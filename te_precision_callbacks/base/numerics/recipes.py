@@ -96,16 +96,12 @@ class Recipe:
 def _current(
     x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings, cap: float
 ) -> Rounded:
-    return _with_float32_scale(x, tensor_amax.reshape(1, 1), settings, FLOAT32_MAX)
+    return _block_fp8(x, tensor_amax.reshape(1, 1), tensor_amax, settings, FLOAT32_MAX)
 
 
 def _block_fp8(
     x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings, cap: float
 ) -> Rounded:
-    return _with_float32_scale(x, amax, settings, cap)
-
-
-def _with_float32_scale(x: torch.Tensor, amax: torch.Tensor, settings: QuantizerSettings, cap: float) -> Rounded:
     scale = fp8_scale(
         amax,
         settings.fp8.max,

@@ -195,10 +195,7 @@ class Ranks:
 
     def put_note(self, *, note: bool) -> None:
         self._note = note
-        self._request(check=note)
-
-    def ask_for_losses(self, *, own: bool) -> None:
-        self._request(losses=own)
+        self.request(check=note)
 
     @property
     def losses_are_wanted(self) -> bool:
@@ -206,7 +203,8 @@ class Ranks:
         requested = None if self.messages is None else self.messages.requested
         return requested is not None and requested.losses
 
-    def _request(self, **requests: bool) -> None:
+    def request(self, **requests: bool) -> None:
+        """Send requests, of the fields of :class:`Requests`, with the values of this step."""
         if self.messages is not None:
             self.messages.requests = self.messages.requests._replace(**requests)
             self.messages.requested = None

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.base.environment import installed_version, read_environment
+from te_precision_callbacks.base.environment import Torch, installed_version, read_environment, torch_facts
 from te_precision_callbacks.base.errors import install_line
-from te_precision_callbacks.base.torch_facts import Torch, torch_facts
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.dumps.budget import why_full
 from te_precision_callbacks.reference import ReferenceBackendError, inherited, target

@@ -18,15 +18,8 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics.conversions import block_amaxes
-from te_precision_callbacks.base.numerics.hadamard import random_hadamard_transform
-from te_precision_callbacks.base.numerics.layouts import (
-    NVFP4,
-    SWIZZLE_COLUMNS,
-    SWIZZLE_ROWS,
-    packed,
-    unpacked,
-)
-from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantized
+from te_precision_callbacks.base.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, packed, unpacked
+from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantized, random_hadamard_transform
 from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import as_stored, is_noop, matrix_shape, overwrite, round_up

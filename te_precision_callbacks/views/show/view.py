@@ -25,9 +25,8 @@ from te_precision_callbacks.runs.answers import (
     outcome_notes,
     precision_shares,
 )
-from te_precision_callbacks.runs.errors import it_has
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.runs.recorded import Curve
+from te_precision_callbacks.runs.recorded import Curve, it_has
 from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.speed.devices import SpeedError
 from te_precision_callbacks.speed.estimate import estimate_step
