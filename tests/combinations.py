@@ -11,4 +11,4 @@ def half(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Every second combination, in which all values of all factors but any one meet: of three factors all pairs, of
     four all triples. Each factor has at least two values."""
     places = itertools.product(*(enumerate(factor) for factor in factors))
-    return [tuple(value for _, value in found) for found in places if sum(place for place, _ in found) % 2 == 0]
+    return [tuple(value for _, value in item) for item in places if sum(place for place, _ in item) % 2 == 0]

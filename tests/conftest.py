@@ -173,7 +173,7 @@ def global_state() -> dict[str, Any]:
         "metric loggers": list(MetricLogger.enabled_loggers),
         "messages": set(SingleMessageLogger.logged_messages),
         "call details": APICacheIdentifier.__dict__.get("_call_details"),
-        "registry": {name: (sorted(found.features), found.deferred_features) for name, found in Registry.data.items()},
+        "registry": {name: (sorted(value.features), value.deferred_features) for name, value in Registry.data.items()},
         "configs": list(ConfigManager.configs),
         "layer configs": dict(ConfigManager.layer_name_to_config_cache),
         "te state": (TEDebugState.debug_enabled, TEDebugState.weight_tensor_tp_group_reduce),
@@ -186,9 +186,9 @@ def global_state() -> dict[str, Any]:
             cpu_offload.TEDebugState,
         ),
         "loggers": {
-            name: (list(found.handlers), found.level, found.propagate)
+            name: (list(item.handlers), item.level, item.propagate)
             for name in ("nvdlfw_inspect", "Default Statistics", "te_precision_callbacks")
-            for found in [logging.getLogger(name)]
+            for item in [logging.getLogger(name)]
         },
         "open files": sorted(_target(fd) for fd in _descriptors() if "nvdlfw" in _target(fd)),
         "environment": {key: value for key, value in os.environ.items() if key.startswith("NVDLFW")},

@@ -24,11 +24,11 @@ def defective(path: Path, *, prefix: str = "", steps: int = 40, power: int = -18
         **more: as for :func:`tests.compare.recorded.record`.
     """
     draw = np.random.default_rng(0)
-    found: dict[tuple[str, str, str], Any] = {}
+    results: dict[tuple[str, str, str], Any] = {}
     for name in (f"blocks.{number}.fc" for number in range(10)):
         for tensor, factor in (("activation", 1.0), ("gradient", 2.0**power if name == BAD else 1.0)):
-            found[prefix + name, tensor, "std"] = factor * draw.uniform(0.9, 1.1, steps)
-            found[prefix + name, tensor, "cur_amax"] = 4 * factor * draw.uniform(0.9, 1.1, steps)
-            found[prefix + name, tensor, "nonfinite_num"] = np.zeros(steps)
-    record(path, found, **more)
+            results[prefix + name, tensor, "std"] = factor * draw.uniform(0.9, 1.1, steps)
+            results[prefix + name, tensor, "cur_amax"] = 4 * factor * draw.uniform(0.9, 1.1, steps)
+            results[prefix + name, tensor, "nonfinite_num"] = np.zeros(steps)
+    record(path, results, **more)
     return path

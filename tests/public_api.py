@@ -25,9 +25,9 @@ def listed() -> str:
     lines = []
     homes: dict[int, str] = {}
     for module, names in sorted(public_names(ROOT).items(), reverse=True):
-        found = importlib.import_module(module)
+        result = importlib.import_module(module)
         for name in names:
-            value, path = getattr(found, name), f"{module}.{name}"
+            value, path = getattr(result, name), f"{module}.{name}"
             home = homes.get(id(value)) if module in (PACKAGE, f"{PACKAGE}.debug_utils") else None
             homes[id(value)] = path
             lines.extend([f"{path} = {home}"] if home else _lines(path, value))

@@ -105,18 +105,18 @@ def rows_of(found: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
 def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     separately = ("blackwell", "parity")  # another capability than that of the processes here
     parts = [part for part in NAMES if part not in separately]
-    found, done = gpu_check(tmp_path, "--parts", ",".join(parts))
-    assert found["ok"] is True
-    assert sorted(found["parts"]) == sorted(parts)
-    verdicts = {name: part["verdict"] for name, part in found["parts"].items()}
+    result, done = gpu_check(tmp_path, "--parts", ",".join(parts))
+    assert result["ok"] is True
+    assert sorted(result["parts"]) == sorted(parts)
+    verdicts = {name: part["verdict"] for name, part in result["parts"].items()}
     need_a_gpu = {"capture": "cannot run here"}
     assert verdicts == dict.fromkeys(parts, "passed") | need_a_gpu
-    assert found["parts"]["capture"]["why"] == "needs a GPU"
-    assert not [row for row in found["rows"] if row["ok"] is False]
-    assert found["machine"]["backend"] == "reference"
-    assert found["machine"]["versions"]["torch"]
-    assert str(BENCHMARKS.parent) not in json.dumps(found), "it names no folder of this machine"
-    kernels = rows_of(found, "kernels")
+    assert result["parts"]["capture"]["why"] == "needs a GPU"
+    assert not [row for row in result["rows"] if row["ok"] is False]
+    assert result["machine"]["backend"] == "reference"
+    assert result["machine"]["versions"]["torch"]
+    assert str(BENCHMARKS.parent) not in json.dumps(result), "it names no folder of this machine"
+    kernels = rows_of(result, "kernels")
     assert all(row["ok"] for row in kernels.values() if row["expected"])
     assert all(row["value"] <= 1 for row in kernels.values() if row["expected"])
     for dtype in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
@@ -125,23 +125,23 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
         assert f"{dtype}, sliced" in kernels
     for view in ("transposed", "rows in whole runs", "5 dimensions", "6 dimensions"):
         assert f"float32, {view}" in kernels
-    launches = rows_of(found, "launches")
+    launches = rows_of(result, "launches")
     for path in ("fused", "debug"):
         assert launches[f"{path}: host waits of ours in forward and backward"]["ok"] is True
-    assert rows_of(found, "hopper")["Float8BlockScaling: losses, gradients and weights with a session"]["ok"] is True
-    assert rows_of(found, "large")["16,448 elements, transposed"]["ok"] is True
-    assert rows_of(found, "streams")["statistics, growing vectors: wrong numbers"]["value"] == 0
-    assert rows_of(found, "ranks")["two ranks over gloo: activation std, step 2, rank 1"]["ok"] is True
-    gemms = rows_of(found, "gemm_error")
+    assert rows_of(result, "hopper")["Float8BlockScaling: losses, gradients and weights with a session"]["ok"] is True
+    assert rows_of(result, "large")["16,448 elements, transposed"]["ok"] is True
+    assert rows_of(result, "streams")["statistics, growing vectors: wrong numbers"]["value"] == 0
+    assert rows_of(result, "ranks")["two ranks over gloo: activation std, step 2, rank 1"]["ok"] is True
+    gemms = rows_of(result, "gemm_error")
     assert gemms["block, 128, wgrad: error over its tolerance"]["ok"] is True
     assert gemms["mxfp8"]["note"] == "this GPU does not have it"
-    assert rows_of(found, "overflow")["host waits added to a step"]["value"] == 1
-    assert rows_of(found, "overhead")["default config, a collection step: a step"]["value"] > 0
-    assert rows_of(found, "speed")["fp8_current_scaling, 64x64x128, fprop: speed-up"]["value"] > 0
-    assert rows_of(found, "bandwidth")["8 of the tensor, bfloat16, 160 x 160: ratio"]["value"] > 0
+    assert rows_of(result, "overflow")["host waits added to a step"]["value"] == 1
+    assert rows_of(result, "overhead")["default config, a collection step: a step"]["value"] > 0
+    assert rows_of(result, "speed")["fp8_current_scaling, 64x64x128, fprop: speed-up"]["value"] > 0
+    assert rows_of(result, "bandwidth")["8 of the tensor, bfloat16, 160 x 160: ratio"]["value"] > 0
     header, _, *table = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert "verdict" in header
-    assert len(table) == len(found["rows"])
+    assert len(table) == len(result["rows"])
 
 
 def test_proof_names_a_planted_defect() -> None:

@@ -32,17 +32,17 @@ def threshold(text: str) -> Threshold:
     ],
 )
 def test_a_comparison(text: str, statistic: object, comparison: str, number: float) -> None:
-    found = threshold(text)
-    assert (found.statistic, found.comparison, found.number) == (statistic, comparison, number)
-    assert str(found) == text
-    assert found.statistic.statistic is STATISTICS[found.statistic.statistic.name]
+    result = threshold(text)
+    assert (result.statistic, result.comparison, result.number) == (statistic, comparison, number)
+    assert str(result) == text
+    assert result.statistic.statistic is STATISTICS[result.statistic.statistic.name]
 
 
 @pytest.mark.parametrize(("comparison", "below", "at", "above"), [(">", 0, 0, 1), (">=", 0, 1, 1), ("<", 1, 0, 0)])
 def test_when_it_holds(comparison: str, below: bool, at: bool, above: bool) -> None:
-    found = threshold(f"mse {comparison} 2")
-    assert [found.holds(value) for value in (1.5, 2.0, 2.5)] == [below, at, above]
-    assert not found.holds(math.nan)
+    result = threshold(f"mse {comparison} 2")
+    assert [result.holds(value) for value in (1.5, 2.0, 2.5)] == [below, at, above]
+    assert not result.holds(math.nan)
     assert not threshold("mse <= 2").holds(math.nan)
 
 
@@ -85,8 +85,8 @@ def test_it_comes_whole_out_of_a_pickle(condition: Condition) -> None:
     loaded = pickle.loads(pickle.dumps(config))
     for section, own in zip(loaded.sections, config.sections, strict=True):
         ((name, options),) = own.features["transformer_engine"].items()
-        found = section.features["transformer_engine"][name]
-        assert found == options == sections[section.name]["transformer_engine"][name]
-        (target,) = found.schema.targets
+        result = section.features["transformer_engine"][name]
+        assert result == options == sections[section.name]["transformer_engine"][name]
+        (target,) = result.schema.targets
         assert target.options.schedule == options.schema.targets[0].options.schedule
-        assert found.schema == options.schema
+        assert result.schema == options.schema

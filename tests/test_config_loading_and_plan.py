@@ -286,7 +286,7 @@ def test_a_selector_that_another_one_leaves_without_effect_is_warned_about(caplo
     assert selected(exact_layer_names=["model.head"], layer_types=["fc1"], layer_numbers=[3]) == [4]
     assert selected(layer_name_regex_pattern="head", layer_types=["fc1"]) == [4]
     said = [re.search(r"'(\w+)' has no effect beside '(\w+)'", record.getMessage()) for record in caplog.records]
-    assert [found and found.groups() for found in said] == [
+    assert [item and item.groups() for item in said] == [
         ("layer_numbers", "exact_layer_names"),
         ("layer_types", "exact_layer_names"),
         ("layer_types", "layer_name_regex_pattern"),

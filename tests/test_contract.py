@@ -83,10 +83,10 @@ def test_all_mistakes_are_reported_with_their_lines(tmp_path: Path) -> None:
     file.write_text("precision_contract:\n  share:\n    fp9: 95\n  layer: {mlp: fp8}\n  by_step: soon\n")
     with pytest.raises(ConfigError) as caught:
         read_contract(file)
-    told = str(caught.value)
-    assert "contract.yaml, line 3" in told
-    assert "contract.yaml, line 4" in told
-    assert "contract.yaml, line 5" in told
+    stated = str(caught.value)
+    assert "contract.yaml, line 3" in stated
+    assert "contract.yaml, line 4" in stated
+    assert "contract.yaml, line 5" in stated
 
 
 def test_a_file_that_is_no_contract(tmp_path: Path) -> None:

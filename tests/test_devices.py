@@ -71,8 +71,8 @@ def test_a_lost_gpu_is_distinguished_from_a_failure(cuda: Callable[..., None]) -
 def test_a_lost_gpu_is_reported_once(cuda: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
     cuda(lost())
     failures = ObservationFailures(strict=False, rank=0)
-    told: list[str] = []
-    failures.on_report = told.append
+    stated: list[str] = []
+    failures.on_report = stated.append
     with caplog.at_level(logging.WARNING):
         for doing in ("observing", "reading the statistics of", "observing"):
             failures.report(doing, "fc1 activation", lost())
@@ -81,7 +81,7 @@ def test_a_lost_gpu_is_reported_once(cuda: Callable[..., None], caplog: pytest.L
     assert "AcceleratorError: CUDA error: device-side assert triggered)" in record.getMessage()
     assert "CUDA_LAUNCH_BLOCKING=1" in record.getMessage()
     assert "Precision debugging failed" not in caplog.text
-    assert told == []
+    assert stated == []
     error = lost()
     with pytest.raises(torch.AcceleratorError) as raised:
         ObservationFailures(strict=True, rank=0).report("observing", "fc1", error)
@@ -172,7 +172,9 @@ def test_scalars_of_users_features_are_read_behind_the_streams_that_made_them(
     log: list[tuple[str, float]] = []
     streams = iter(("first", "second"))
     monkeypatch.setattr(scalars, "current_stream", lambda device: next(streams))
-    monkeypatch.setattr(scalars, "follow", lambda stream, tensors: log.extend((stream, float(one)) for one in tensors))
+    monkeypatch.setattr(
+        scalars, "follow", lambda stream, tensors: log.extend((stream, float(tensor)) for tensor in tensors)
+    )
     with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path) as session:
         run = session._run
         assert run is not None

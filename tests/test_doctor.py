@@ -60,15 +60,15 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(cli.app, ["doctor", "--json", "--log-dir", "logs"])
     assert done.exit_code == 0, done.output
     assert "hush" not in done.output
-    found = json.loads(done.stdout)
-    assert found["findings"] == []
+    result = json.loads(done.stdout)
+    assert result["findings"] == []
 
-    shown = found["packages"]
+    shown = result["packages"]
     assert shown["python"] == platform.python_version()
     assert shown["torch"] == metadata.version("torch")
     assert shown["transformer-engine"] == metadata.version("transformer-engine")
 
-    engine = found["transformer_engine"]
+    engine = result["transformer_engine"]
     assert engine["backend"] == "reference"
     assert "meta package" in engine["why_not_compiled"]
     recipes = engine["recipes"]
@@ -77,11 +77,11 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(recipes["refusals"]) == {"mxfp8", "nvfp4"}
         assert "10.0 or higher" in recipes["refusals"]["nvfp4"]
 
-    assert found["torch"]["gpus"] == []
-    assert found["torch"]["settings"]["float32_matmul_precision"] == torch.get_float32_matmul_precision()
-    assert found["environment"] == {"NVTE_FP8_DPA_BWD": "0"}
-    assert found["log_folder"]["path"] == str(tmp_path / "logs")
-    assert not found["log_folder"]["exists"]
+    assert result["torch"]["gpus"] == []
+    assert result["torch"]["settings"]["float32_matmul_precision"] == torch.get_float32_matmul_precision()
+    assert result["environment"] == {"NVTE_FP8_DPA_BWD": "0"}
+    assert result["log_folder"]["path"] == str(tmp_path / "logs")
+    assert not result["log_folder"]["exists"]
     assert list(tmp_path.iterdir()) == [], "nothing is left"
 
 
@@ -141,9 +141,9 @@ def test_the_line_that_installs_has_the_range_of_the_project() -> None:
 
 
 def test_a_log_folder(tmp_path: Path) -> None:
-    found = log_folder(tmp_path / "new" / "logs")
-    assert (found.exists, found.why_not_writable) == (False, "")
-    assert found.free_bytes > 0
+    result = log_folder(tmp_path / "new" / "logs")
+    assert (result.exists, result.why_not_writable) == (False, "")
+    assert result.free_bytes > 0
     assert log_folder(tmp_path).exists
     assert list(tmp_path.iterdir()) == []
 

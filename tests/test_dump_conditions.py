@@ -46,7 +46,7 @@ def check(folder: Path, statistics: str, options: str, *, detects_overflow: bool
 def test_schedules_meet_where_a_step_is_in_both(seed: int) -> None:
     """Against a count of steps. All ends are below 40, and frequencies up to 7: lcm 42."""
     generator = random.Random(seed)
-    found = set()
+    results = set()
     for _ in range(200):
         options: list[dict[str, Any]] = []
         for _ in range(2):
@@ -57,11 +57,11 @@ def test_schedules_meet_where_a_step_is_in_both(seed: int) -> None:
                 options[-1]["start_end_list"] = [bounds[:2], [bounds[2], generator.choice([bounds[3], -1])]]
             elif kind == 1:
                 options[-1] |= {"start_step": bounds[0], "end_step": generator.choice([bounds[1], bounds[0], -1])}
-        one, other = (Schedule.of(**keys) for keys in options)
-        expected = any(one.at(step)[0] and other.at(step)[0] for step in range(40 + 2 * 42))
-        assert one.meets(other) is other.meets(one) is expected, options
-        found.add(expected)
-    assert found == {True, False}
+        first, other = (Schedule.of(**keys) for keys in options)
+        expected = any(first.at(step)[0] and other.at(step)[0] for step in range(40 + 2 * 42))
+        assert first.meets(other) is other.meets(first) is expected, options
+        results.add(expected)
+    assert results == {True, False}
 
 
 @pytest.mark.parametrize(

@@ -74,13 +74,13 @@ def test_the_hash_depends_on_content_order_and_length() -> None:
 def test_a_recipe_has_all_of_its_values() -> None:
     scaling = recipes.Float8CurrentScaling(fp8_format=recipes.Format.E4M3)
     scaling.fp8_quant_fwd_inp = recipes.QParams(power_2_scale=True)
-    found = recipe_fingerprint(scaling)
-    assert found.name == "Float8CurrentScaling"
-    assert found.fields["fp8_format"] == "E4M3"
-    assert found.fields["fp8_quant_fwd_inp.power_2_scale"] is True
-    assert found.fields["fp8_quant_fwd_weight.power_2_scale"] is False, "an attribute of the class"
-    assert found.fields["fp8_gemm_fprop.use_split_accumulator"] is False
-    assert found != recipe_fingerprint(recipes.Float8CurrentScaling())
+    result = recipe_fingerprint(scaling)
+    assert result.name == "Float8CurrentScaling"
+    assert result.fields["fp8_format"] == "E4M3"
+    assert result.fields["fp8_quant_fwd_inp.power_2_scale"] is True
+    assert result.fields["fp8_quant_fwd_weight.power_2_scale"] is False, "an attribute of the class"
+    assert result.fields["fp8_gemm_fprop.use_split_accumulator"] is False
+    assert result != recipe_fingerprint(recipes.Float8CurrentScaling())
 
 
 def test_a_function_in_a_recipe_has_no_address() -> None:
@@ -96,8 +96,8 @@ def test_a_function_in_a_recipe_has_no_address() -> None:
 
 def test_each_rank_reads_its_own_file_or_that_of_rank_0(tmp_path: Path) -> None:
     ranks = [fingerprint(layer("a"), rank=0), fingerprint(layer("b"), rank=1)]
-    for each in ranks:
-        write(each, tmp_path)
+    for rank in ranks:
+        write(rank, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(file_name, range(2)))
     assert read(tmp_path, 1) == ranks[1]
     assert read(tmp_path, 5) == ranks[0]
@@ -154,8 +154,8 @@ def test_many_layers_are_a_pattern(layers: list[str], words: str) -> None:
 
 def test_layers_that_one_side_lacks_are_not_compared() -> None:
     before, now = fingerprint(layer("a"), layer("b")), fingerprint(layer("b", rowwise="b"), layer("c"))
-    (found,) = compare(before, now).findings
-    assert found.layers == ("b",)
+    (result,) = compare(before, now).findings
+    assert result.layers == ("b",)
 
 
 def test_scales_are_compared_where_ranks_have_the_same() -> None:
@@ -165,9 +165,9 @@ def test_scales_are_compared_where_ranks_have_the_same() -> None:
         return ScalingState(str(scale), "a", has_unit_scales=scale == 1, is_new=False, steps=16)
 
     before = fingerprint(replace(layer("a"), forward=state(8.0)))
-    for rank, scale, found in ((0, 8.0, 0), (0, 4.0, 1), (1, 4.0, 0), (1, 1.0, 1)):
+    for rank, scale, item in ((0, 8.0, 0), (0, 4.0, 1), (1, 4.0, 0), (1, 1.0, 1)):
         now = fingerprint(replace(layer("a"), forward=state(scale)), rank=rank)
-        assert len(compare(before, now).findings) == found, (rank, scale)
+        assert len(compare(before, now).findings) == item, (rank, scale)
     reduced = {"recipes": (Recipe("DelayedScaling", {"reduce_amax": True, "amax_history_len": 16}),)}
     before, now = (
         replace(fingerprint(replace(layer("a"), recipe=0, forward=state(scale)), rank=rank), **reduced)

@@ -45,22 +45,22 @@ def unfolded(text: str) -> set[str]:
     parts = re.split(r"\{([^}]*)\}", text)
     choices = [
         [part] if not number % 2 else [
-            str(each)
+            str(item)
             for span in part.split(",")
             for first, _, last in [span.partition("-")]
-            for each in range(int(first), int(last or first) + 1)
+            for item in range(int(first), int(last or first) + 1)
         ]
         for number, part in enumerate(parts)
     ]  # fmt: skip
-    return {"".join(each) for each in itertools.product(*choices)}
+    return {"".join(item) for item in itertools.product(*choices)}
 
 
 @given(names=st.sets(st.from_regex(r"m\.[0-3]\.e\.([0-3]|1[0-2])\.fc[12]", fullmatch=True), min_size=1, max_size=30))
 @examples(100)
 def test_a_text_stands_for_exactly_its_names(names: set[str]) -> None:
     texts = folded(sorted(names))
-    found = [name for text in texts for name in unfolded(text)]
-    assert sorted(found) == sorted(names)
+    results = [name for text in texts for name in unfolded(text)]
+    assert sorted(results) == sorted(names)
     assert len(texts) <= len(names)
 
 
@@ -87,10 +87,10 @@ LLAMA = [
 )
 def test_a_short_name_keeps_the_differing_parts(names: list[str], most: int, texts: list[str]) -> None:
     short = ShortNames(names)
-    found = [short.of(name, most) for name in names]
-    assert found[: len(texts)] == texts
-    assert len(set(found)) == len(names)
-    assert max(map(len, found)) <= most
+    results = [short.of(name, most) for name in names]
+    assert results[: len(texts)] == texts
+    assert len(set(results)) == len(names)
+    assert max(map(len, results)) <= most
 
 
 def test_a_name_that_nobody_has_told_loses_its_middle() -> None:
@@ -107,6 +107,6 @@ def test_a_name_that_nobody_has_told_loses_its_middle() -> None:
 @examples(300)
 def test_short_names_fit(names: set[str], most: int) -> None:
     short = ShortNames(names)
-    found = {name: short.of(name, most) for name in names}
-    assert all(len(text) <= most for text in found.values())
-    assert all(text == name for name, text in found.items() if len(name) <= most)
+    results = {name: short.of(name, most) for name in names}
+    assert all(len(text) <= most for text in results.values())
+    assert all(text == name for name, text in results.items() if len(name) <= most)

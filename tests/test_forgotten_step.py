@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    return [text for text in found if "without a step() of precision debugging" in text]
+    results = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [text for text in results if "without a step() of precision debugging" in text]
 
 
 def loop(folder: Path, batches: int, *, steps: int = 0, optimizers: int = 1) -> None:
@@ -113,9 +113,9 @@ def test_a_loop_that_steps_too_often(
                     optimizers[which].step()
                     optimizers[which].zero_grad(set_to_none=set_to_none)
             session.step()
-    found = [text for text in caplog.messages if text.startswith("step() is called")]
-    assert [text.partition(":")[0] for text in found] == [warns] * bool(warns)
-    assert all(f": {len(kinds)} debug iterations for each step" in text for text in found)
+    results = [text for text in caplog.messages if text.startswith("step() is called")]
+    assert [text.partition(":")[0] for text in results] == [warns] * bool(warns)
+    assert all(f": {len(kinds)} debug iterations for each step" in text for text in results)
 
 
 def test_accelerate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

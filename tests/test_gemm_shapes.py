@@ -32,8 +32,8 @@ def test_modules_assert_what_a_gemm_alone_would_take() -> None:
 
 
 def test_the_largest_multiple_of_a_dimension() -> None:
-    found = refusals("mxfp8", BLACKWELL, tokens=4, in_features=64, out_features=64)
-    assert [(refusal.gemm, refusal.dimension, refusal.multiple) for refusal in found] == [
+    result = refusals("mxfp8", BLACKWELL, tokens=4, in_features=64, out_features=64)
+    assert [(refusal.gemm, refusal.dimension, refusal.multiple) for refusal in result] == [
         ("fprop", "tokens", 32),
         ("dgrad", "tokens", 32),
         ("wgrad", "tokens", 32),

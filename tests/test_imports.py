@@ -20,12 +20,12 @@ FEATURES = HERE.parent / "features"
 @cache
 def files() -> Mapping[str, Path]:
     """Module -> its file; the features are importable as ``te_precision_callbacks.features``."""
-    found = {}
+    results = {}
     for folder, name in ((HERE, PACKAGE), (FEATURES, f"{PACKAGE}.features")):
         for path in sorted(folder.rglob("*.py")):
             parts = [name, *path.relative_to(folder).with_suffix("").parts]
-            found[".".join(part for part in parts if part != "__init__")] = path
-    return found
+            results[".".join(part for part in parts if part != "__init__")] = path
+    return results
 
 
 def imports(node: ast.AST) -> Iterator[str]:
@@ -42,26 +42,26 @@ def imports(node: ast.AST) -> Iterator[str]:
 @cache
 def graph() -> Mapping[str, frozenset[str]]:
     """Module -> the modules of this project that it imports."""
-    found = {}
+    results = {}
     for module, path in files().items():
         targets = set()
         for name in imports(ast.parse(path.read_text())):
             while name and name not in files():  # a name in a module
                 name = name.rpartition(".")[0]
             targets.add(name)
-        found[module] = frozenset(targets - {module, ""})
-    return found
+        results[module] = frozenset(targets - {module, ""})
+    return results
 
 
 def reached(module: str) -> set[str]:
     """All that is imported with a module, at any time."""
-    found: set[str] = set()
+    results: set[str] = set()
     left = [module]
     while left:
-        for target in graph()[left.pop()] - found:
-            found.add(target)
+        for target in graph()[left.pop()] - results:
+            results.add(target)
             left.append(target)
-    return found
+    return results
 
 
 @pytest.mark.slow
@@ -79,12 +79,12 @@ def test_there_is_no_circle() -> None:
 def lines_of_the_table() -> list[set[str]]:
     """The table of docs/architecture.md, from the top: on each line the parts."""
     text = (HERE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    found: list[set[str]] = []
+    results: list[set[str]] = []
     for line in text.partition("```text\n")[2].partition("```")[0].splitlines():
         if not line.startswith(" "):
-            found.append(set())
-        found[-1].update(re.findall(r"(?<![/\w])(\w+)(?:\.py|/)", line))
-    return found
+            results.append(set())
+        results[-1].update(re.findall(r"(?<![/\w])(\w+)(?:\.py|/)", line))
+    return results
 
 
 def test_no_part_imports_one_of_a_line_above() -> None:
@@ -145,10 +145,10 @@ MUTABLE = {"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "deque", "set"
 
 @pytest.mark.slow
 def test_module_variables_that_change_are_listed() -> None:
-    found = {}
+    results = {}
     for module, path in files().items():
         short = module.removeprefix(f"{PACKAGE}.")
         names = set(changing(ast.parse(path.read_text())))
         if names and not short.startswith("reference"):
-            found[short] = names
-    assert found == CHANGES
+            results[short] = names
+    assert results == CHANGES

@@ -101,9 +101,9 @@ def test_fused_attention(causal: bool) -> None:
         return functional.scaled_dot_product_attention(query, key, ones(batch, heads, columns, size), is_causal=causal)
 
     products, _ = run(compute)
-    one = batch * heads * rows * columns * size
+    first = batch * heads * rows * columns * size
     assert [(product.role, macs_of(product)) for product in products] == [
-        ("qk", one), ("pv", one), ("pv", one), ("pv", one), ("qk", one), ("qk", one)
+        ("qk", first), ("pv", first), ("pv", first), ("pv", first), ("qk", first), ("qk", first)
     ]  # fmt: skip
     left = pytest.approx(torch.ones(rows, rows).tril().mean().item()) if causal else None
     assert [product.mask_share for product in products] == [left, left, None, None, None, None]
@@ -143,8 +143,8 @@ def test_attention_over_sequences_of_different_lengths() -> None:
     query, bounds = torch.zeros(1, 9, 3, 8), torch.tensor([0, 4, 9])
     given = (query, query, query, None, bounds, torch.tensor([0, 3, 9]), 5, 5, 0.0, 0)
     products = products_of("aten::_efficient_attention_forward", given, query)
-    found = [sequence.sizes for product in products for sequence in product.sequences or ()]
-    assert found == [(4, 3, 8, 3), (5, 6, 8, 3), (4, 8, 3, 3), (5, 8, 6, 3)]
+    results = [sequence.sizes for product in products for sequence in product.sequences or ()]
+    assert results == [(4, 3, 8, 3), (5, 6, 8, 3), (4, 8, 3, 3), (5, 8, 6, 3)]
 
 
 def test_the_backward_of_attention_over_sequences_of_different_lengths() -> None:
@@ -255,14 +255,14 @@ def test_the_share_of_a_causal_mask_is_that_of_torchs_attention(operator: str) -
     tensors = [zeros(2, 3, 16, 8) if heads_first else zeros(2, 16, 3, 8)] * 3
     products = products_of(operator, (*tensors, *CAUSAL[operator]), None)
     assert [product.mask_share for product in products] == [17 / 32] * 2
-    arguments = [False if each is True else 0 if each == 1 and isinstance(each, int) else each
-                 for each in CAUSAL[operator]]  # fmt: skip
+    arguments = [False if item is True else 0 if item == 1 and isinstance(item, int) else item
+                 for item in CAUSAL[operator]]  # fmt: skip
     assert [product.mask_share for product in products_of(operator, (*tensors, *arguments), None)] == [1.0] * 2
 
 
 def test_the_share_of_a_sliding_window_is_unknown() -> None:
     given = (*[zeros(2, 16, 3, 8)] * 3, 0.0, 1.0, True, 4, 0, 0.0)
-    assert [each.mask_share for each in products_of("flash_attn::_flash_attn_forward", given, None)] == [None] * 2
+    assert [item.mask_share for item in products_of("flash_attn::_flash_attn_forward", given, None)] == [None] * 2
 
 
 @pytest.mark.parametrize("name", SIZES)

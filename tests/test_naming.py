@@ -100,9 +100,9 @@ def test_other_names_stay_aliases() -> None:
             super().__init__()
             self.model = Net()
 
-    found = {layer.name: set(layer.aliases) for layer in layers(LightningModule())}
-    assert found["model.head"] == {"the_head", "head"}
-    aliases = found["model.layers.1.self_attention.layernorm_qkv"]
+    results = {layer.name: set(layer.aliases) for layer in layers(LightningModule())}
+    assert results["model.head"] == {"the_head", "head"}
+    aliases = results["model.layers.1.self_attention.layernorm_qkv"]
     assert "layers.1.self_attention.layernorm_qkv" in aliases, "the path without the LightningModule's own attribute"
     assert "self_attention.layernorm_linear_qkv" in aliases, "the constructor's name, without its automatic prefix"
     assert "layers.1.self_attn.layernorm_qkv" in aliases, "the spelling of the documentation"
@@ -145,14 +145,14 @@ def test_names_of_peft_wrappers_and_adapters() -> None:
     peft_model = peft_class("PeftModel", torch.nn.Module)
     model = torch.nn.DataParallel(of_peft("PeftModelForCausalLM", peft_model, base_model=tuner))
 
-    found = {layer.name: layer for layer in layers(model)}
-    copied = [f"head.{each}" for each in ("original_module", "modules_to_save.default", "modules_to_save.other")]
-    adapters = [f"layers.0.self_attention.proj.{each}.default" for each in ("lora_A", "lora_B")]
-    assert sorted(found) == sorted([*plain, *copied, *adapters])
+    results = {layer.name: layer for layer in layers(model)}
+    copied = [f"head.{name}" for name in ("original_module", "modules_to_save.default", "modules_to_save.other")]
+    adapters = [f"layers.0.self_attention.proj.{name}.default" for name in ("lora_A", "lora_B")]
+    assert sorted(results) == sorted([*plain, *copied, *adapters])
     assert named_te_modules(model)[1].module is proj
     # Upstream's function takes `layer_number`, which is None.
     of_upstream = "model.module.base_model.model.layers.None.self_attention.proj.base_layer"
-    assert of_upstream in found["layers.0.self_attention.proj"].upstream
+    assert of_upstream in results["layers.0.self_attention.proj"].upstream
     watched = [path for path, _ in module_paths(model)]
     assert "layers.0.self_attention.proj.base_layer" in watched, "overflow detection watches the sum and its parts"
 

@@ -169,8 +169,8 @@ for needs_a_session in (debugger.start, lambda: by_trainer(Net(), "te_precision"
 
 def test_the_list_of_packages_is_complete() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    found = find_namespace_packages(str(ROOT), include=["te_precision_callbacks*"])
-    with_files = [name for name in found if list((ROOT / name.replace(".", "/")).glob("*.py"))]
+    result = find_namespace_packages(str(ROOT), include=["te_precision_callbacks*"])
+    with_files = [name for name in result if list((ROOT / name.replace(".", "/")).glob("*.py"))]
     assert sorted(settings["packages"]) == sorted([*with_files, "te_precision_callbacks.features"])
 
 
@@ -190,13 +190,13 @@ def test_a_wheel_has_the_features_and_does_not_require_transformer_engine(tmp_pa
     (metadata,) = (tmp_path / "site").glob("*.dist-info")
     links = re.findall(r"\]\(([^)]+)\)", (metadata / "METADATA").read_text())
     here = re.compile(r"https://github\.com/[\w-]+/te-precision-callbacks/(?:blob|raw)/v[\d.]+/([^#]+)")
-    found = [here.match(link) for link in links if "NVIDIA" not in link and not link.startswith("#")]
-    assert len(found) > 20
-    assert all(link is not None and (ROOT / link[1]).is_file() for link in found), (
+    results = [here.match(link) for link in links if "NVIDIA" not in link and not link.startswith("#")]
+    assert len(results) > 20
+    assert all(link is not None and (ROOT / link[1]).is_file() for link in results), (
         "an index page knows no relative links"
     )
     needed = [Requirement(text) for text in Distribution.at(metadata).requires or ()]
-    without_extra = {found.name for found in needed if found.marker is None or found.marker.evaluate({"extra": ""})}
+    without_extra = {item.name for item in needed if item.marker is None or item.marker.evaluate({"extra": ""})}
     assert {"torch", "nvdlfw-inspect"} <= without_extra
     assert not [name for name in without_extra if name.startswith("transformer-engine")], "PEFT fails where it is empty"
     code = f"""

@@ -345,12 +345,12 @@ def test_ranks_come_together_in_the_same_step_without_waiting(parted_at: int, or
     """By optimizer steps, which are alike, though iterations are not; each looks at the store in some steps only."""
     store = dist.HashStore()
     ranks = [(Place(rank, 3, name), _Return(store)) for rank in order]
-    for _, found in ranks:
-        found.put_off()
+    for _, item in ranks:
+        item.put_off()
     met: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for step in range(parted_at, parted_at + 100):
-        for at, found in ranks:
-            if found.is_time(at, step - 5 * at.rank, step) and not met[at.rank]:
+        for at, item in ranks:
+            if item.is_time(at, step - 5 * at.rank, step) and not met[at.rank]:
                 met[at.rank].append(step)
     assert met[0]
     assert met[0] == met[1] == met[2]
@@ -360,9 +360,9 @@ def test_ranks_come_together_in_the_same_step_without_waiting(parted_at: int, or
 def test_ranks_without_a_rank_that_has_ended_never_come_together() -> None:
     store = dist.HashStore()
     ranks = [(Place(rank, 3, name), _Return(store)) for rank in range(2)]
-    for _, found in ranks:
-        found.put_off()
-    assert not any(found.is_time(at, step, step) for step in range(500) for at, found in ranks)
+    for _, item in ranks:
+        item.put_off()
+    assert not any(item.is_time(at, step, step) for step in range(500) for at, item in ranks)
 
 
 def listening() -> list[str]:

@@ -474,12 +474,12 @@ def test_all_problems_of_a_file_are_reported_with_their_lines(tmp_path: Path) ->
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value).startswith(f"The config has {len(PROBLEMS)} problems:\n- {path}, line ")
-    found = list(caught.value.problems)
+    results = list(caught.value.problems)
     for line, text in PROBLEMS:
-        told = [problem for problem in found if re.search(rf"config\.yaml, line {line} .*{text}", problem)]
-        assert len(told) == 1, (line, text, found)
-        found.remove(told[0])
-    assert not found
+        stated = [problem for problem in results if re.search(rf"config\.yaml, line {line} .*{text}", problem)]
+        assert len(stated) == 1, (line, text, results)
+        results.remove(stated[0])
+    assert not results
     copied = pickle.loads(pickle.dumps(caught.value))
     assert (str(copied), copied.problems) == (str(caught.value), caught.value.problems), "as between processes"
 
@@ -501,10 +501,10 @@ SCALE = {"gemms_struct": [{"gemm": "dgrad", "tensors": ["weight"]}, {"gemm": "wg
 def test_two_features_that_modify_one_tensor_in_a_section_are_refused() -> None:
     section = feature("FakeQuant", ["fc1"], **FAKE)
     section["transformer_engine"]["PerTensorScaling"] = {"enabled": True, **SCALE}
-    told = (
+    stated = (
         r"\(section 's'\): 'PerTensorScaling' modifies the tensor 'activation' of the GEMM 'wgrad' in the layers of 's'"
     )
-    with pytest.raises(ConfigError, match=rf"{told}, and so does 'FakeQuant' in .*\(section 's'\)"):
+    with pytest.raises(ConfigError, match=rf"{stated}, and so does 'FakeQuant' in .*\(section 's'\)"):
         load_config({"s": section})
     section["transformer_engine"]["FakeQuant"] |= {"end_step": 9}
     section["transformer_engine"]["PerTensorScaling"] |= {"start_step": 10}
@@ -521,9 +521,11 @@ def test_two_features_that_modify_one_tensor_where_sections_meet_are_refused(tmp
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(sections))
     config = load_config(path)
-    told = r"'PerTensorScaling' modifies the tensor 'activation' of the GEMM 'wgrad' in the layer 'model\.layers\.10\."
+    stated = (
+        r"'PerTensorScaling' modifies the tensor 'activation' of the GEMM 'wgrad' in the layer 'model\.layers\.10\."
+    )
     other = r"so does 'FakeQuant' in .*line \d+ \(section 'fake'\)"
-    with pytest.raises(ConfigError, match=rf"line \d+ \(section 'scale'\): {told}.*fc1', and {other}"):
+    with pytest.raises(ConfigError, match=rf"line \d+ \(section 'scale'\): {stated}.*fc1', and {other}"):
         config.plan(LAYERS, REGISTERED)
     apart = {**sections, "scale": feature("PerTensorScaling", ["gemm_3"], **SCALE)}
     assert len(load_config(apart).plan(LAYERS, REGISTERED).layers) == 3

@@ -118,7 +118,9 @@ def test_model_step_and_loss_are_found(tmp_path: Path, micro_batches: int) -> No
 
 def test_two_optimizers_of_one_model_step_once(tmp_path: Path) -> None:
     model = Model()
-    parts = ([each for each in model.parameters() if (each.dim() > 1) == matrix] for matrix in (True, False))
+    parts = (
+        [parameter for parameter in model.parameters() if (parameter.dim() > 1) == matrix] for matrix in (True, False)
+    )
     optimizers = [torch.optim.SGD(part, lr=0.01) for part in parts]
     with watched(tmp_path) as watch:
         train(model, *optimizers)
@@ -324,9 +326,9 @@ def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
             train(model, sgd(model))
             del model
     records = sorted((tmp_path / "precision_records").iterdir())
-    assert [open_run(each).segments[-1].status for each in records] == ["ended", "ended"]
-    assert [len(losses_of(each)) for each in records] == [STEPS, STEPS]
-    assert [diagnose(each).state for each in records] == ["no problems found"] * 2
+    assert [open_run(record).segments[-1].status for record in records] == ["ended", "ended"]
+    assert [len(losses_of(record)) for record in records] == [STEPS, STEPS]
+    assert [diagnose(record).state for record in records] == ["no problems found"] * 2
 
 
 def test_the_run_ends_before_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,9 +118,9 @@ def remove_half_installed(folder: Path) -> None:
     with "~".
     """
     for site in folder.glob("lib/python*/site-packages"):
-        unfinished = [found for found in site.glob("*.dist-info") if not (found / "RECORD").exists()]
-        for found in [*unfinished, *site.glob("~*")]:
-            shutil.rmtree(found)
+        unfinished = [path for path in site.glob("*.dist-info") if not (path / "RECORD").exists()]
+        for item in [*unfinished, *site.glob("~*")]:
+            shutil.rmtree(item)
 
 
 def _fetch_installers(folder: Path) -> bool:
@@ -173,7 +173,7 @@ def settings_of_uv(of_pip: Mapping[str, str]) -> tuple[list[str], dict[str, str]
         options += [part for value in of_pip.get(name, "").split() for part in (option, value)]
     if of_pip.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         options.append("--no-index")
-    variables = {each: of_pip[name] for name, several in VARIABLES_OF_UV.items() if name in of_pip for each in several}
+    variables = {item: of_pip[name] for name, several in VARIABLES_OF_UV.items() if name in of_pip for item in several}
     return options, {"UV_SYSTEM_CERTS": "true", **variables}
 
 
@@ -181,14 +181,14 @@ def _settings_of_pip(folder: Path) -> dict[str, str]:
     """The settings of ``pip install``, from its files and variables."""
     command = [str(_python(folder)), "-m", "pip", "config", "list"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False, env=_for_pip()).stdout
-    found: dict[str, dict[str, str]] = {}
+    results: dict[str, dict[str, str]] = {}
     for line in shown.splitlines():
         key, is_setting, value = line.partition("=")
         section, _, name = key.rpartition(".")
         if is_setting:
             with contextlib.suppress(ValueError, SyntaxError):  # a warning of pip's
-                found.setdefault(section, {})[name] = str(ast.literal_eval(value))
-    return {**found.get("global", {}), **found.get("install", {}), **found.get(":env:", {})}
+                results.setdefault(section, {})[name] = str(ast.literal_eval(value))
+    return {**results.get("global", {}), **results.get("install", {}), **results.get(":env:", {})}
 
 
 def _run(folder: Path, name: str, command: Sequence[str], variables: Mapping[str, str], started: float) -> int:
@@ -197,12 +197,12 @@ def _run(folder: Path, name: str, command: Sequence[str], variables: Mapping[str
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
         try:
-            told = ""
+            stated = ""
             while _still_runs(process):
                 how_far = progress(log.read_text())
-                if how_far != told:
+                if how_far != stated:
                     print(f"  {time.monotonic() - started:3.0f} s: {how_far}", flush=True)
-                    told = how_far
+                    stated = how_far
         except BaseException:
             process.terminate()
             process.wait()
@@ -255,10 +255,10 @@ def _is_usable(folder: Path) -> bool:
 
 
 def _made_of(folder: Path) -> str:
-    found = hashlib.sha256(f"{folder}\n{sys.version}\n".encode())
+    result = hashlib.sha256(f"{folder}\n{sys.version}\n".encode())
     for name in (PINS, "pyproject.toml"):
-        found.update((ROOT / name).read_bytes())
-    return found.hexdigest()
+        result.update((ROOT / name).read_bytes())
+    return result.hexdigest()
 
 
 def _write_stamp(folder: Path, wanted: str) -> None:

@@ -56,13 +56,13 @@ def _filled(text: str, indent: str = "") -> str:
 def _common(feature: FeatureEntry) -> str:
     """The common keys that the feature takes, with the tensors and GEMMs that it can act on."""
     names = {"tensors": ", ".join(feature.tensors), "gemms": ", ".join(feature.gemms)}
-    found = []
+    results = []
     for key in feature.keys:
         if key.name in _COMMON:
             default = f"default {key.default}" if key.name == "freq" and key.default != 1 else ""
             more = names.get(key.name, default)
-            found.append(f"`{key.name}`" + (f" ({more})" if more else ""))
-    return _filled(f"Common keys: {', '.join(found)}.") + "\n\n"
+            results.append(f"`{key.name}`" + (f" ({more})" if more else ""))
+    return _filled(f"Common keys: {', '.join(results)}.") + "\n\n"
 
 
 def _row(feature: FeatureEntry, key: Key) -> str:

@@ -88,7 +88,7 @@ class Output:
 
 def run(page: Path) -> list[Output]:
     """Run a page in the current folder."""
-    found: list[Output] = []
+    results: list[Output] = []
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
     blocks = list(_FENCE.finditer(page.read_text(encoding="utf-8")))
@@ -106,8 +106,8 @@ def run(page: Path) -> list[Output]:
                 name, _, _ = code.removeprefix("# ").partition("\n")
                 Path(name).write_text(code, encoding="utf-8")
             case "text":
-                found.append(Output(page, block.start("code"), code, printed))
-    return found
+                results.append(Output(page, block.start("code"), code, printed))
+    return results
 
 
 def is_excerpt(code: str) -> bool:
@@ -225,9 +225,9 @@ class Picture:
 def pictures() -> list[Picture]:
     """Those of all pages."""
     return [
-        Picture((page.parent / found["file"]).resolve(), found["report"], found["address"], *_size(found))
+        Picture((page.parent / item["file"]).resolve(), item["report"], item["address"], *_size(item))
         for page in PAGES
-        for found in _PICTURE.finditer(page.read_text(encoding="utf-8"))
+        for item in _PICTURE.finditer(page.read_text(encoding="utf-8"))
     ]
 
 

@@ -93,12 +93,12 @@ def run(accelerator: Accelerator, debugger: PrecisionDebugger, model: Any, optim
 def mlflow_metrics(store: Path) -> dict[str, dict[int, float]]:
     """Name -> step -> value, from MLflow's files of the only run: a line is a time, a value and a step."""
     (folder,) = store.glob("*/*/metrics")
-    found: dict[str, dict[int, float]] = {}
+    results: dict[str, dict[int, float]] = {}
     for path in (path for path in folder.rglob("*") if path.is_file()):
         lines = [line.split() for line in path.read_text().splitlines()]
-        found[str(path.relative_to(folder))] = {int(step): float(value) for _, value, step in lines}
-        assert len(found[str(path.relative_to(folder))]) == len(lines), f"{path.name}: two values at one step"
-    return found
+        results[str(path.relative_to(folder))] = {int(step): float(value) for _, value, step in lines}
+        assert len(results[str(path.relative_to(folder))]) == len(lines), f"{path.name}: two values at one step"
+    return results
 
 
 def wandb_history(folder: Path) -> dict[int, dict[str, Any]]:

@@ -88,10 +88,10 @@ def converted(model: torch.nn.Module) -> tuple[Accelerator, torch.nn.Module]:
 )
 def test_what_accelerate_left_is_named_with_the_reason(model: torch.nn.Module, expected: dict[str, str]) -> None:
     _, after = converted(model)
-    found = unconverted_layers(after)
-    assert found == expected
+    result = unconverted_layers(after)
+    assert result == expected
     of_torch = [path or "Linear" for path, module in after.named_modules() if type(module) is Linear]
-    assert of_torch == list(found), "each layer that is still one of torch, and no other"
+    assert of_torch == list(result), "each layer that is still one of torch, and no other"
 
 
 def test_what_multiplies_without_being_a_linear_is_named_too() -> None:
@@ -142,7 +142,7 @@ def test_the_debugger_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.L
         "Accelerate left 1 layer unconverted, which runs without FP8: 7.25 % of the weights that are multiplied."
         " head: 32 x 10: 10 is no multiple of 16."
     )
-    (product,) = (each for each in debugger.session.coverage() if (each.layer, each.gemm) == ("head", "fprop"))
+    (product,) = (item for item in debugger.session.coverage() if (item.layer, item.gemm) == ("head", "fprop"))
     assert "32 x 10: 10 is no multiple of 16" in product.why
 
 

@@ -150,13 +150,13 @@ def check_histograms(tmp_path: Path, history: dict[int, dict[str, Any]]) -> None
     events = accumulator.Histograms("te.fc1/activation/exponent_histogram")
     assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
     values = events[0].histogram_value
-    found = dict(zip(values.bucket_limit, values.bucket, strict=True))
-    assert {limit - 1: count for limit, count in found.items() if count} == drawn
+    results = dict(zip(values.bucket_limit, values.bucket, strict=True))
+    assert {limit - 1: count for limit, count in results.items() if count} == drawn
 
     parts = {part: history[1][f"te.fc1/activation/exponent_histogram/{part}"] for part in ("_type", "bins", "values")}
     assert parts["_type"] == "histogram"
-    found = dict(zip(parts["bins"], parts["values"], strict=False))
-    assert {edge: count for edge, count in found.items() if count} == drawn
+    results = dict(zip(parts["bins"], parts["values"], strict=False))
+    assert {edge: count for edge, count in results.items() if count} == drawn
 
 
 def test_the_scripts_own_step(tmp_path: Path) -> None:

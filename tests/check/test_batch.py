@@ -154,8 +154,8 @@ def test_the_products_of_a_batch_are_those_of_a_step(name: str, on_meta: bool, t
         return
     checked = plan(case, CURRENT(), on_meta=on_meta)
     expected = told(step(case.make(), case.batch(), CURRENT(), tmp_path))
-    found = told(checked.coverage)
-    assert {key: value for key, value in found.items() if not key[0].startswith(("unused", "teacher"))} == expected
+    result = told(checked.coverage)
+    assert {key: value for key, value in result.items() if not key[0].startswith(("unused", "teacher"))} == expected
     assert {product.runs for product in checked.coverage} <= {"planned", "never"}
     not_reached = ("unused",) if name.startswith("mixed") else ()
     assert checked.not_reached == (("teacher.0", "teacher.1") if name == "with a teacher" else not_reached)

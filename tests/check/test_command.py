@@ -127,8 +127,8 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 def as_json(*arguments: str, code: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*arguments, "--json", code=code))
-    return found
+    result: dict[str, Any] = json.loads(run(*arguments, "--json", code=code))
+    return result
 
 
 @pytest.mark.usefixtures("here")
@@ -140,15 +140,15 @@ def test_a_config_alone() -> None:
 def test_all_errors_of_a_config(here: Path) -> None:
     text = CONFIG.replace("[fc1]", "3").replace("weight", "weigth").replace("DisableFP8GEMM", "DisableFp8Gem")
     (here / "config.yaml").write_text(text)
-    told = one_line(run("config.yaml", code=1))
-    assert told.startswith("config.yaml: 3 errors")
+    stated = one_line(run("config.yaml", code=1))
+    assert stated.startswith("config.yaml: 3 errors")
     for said in (
         "line 4 column 12 (section 'watched'): 'layer_types'",
         "line 6 column 47 (section 'watched')",
         "Did you mean 'weight'?",
     ):
-        assert said in told
-    assert "line 11 (section 'kept')" in told
+        assert said in stated
+    assert "line 11 (section 'kept')" in stated
     errors = as_json("config.yaml", code=1)["errors"]
     assert len(errors) == 3
     sections = "".join(f"s{number}: 3\n" for number in range(250))
@@ -159,9 +159,9 @@ def test_all_errors_of_a_config(here: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_the_plan_as_json() -> None:
-    found = as_json("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling")
-    assert (found["recipe"], found["device"], found["tokens"]) == ("fp8_current_scaling", "meta", None)
-    of_layer = {layer: row for row in found["plan"] for layer in row["layers"]}
+    result = as_json("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling")
+    assert (result["recipe"], result["device"], result["tokens"]) == ("fp8_current_scaling", "meta", None)
+    of_layer = {layer: row for row in result["plan"] for layer in row["layers"]}
     assert len(of_layer) == 17
     dgrad = of_layer["layers.1.self_attention.proj"]["gemms"]["dgrad"]
     assert dgrad["operands"] == {"gradient": "FP32", "weight": "FP32"}
@@ -177,61 +177,61 @@ def test_the_plan_as_json() -> None:
             "steps": "steps 0 on that are multiples of 10",
         }
     ]
-    whole = sum(row["macs"] for row in found["plan"])
-    assert whole == found["macs"] == 3 * (4 * (3 * 64 * 64 + 64 * 64 + 2 * 64 * 128) + 64 * 100)
-    assert found["share"]["fp8"] == pytest.approx(1 - (2 * 32768 + 3 * 6400) / whole)
+    whole = sum(row["macs"] for row in result["plan"])
+    assert whole == result["macs"] == 3 * (4 * (3 * 64 * 64 + 64 * 64 + 2 * 64 * 128) + 64 * 100)
+    assert result["share"]["fp8"] == pytest.approx(1 - (2 * 32768 + 3 * 6400) / whole)
 
 
 @pytest.mark.usefixtures("here")
 def test_the_plan_with_a_batch() -> None:
     arguments = ("config.yaml", "--recipe", "fp8_current_scaling", "--model")
-    found = as_json(*arguments, "my_models:build", "--batch", "my_models:batch")
-    assert (found["device"], found["tokens"], found["batch"]) == ("meta", None, "my_models:batch")
-    of_layer = {layer: row for row in found["plan"] for layer in row["layers"]}
+    result = as_json(*arguments, "my_models:build", "--batch", "my_models:batch")
+    assert (result["device"], result["tokens"], result["batch"]) == ("meta", None, "my_models:batch")
+    of_layer = {layer: row for row in result["plan"] for layer in row["layers"]}
     layers = 3 * (4 * (3 * 64 * 64 + 64 * 64 + 2 * 64 * 128) + 64 * 100) * 64
     attention = 3 * 4 * (2 * 2 * 4 * 32 * 32 * 16)
-    assert found["macs"] == layers + attention
+    assert result["macs"] == layers + attention
     assert set(of_layer["layers.0.self_attention.core_attention"]["gemms"]) == {
         "qk",
         "pv",
         "qk backward",
         "pv backward",
     }
-    assert found["not_reached"] == []
+    assert result["not_reached"] == []
     numbers = as_json(*arguments, "my_models:asks_for_numbers", "--batch", "my_models:batch")
     assert numbers["device"] == "cpu"
-    assert numbers["macs"] == found["macs"] - 3 * (64 - 2 * 2) * 64 * 100
-    told = run(*arguments, "my_models:build", "--batch", "my_models:keywords", code=1)
-    assert "the batch of my_models:keywords." in one_line(told)
-    assert "tokens is 30 and has to be a multiple of 16 (next: 32)" in one_line(told)
-    told = run(*arguments, "my_models:with_a_spare_layer", "--batch", "my_models:batch")
-    assert "The forward does not reach these: spare." in told
+    assert numbers["macs"] == result["macs"] - 3 * (64 - 2 * 2) * 64 * 100
+    stated = run(*arguments, "my_models:build", "--batch", "my_models:keywords", code=1)
+    assert "the batch of my_models:keywords." in one_line(stated)
+    assert "tokens is 30 and has to be a multiple of 16 (next: 32)" in one_line(stated)
+    stated = run(*arguments, "my_models:with_a_spare_layer", "--batch", "my_models:batch")
+    assert "The forward does not reach these: spare." in stated
 
 
 def test_findings_end_with_1(here: Path) -> None:
     (here / "config.yaml").write_text(CONFIG.replace("[fc1]", "[fc9]"))
-    told = run("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
-    assert "matches none of the 16 layers. Similar names: 'fc" in one_line(told)
-    assert "tokens is 30 and has to be a multiple of 16 (next: 32)" in one_line(told)
-    found = as_json("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
-    assert [finding["kind"] for finding in found["findings"]] == ["unmatched", "shape"]
-    assert told.startswith("config.yaml: 2 findings on this model, at the end.")
-    assert "no errors" not in told
+    stated = run("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
+    assert "matches none of the 16 layers. Similar names: 'fc" in one_line(stated)
+    assert "tokens is 30 and has to be a multiple of 16 (next: 32)" in one_line(stated)
+    result = as_json("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
+    assert [finding["kind"] for finding in result["findings"]] == ["unmatched", "shape"]
+    assert stated.startswith("config.yaml: 2 findings on this model, at the end.")
+    assert "no errors" not in stated
 
 
 def test_a_section_without_a_layer_can_be_allowed(here: Path) -> None:
     (here / "config.yaml").write_text(CONFIG.replace("[fc1]", "[fc9]"))
-    told = run("config.yaml", "--model", "my_models:build", "--allow-unmatched")
-    assert told.startswith("config.yaml: no errors in 3 sections")
-    assert "Note: config.yaml, line 4 (section 'watched'): the section 'watched' matches none" in one_line(told)
+    stated = run("config.yaml", "--model", "my_models:build", "--allow-unmatched")
+    assert stated.startswith("config.yaml: no errors in 3 sections")
+    assert "Note: config.yaml, line 4 (section 'watched'): the section 'watched' matches none" in one_line(stated)
 
 
 @pytest.mark.usefixtures("here")
 def test_a_contract_that_the_plan_does_not_hold() -> None:
     arguments = ("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling", "--require")
     assert as_json(*arguments, "fp8 fprop >= 60%")["findings"] == []
-    found = as_json(*arguments, "fp8 fprop >= 99%", code=1)["findings"]
-    assert [finding["kind"] for finding in found] == ["contract"]
+    result = as_json(*arguments, "fp8 fprop >= 99%", code=1)["findings"]
+    assert [finding["kind"] for finding in result] == ["contract"]
     assert "fp8 fprop >= 99%: it is 9" in one_line(run(*arguments, "fp8 fprop >= 99%", code=1))
 
 
@@ -264,10 +264,10 @@ FACTORIES = {
 def test_a_factory_that_gives_no_model(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: str
 ) -> None:
-    told = ends(monkeypatch, capsys, "check", "config.yaml", "--model", spec)
+    stated = ends(monkeypatch, capsys, "check", "config.yaml", "--model", spec)
     for part in FACTORIES[spec].replace("FILE", str(here / "my_models.py")).split(".*"):
-        assert part in told
-    assert "Traceback" not in told
+        assert part in stated
+    assert "Traceback" not in stated
     with pytest.raises(ModelFactoryError):
         build_model(spec)
 
@@ -297,6 +297,6 @@ PLAN = "config.yaml --model my_models:build"
 def test_wrong_use(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    told = ends(monkeypatch, capsys, "check", *shlex.split(arguments))
+    stated = ends(monkeypatch, capsys, "check", *shlex.split(arguments))
     for part in message.split(" .* "):
-        assert part in told
+        assert part in stated

@@ -82,8 +82,8 @@ def check(config: str, model: str, *arguments: str, code: int = 0) -> dict[str, 
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code == code, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def gemms_of(found: dict[str, Any]) -> dict[tuple[str, str], Any]:
@@ -121,13 +121,13 @@ def ran(folder: Path, model: transformers.PreTrainedModel) -> Coverage:
 
 
 def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path) -> None:
-    found = check(config, "llama", "--convert", "accelerate", "--batch", f"{__name__}:batch")
-    assert (found["device"], found["convert"], found["recipe"]) == ("meta", "accelerate", "fp8_delayed_scaling")
-    assert found["unconverted"] == {"lm_head": WHY}
+    result = check(config, "llama", "--convert", "accelerate", "--batch", f"{__name__}:batch")
+    assert (result["device"], result["convert"], result["recipe"]) == ("meta", "accelerate", "fp8_delayed_scaling")
+    assert result["unconverted"] == {"lm_head": WHY}
     coverage = ran(tmp_path / "run", llama())
-    assert found["macs"] == coverage.macs()
-    assert found["share"]["fp8"] == pytest.approx(coverage.share("fp8"))
-    planned = gemms_of(found)
+    assert result["macs"] == coverage.macs()
+    assert result["share"]["fp8"] == pytest.approx(coverage.share("fp8"))
+    planned = gemms_of(result)
     for product in coverage:
         name = f"{product.gemm} backward" if product.backward and product.gemm in ("qk", "pv") else product.gemm
         reason = "" if product.reason is None else product.reason.value
@@ -140,14 +140,14 @@ def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path)
 
 def test_what_was_frozen_or_tied_before_the_conversion_has_a_note(config: str) -> None:
     arguments = ("--convert", "accelerate", "--tokens", "256", "--memory")
-    found = check(config, "only_queries", *arguments)
-    (note,) = (note for note in found["notes"] if "unfrozen" in note)
+    result = check(config, "only_queries", *arguments)
+    (note,) = (note for note in result["notes"] if "unfrozen" in note)
     assert note.startswith("Accelerate's conversion has unfrozen these parameters: ")
     assert "model.layers.{0-1}.self_attn.k_proj.weight, " in note
     assert "lm_head.weight. They get gradients" in note
     assert "q_proj" not in note
     assert "convert_model(model) yourself before you make the optimizer" in note
-    of_layers = sum(row["low"] for row in found["memory"]["rows"] if row["kind"] == "gradient")
+    of_layers = sum(row["low"] for row in result["memory"]["rows"] if row["kind"] == "gradient")
     assert of_layers == sum(4 * layer.weight.numel() for layer in linears()), "the plan is of what then trains"
     (note,) = (note for note in check(config, "with_tied_words", *arguments)["notes"] if "tie" in note)
     assert note.startswith("Accelerate's conversion has untied model.embed_tokens.weight and lm_head.weight: ")
@@ -169,18 +169,18 @@ def test_what_the_run_breaks_does_not_pass(
     kinds = ["not_sized", "contract"] if name == "mixtral" else ["contract"]
     assert [finding["kind"] for finding in by_tokens["findings"]] == kinds
     assert "cannot be checked: the products of" in by_tokens["findings"][-1]["text"]
-    found = check(*arguments, "--batch", f"{__name__}:batch", code=1)
+    result = check(*arguments, "--batch", f"{__name__}:batch", code=1)
     run = ran(tmp_path / "run", make())
-    assert found["share"]["fp8"] == pytest.approx(run.share("fp8"))
+    assert result["share"]["fp8"] == pytest.approx(run.share("fp8"))
     assert run.share("fp8") < most
 
 
 @pytest.mark.parametrize("model", ["llama", "with_an_adapter"])
 def test_without_conversion_a_note_names_the_option(config: str, model: str) -> None:
-    found = check(config, model, code=1)
-    (note,) = (note for note in found["notes"] if "no Transformer Engine layer" in note)
+    result = check(config, model, code=1)
+    (note,) = (note for note in result["notes"] if "no Transformer Engine layer" in note)
     assert "te-precision check --convert accelerate" in note
-    assert (found["convert"], found["unconverted"]) == (None, {})
+    assert (result["convert"], result["unconverted"]) == (None, {})
 
 
 def test_a_layer_that_accelerate_fails_on(config: str) -> None:
@@ -219,12 +219,12 @@ def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> Non
     """Accelerate converts what is left of it."""
     Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
     arguments = ("--convert", "accelerate", "--recipe", "fp8_current_scaling")
-    found = check(config, "OnTheCpu", *arguments)
-    assert found["device"] == "cpu"
-    planned = gemms_of(found)
+    result = check(config, "OnTheCpu", *arguments)
+    assert result["device"] == "cpu"
+    planned = gemms_of(result)
     for layer in ("first", "second"):
         assert planned[layer, "fprop"][0] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
-    assert [note.partition(":")[0] for note in found["notes"]] == [
+    assert [note.partition(":")[0] for note in result["notes"]] == [
         "The model has layers of Transformer Engine before Accelerate converts it",
         "--recipe fp8_current_scaling",
     ]

@@ -31,14 +31,14 @@ def words(text: str) -> Iterator[tuple[int, str, str]]:
     """Line, word, and the text with two letters of the word swapped."""
     start = 0
     for number, line in enumerate(text.splitlines(keepends=True), 1):
-        free = [found.span() for found in FREE.finditer(line)]
-        for found in WORD.finditer(line):
-            if any(first <= found.start() < last for first, last in free):
+        free = [item.span() for item in FREE.finditer(line)]
+        for item in WORD.finditer(line):
+            if any(first <= item.start() < last for first, last in free):
                 continue
-            wrong = swapped(found[0])
+            wrong = swapped(item[0])
             if wrong is not None:
-                at = start + found.start()
-                yield number, found[0], text[:at] + wrong + text[at + len(found[0]) :]
+                at = start + item.start()
+                yield number, item[0], text[:at] + wrong + text[at + len(item[0]) :]
         start += len(line)
 
 
@@ -46,9 +46,9 @@ def swapped(word: str) -> str | None:
     """The word with two neighbours swapped in its middle; None if all are equal."""
     middle = len(word) // 2
     for at in (middle - 1, middle, 0):
-        one, other = word[at : at + 2]
-        if one.casefold() != other.casefold():
-            return word[:at] + other + one + word[at + 2 :]
+        first, other = word[at : at + 2]
+        if first.casefold() != other.casefold():
+            return word[:at] + other + first + word[at + 2 :]
     return None
 
 
@@ -77,17 +77,19 @@ def test_a_misspelt_word_is_an_error_with_its_line_and_the_word(tmp_path: Path) 
 def check_misspelt(tmp_path: Path, line: int, word: str, text: str) -> None:
     error = error_of(tmp_path, text)
     wrong = swapped(word)
-    told = [problem for problem in error.problems if f"'{wrong}'" in problem]
-    assert told, error.problems
+    stated = [problem for problem in error.problems if f"'{wrong}'" in problem]
+    assert stated, error.problems
     places = [
-        re.match(r".*config\.yaml, line (\d+)(?: column (\d+))? \(section '\w+'\): ", problem) for problem in told
+        re.match(r".*config\.yaml, line (\d+)(?: column (\d+))? \(section '\w+'\): ", problem) for problem in stated
     ]
-    assert str(line) in {place and place[1] for place in places} or f"Is {wrong!r} meant" in told[0]
+    assert str(line) in {place and place[1] for place in places} or f"Is {wrong!r} meant" in stated[0]
     for place in places:
         if place and place[2]:
             column = int(place[2]) - 1
             assert text.splitlines()[line - 1].find(str(wrong), column) >= column, "in the entry that begins there"
-    assert any(re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", problem, re.IGNORECASE) for problem in told), told
+    assert any(re.search(rf"(?<![\w%]){re.escape(word)}(?![\w%])", problem, re.IGNORECASE) for problem in stated), (
+        stated
+    )
 
 
 THREE = {
@@ -159,5 +161,5 @@ LINES = {
 @pytest.mark.parametrize("case", THREE)
 def test_three_mistakes_are_three_errors(tmp_path: Path, case: str) -> None:
     problems = error_of(tmp_path, THREE[case]).problems
-    found = [int(re.search(r"line (\d+)", problem)[1]) for problem in problems]  # type: ignore[index]
-    assert sorted(found) == list(LINES[case]), problems
+    results = [int(re.search(r"line (\d+)", problem)[1]) for problem in problems]  # type: ignore[index]
+    assert sorted(results) == list(LINES[case]), problems

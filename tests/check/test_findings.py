@@ -65,9 +65,9 @@ def test_a_shape_is_found_where_a_run_refuses_it(recipe: str, disabled: str, tmp
             checked = check(model, config, recipe=recipe, tokens=tokens)
             x = torch.randn(tokens, in_features, dtype=BF16, requires_grad=True)
             error = error_of(model, x, RECIPES[recipe][1](), config, tmp_path)
-            found = [finding for finding in checked.findings if finding.kind == "shape"]
-            assert bool(found) == bool(error), (tokens, in_features, out_features, found, error)
-            assert all(finding.text.startswith("fc: ") and "(next: " in finding.text for finding in found)
+            results = [finding for finding in checked.findings if finding.kind == "shape"]
+            assert bool(results) == bool(error), (tokens, in_features, out_features, results, error)
+            assert all(finding.text.startswith("fc: ") and "(next: " in finding.text for finding in results)
             without = check(model, config, recipe=recipe)
             assert not any("tokens" in finding.text for finding in without.findings), "which are not known"
 
@@ -232,7 +232,7 @@ def test_features_that_act_in_a_span_are_planned_apart() -> None:
     model = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
     checked = check(model, config, require="fp8 >= 50%")
     assert checked.coverage.share("fp8") == 1
-    assert {steps: round(found.share("fp8"), 3) for steps, found in checked.spans.items()} == {
+    assert {steps: round(span.share("fp8"), 3) for steps, span in checked.spans.items()} == {
         "steps 0 to 9": 0.5,
         "steps 85 on": round(2 / 6, 3),
     }
@@ -261,8 +261,8 @@ def test_the_default_recipe_is_that_of_the_gpu() -> None:
 
 def test_an_argument_of_the_recipe_without_effect() -> None:
     recipe = recipes.Float8CurrentScaling(use_power_2_scales=True)
-    found = check_model(torch.nn.Sequential(te.Linear(32, 32)), load_config(), recipe=recipe, tokens=32).findings
-    assert [each.text.partition(" has")[0] for each in found if each.kind == "rule"] == [
+    result = check_model(torch.nn.Sequential(te.Linear(32, 32)), load_config(), recipe=recipe, tokens=32).findings
+    assert [item.text.partition(" has")[0] for item in result if item.kind == "rule"] == [
         "the model: Float8CurrentScaling: use_power_2_scales (True)"
     ]
 
@@ -272,6 +272,6 @@ def test_what_the_rules_find_in_a_plan() -> None:
     parts = [torch.nn.Linear(32, 32) if place == 4 else te.Linear(32, 32) for place in range(9)]
     recipe = recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID)
     with gpu_with("mxfp8"):
-        found = check_model(torch.nn.Sequential(*parts), load_config(), recipe=recipe, tokens=32).findings
-    by_rule = {finding.text.rpartition("(")[2]: finding.layers for finding in found if finding.kind == "rule"}
+        result = check_model(torch.nn.Sequential(*parts), load_config(), recipe=recipe, tokens=32).findings
+    by_rule = {finding.text.rpartition("(")[2]: finding.layers for finding in result if finding.kind == "rule"}
     assert by_rule == {"hole).": ("4",), "mxfp8-hybrid).": tuple(str(place) for place in range(9) if place != 4)}

@@ -94,8 +94,8 @@ def test_what_a_session_warns_of_is_said_by_check(
     path.write_text(yaml.safe_dump(case.config))
     with caplog.at_level(logging.WARNING), InspectSession(path, model=case.model(), log_dir=tmp_path, **options):
         pass
-    told = [record for record in caplog.records if record.name.startswith("te_precision_callbacks")]
-    places = {f"{Path(record.pathname).relative_to(PACKAGE).as_posix()}:{record.funcName}" for record in told}
+    stated = [record for record in caplog.records if record.name.startswith("te_precision_callbacks")]
+    places = {f"{Path(record.pathname).relative_to(PACKAGE).as_posix()}:{record.funcName}" for record in stated}
     assert case.said_in in places
     caplog.clear()
     monkeypatch.syspath_prepend(tmp_path)
@@ -104,7 +104,7 @@ def test_what_a_session_warns_of_is_said_by_check(
     done = CliRunner().invoke(cli.app, ["check", str(path), *model, *observe, "--json"])
     said = json.loads(done.stdout)
     texts = " ".join([*said["notes"], *(finding["text"] for finding in said["findings"])])
-    for record in told:
+    for record in stated:
         if record.funcName == "warn":  # in other words: which layers, and why
             reason = record.getMessage().partition(" (")[2].rpartition(")")[0]
             assert reason in texts

@@ -37,22 +37,22 @@ def main(arguments: list[str] | None = None) -> int:
     clients = chosen(parser, options.names)
     if options.table is not None and (wrong := not_a_page(options.table)):
         parser.error(f"--table {options.table}: {wrong}")
-    found = [(client, folder) for client in clients if (folder := client.find(options.src)) is not None]
+    results = [(client, folder) for client in clients if (folder := client.find(options.src)) is not None]
     if not options.src.is_dir():
         parser.error(f"--src {options.src}: there is no such folder")
-    if all(client.from_index for client, _ in found) and not options.names:
+    if all(client.from_index for client, _ in results) and not options.names:
         parser.error(
             f"--src {options.src}: nothing that is known lies in it. Looked for, at any depth: "
             + ", ".join(sorted({client.marker for client in clients if not client.from_index}))
             + ". Clients from the package index run without sources when they are named."
         )
-    there = {client.name for client, _ in found}
+    there = {client.name for client, _ in results}
     missing = [client for client in clients if client.name not in there]
     if options.names and missing:
         markers = ", ".join(f"{client.name} is {client.marker}" for client in missing)
         parser.error(f"--src {options.src}: what was named does not lie in it, at any depth: {markers}")
     trials: list[Trial] = []
-    for client, folder in found:
+    for client, folder in results:
         print(f"{client.name}: runs", flush=True)
         trial = hold(client, folder, options.src.resolve(), options.cache.resolve())
         print(f"{client.name}: {trial.verdict}", flush=True)

@@ -148,7 +148,7 @@ class Figures:
 
 
 def _tensors(watched: Notes, steps: Iterable[int]) -> dict[Key, Figures]:
-    found: dict[Key, Figures] = collections.defaultdict(Figures)
+    result: dict[Key, Figures] = collections.defaultdict(Figures)
     owners: dict[tuple[Key, str], int] = {}
     wanted = set(steps)
     for rank in range(len(watched.ranks)):
@@ -157,8 +157,8 @@ def _tensors(watched: Notes, steps: Iterable[int]) -> dict[Key, Figures]:
             if note["step"] in wanted:
                 by_step[note["step"]].append(note)
         for step, notes in by_step.items():
-            _add(_Put(found, owners, rank), step, notes)
-    return found
+            _add(_Put(result, owners, rank), step, notes)
+    return result
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ class Client:
         if self.from_index:
             return SCRIPTS / Path(self.marker).parent
         name = Path(self.marker).name
-        found = sorted(path for path in folder.rglob(name) if path.as_posix().endswith("/" + self.marker))
-        return found[0].parents[self.up] if found else None
+        results = sorted(path for path in folder.rglob(name) if path.as_posix().endswith("/" + self.marker))
+        return results[0].parents[self.up] if results else None
 
 
 def tree_of(folder: Path) -> str:
@@ -85,7 +85,7 @@ def _tree(folder: Path) -> bytes:
         else:
             mode = b"100755 " if path.stat().st_mode & 0o100 else b"100644 "
             entries.append((path.name, mode + path.name.encode(), _object("blob", path.read_bytes())))
-    return _object("tree", b"".join(entry + b"\0" + found for _, entry, found in sorted(entries)))
+    return _object("tree", b"".join(entry + b"\0" + item for _, entry, item in sorted(entries)))
 
 
 def _object(kind: str, content: bytes) -> bytes:

@@ -70,14 +70,14 @@ def _lines(trials: Sequence[Trial], line: Callable[[Trial], str]) -> dict[str, s
 
 def _old_lines(old: str) -> list[dict[str, str]]:
     """The lines of an earlier table by client: rows, and those below each title."""
-    found: list[dict[str, str]] = [{} for _ in range(1 + len(TITLES))]
+    results: list[dict[str, str]] = [{} for _ in range(1 + len(TITLES))]
     part = 0
     for line in old.splitlines():
         if line in TITLES:
             part = 1 + TITLES.index(line)
         elif match := re.match(r"(?:\||-) `([^`]+)`", line):
-            found[part][match[1]] = line
-    return found
+            results[part][match[1]] = line
+    return results
 
 
 def _row_of(trial: Trial) -> str:

@@ -20,9 +20,9 @@ STEPS = 20
 
 
 def values(factor: float = 1.0) -> Values:
-    found = {(layer, "weight", "cur_amax"): np.linspace(1, 2, STEPS) for layer in ("fc1", "fc2", "fc3")}
-    found["fc2", "weight", "cur_amax"][8:] *= factor
-    return found
+    results = {(layer, "weight", "cur_amax"): np.linspace(1, 2, STEPS) for layer in ("fc1", "fc2", "fc3")}
+    results["fc2", "weight", "cur_amax"][8:] *= factor
+    return results
 
 
 @pytest.fixture
@@ -57,13 +57,13 @@ def test_without_a_finding_the_code_is_0(folder: Path) -> None:
 def test_json_has_it_all(folder: Path) -> None:
     result = compare(folder / "a", folder / "b", "--json")
     assert result.exit_code == 1
-    found = json.loads(result.output)
-    assert found["findings"] is True
-    (parting,) = found["parted"]
+    actual = json.loads(result.output)
+    assert actual["findings"] is True
+    (parting,) = actual["parted"]
     assert (parting["layer"], parting["tensor"], parting["iteration"]) == ("fc2", "weight", 8)
     assert parting["departures"][0]["difference"] == pytest.approx(2)
-    assert found["pairing"]["series"] == 3
-    assert found["floor"] is None
+    assert actual["pairing"]["series"] == 3
+    assert actual["floor"] is None
 
 
 def test_a_page(folder: Path) -> None:

@@ -36,23 +36,23 @@ STEPS = 60
 def numbers(seed: int, *, steps: int = STEPS, names: list[str] = LAYERS) -> dict[Subject, Floats]:
     """What a seed makes of a training: each series has a level of its own, and moves about it."""
     draw = np.random.default_rng(seed)
-    found = {}
+    results = {}
     for tensor, statistic in FAMILIES:
         for number, layer in enumerate(names):
             offset, noise = draw.normal(0, 0.05), draw.normal(0, 0.1, steps)
             if statistic == "zeros%":
-                found[layer, tensor, statistic] = np.clip(20 + number + 3 * (offset + noise), 0, 100)
+                results[layer, tensor, statistic] = np.clip(20 + number + 3 * (offset + noise), 0, 100)
             else:
-                found[layer, tensor, statistic] = (1 + number) * np.exp(offset + noise)
-    return found
+                results[layer, tensor, statistic] = (1 + number) * np.exp(offset + noise)
+    return results
 
 
 def changed(values: Values, factors: dict[tuple[str, str], float], since: int = 30) -> dict[Subject, Floats]:
     """The amax of some tensors is multiplied from a step on."""
-    found = {subject: curve.copy() for subject, curve in values.items()}
+    results = {subject: curve.copy() for subject, curve in values.items()}
     for (layer, tensor), factor in factors.items():
-        found[layer, tensor, "cur_amax"][since:] *= factor
-    return found
+        results[layer, tensor, "cur_amax"][since:] *= factor
+    return results
 
 
 class Runs:
@@ -101,31 +101,31 @@ def test_the_first_is_where_it_is_made_and_what_follows_inherits(runs: Runs) -> 
     assert departure.b / departure.a == pytest.approx(16, rel=0.3)
     assert departure.spread is not None
     assert 0.02 < departure.spread < 0.6
-    found = origins(result)
-    assert list(found) == [
+    actual = origins(result)
+    assert list(actual) == [
         f"{fc2} weight",
         *(f"{layer} activation" for layer in behind),
         *(f"{layer} gradient" for layer in reversed(before)),
     ]
-    assert {origin for name, (origin, _) in found.items() if name != f"{fc2} weight"} == {"inherited"}
-    assert found[f"{behind[0]} activation"][1] == f"{fc2} weight"
+    assert {origin for name, (origin, _) in actual.items() if name != f"{fc2} weight"} == {"inherited"}
+    assert actual[f"{behind[0]} activation"][1] == f"{fc2} weight"
 
 
 def test_what_grows_beyond_its_input_is_made_here(runs: Runs) -> None:
-    one, two, three = LAYERS[1:4]
-    factors = {(one, "activation"): 8.0, (two, "activation"): 8.0, (three, "activation"): 512.0}
-    found = origins(runs.with_floor(changed(numbers(2), factors)))
-    assert found == {
-        f"{one} activation": ("made here", ""),
-        f"{two} activation": ("inherited", f"{one} activation"),
+    first, two, three = LAYERS[1:4]
+    factors = {(first, "activation"): 8.0, (two, "activation"): 8.0, (three, "activation"): 512.0}
+    result = origins(runs.with_floor(changed(numbers(2), factors)))
+    assert result == {
+        f"{first} activation": ("made here", ""),
+        f"{two} activation": ("inherited", f"{first} activation"),
         f"{three} activation": ("made here", ""),
     }
 
 
 def test_what_goes_the_other_way_is_not_inherited(runs: Runs) -> None:
     factors = {(LAYERS[1], "activation"): 16.0, (LAYERS[2], "activation"): 1 / 16}
-    found = origins(runs.with_floor(changed(numbers(2), factors)))
-    assert found[f"{LAYERS[2]} activation"] == ("made here", "")
+    result = origins(runs.with_floor(changed(numbers(2), factors)))
+    assert result[f"{LAYERS[2]} activation"] == ("made here", "")
 
 
 def test_the_first_step_counts_before_the_first_layer(runs: Runs) -> None:
@@ -170,11 +170,11 @@ def test_seeds_alone_have_no_finding_among_hundreds_of_series(tmp_path: Path) ->
     """One comparison in a hundred may have one, by :data:`FALSE_FINDINGS`."""
     names = layers(80)
     a, noise = (record(tmp_path / str(seed), numbers(seed, names=names), order=names) for seed in (0, 1))
-    found = [
+    results = [
         compare(a, record(tmp_path / str(seed), numbers(seed, names=names), order=names), noise=[noise]).parted
         for seed in range(2, 6)
     ]
-    assert found == [()] * 4
+    assert results == [()] * 4
 
 
 @pytest.mark.parametrize("kind", ["slow, of layers that differ", "growing", "of all layers together"])
@@ -184,16 +184,16 @@ def test_ordinary_noise_is_no_finding_of_whatever_kind(tmp_path: Path, kind: str
 
     def noise(seed: int) -> dict[Subject, Floats]:
         draw = np.random.default_rng(seed)
-        found = draw.normal(size=(len(names), steps))
+        result = draw.normal(size=(len(names), steps))
         if kind.startswith("slow"):  # of a correlation of 0.95 from step to step, and an offset that stays
             for step in range(1, steps):
-                found[:, step] = 0.95 * found[:, step - 1] + 0.31 * found[:, step]
-            found = sizes[:, None] * (found + draw.normal(size=(len(names), 1)))
+                result[:, step] = 0.95 * result[:, step - 1] + 0.31 * result[:, step]
+            result = sizes[:, None] * (result + draw.normal(size=(len(names), 1)))
         elif kind == "growing":  # as runs diverge that differ in the order of sums
-            found *= np.minimum(1, 1e-6 * np.exp(0.25 * np.arange(steps)))
+            result *= np.minimum(1, 1e-6 * np.exp(0.25 * np.arange(steps)))
         else:
-            found += draw.normal(size=steps).cumsum()
-        return {(name, "weight", "cur_amax"): np.exp(0.1 * row) for name, row in zip(names, found, strict=True)}
+            result += draw.normal(size=steps).cumsum()
+        return {(name, "weight", "cur_amax"): np.exp(0.1 * row) for name, row in zip(names, result, strict=True)}
 
     a, floor, *others = (record(tmp_path / str(seed), noise(seed), order=names) for seed in range(5))
     assert [compare(a, other, noise=[floor]).parted for other in others] == [()] * 3
@@ -206,7 +206,7 @@ def test_a_noisy_layer_needs_more_than_its_quiet_siblings(runs: Runs) -> None:
     for values in (a, noise, b):
         values[LAYERS[0], "weight", "cur_amax"] *= np.exp2(draw.normal(0, 3, STEPS))
     b = changed(b, {(LAYERS[0], "weight"): 16.0, (LAYERS[3], "weight"): 16.0})
-    first, second, third = (record(runs.folder / f"n{n}", each, order=LAYERS) for n, each in enumerate((a, noise, b)))
+    first, second, third = (record(runs.folder / f"n{n}", item, order=LAYERS) for n, item in enumerate((a, noise, b)))
     assert [parting.name for parting in compare(first, third, noise=[second]).parted] == [f"{LAYERS[3]} weight"]
 
 
@@ -248,9 +248,9 @@ def test_a_weight_with_fewer_numbers_comes_before_the_activations_that_it_made(r
     a, noise = (runs.record(f"seldom {seed}", seldom(numbers(seed))) for seed in (0, 1))
     b = runs.record("seldom b", seldom(changed(numbers(2), factors, since)))
     for result in (compare(a, b), compare(a, b, noise=[noise])):
-        found = origins(result)
-        assert next(iter(found)) == f"{fc2} weight"
-        assert [name for name, (origin, _) in found.items() if origin == "made here"] == [f"{fc2} weight"]
+        actual = origins(result)
+        assert next(iter(actual)) == f"{fc2} weight"
+        assert [name for name, (origin, _) in actual.items() if origin == "made here"] == [f"{fc2} weight"]
         assert result.first is not None
         assert result.first.iteration == -(-since // 5) * 5
         assert result.first.since <= since
@@ -260,13 +260,13 @@ def test_a_weight_with_fewer_numbers_comes_before_the_activations_that_it_made(r
 
 def test_gradients_that_depart_before_are_what_makes_a_weight_with_fewer_numbers_depart(runs: Runs) -> None:
     values = changed(changed(numbers(2), {(LAYERS[2], "gradient"): 16.0}, 22), {(LAYERS[2], "weight"): 16.0}, 32)
-    found = []
+    results = []
     for name, curves in (("a", numbers(0)), ("noise", numbers(1)), ("b", values)):
         steps = {
             key: np.where((key[1] != "weight") | (np.arange(STEPS) % 5 == 0), c, np.nan) for key, c in curves.items()
         }
-        found.append(runs.record(f"few {name}", steps))
-    a, noise, b = found
+        results.append(runs.record(f"few {name}", steps))
+    a, noise, b = results
     assert origins(compare(a, b, noise=[noise])) == {
         f"{LAYERS[2]} gradient": ("made here", ""),
         f"{LAYERS[2]} weight": ("inherited", f"{LAYERS[2]} gradient"),
@@ -308,13 +308,13 @@ def test_pipeline_stages_follow_one_another(tmp_path: Path) -> None:
             )
         runs.append(open_run(tmp_path / name))
     parted = compare(*runs).parted
-    assert [(each.scope, each.tensor) for each in parted] == [
+    assert [(item.scope, item.tensor) for item in parted] == [
         ("pp0", "activation"),
         ("pp1", "activation"),
         ("pp1", "gradient"),
         ("pp0", "gradient"),
     ]
-    assert [each.origin for each in parted] == ["made here", "inherited", "made here", "inherited"]
+    assert [item.origin for item in parted] == ["made here", "inherited", "made here", "inherited"]
 
 
 # ---------------------------------------------------------------------- facts and losses
@@ -326,8 +326,8 @@ def test_facts_that_differ_come_with_their_values(runs: Runs) -> None:
     a = runs.record("facts", numbers(0), config_text=config, **facts)
     other = facts | {"versions": {"torch": "2.10"}, "recipes": ["mxfp8"], "host": "another"}
     b = runs.record("others", numbers(0), config_text=config.replace("all", "fc1"), **other)
-    told = [(fact.name, fact.a, fact.b) for fact in compare(a, b).facts]
-    assert told == [
+    stated = [(fact.name, fact.a, fact.b) for fact in compare(a, b).facts]
+    assert stated == [
         ("config.s.layers.layer_types", '["all"]', '["fc1"]'),
         ("versions.torch", "2.9", "2.10"),
         ("recipes", '["none"]', '["mxfp8"]'),
@@ -388,7 +388,7 @@ def test_another_batch_size_is_a_fact_and_has_no_yardstick(runs: Runs) -> None:
     assert result.pairing.with_other_rows == tuple(LAYERS)
     assert any("such as with another batch size" in sentence for sentence in what_was_compared(result))
     assert result.loss is not None
-    assert [each.holds for each in result.loss.yardsticks] == [None, None]
+    assert [yardstick.holds for yardstick in result.loss.yardsticks] == [None, None]
 
 
 def test_weights_of_other_sizes_are_a_fact(runs: Runs) -> None:
@@ -441,7 +441,7 @@ def test_losses_are_held_against_the_yardstick_that_is_for_them(
     loss = compare(a, b).loss
     assert loss is not None
     assert loss.relative == pytest.approx(off, rel=1e-6)
-    assert {each.name.split()[0]: each.holds for each in loss.yardsticks} == holds
+    assert {yardstick.name.split()[0]: yardstick.holds for yardstick in loss.yardsticks} == holds
     assert loss.is_finding is (False in holds.values())
     assert loss.precisions == (high, low)
     said = " ".join(of_losses(loss))
@@ -473,13 +473,13 @@ def test_a_loss_that_is_lost_is_said_of_the_run_that_has_it(runs: Runs, since: i
     )
     when = f"from step {since} on" if since < STEPS - 1 else f"where it was logged last, in step {since}"
     for a, b, side, other in ((good, lost, "B", "A"), (lost, good, "A", "B")):
-        found = compare(a, b)
-        assert found.has_findings
-        assert list(first_lines(found)) == [f"The loss of {side} is {value} {when}; that of {other} is not."]
-        assert found.loss is not None
-        assert "inf" not in " ".join(of_losses(found.loss))
-        assert found.loss.spike is None
-        assert found.loss.steps == since
+        result = compare(a, b)
+        assert result.has_findings
+        assert list(first_lines(result)) == [f"The loss of {side} is {value} {when}; that of {other} is not."]
+        assert result.loss is not None
+        assert "inf" not in " ".join(of_losses(result.loss))
+        assert result.loss.spike is None
+        assert result.loss.steps == since
     both = compare(lost, lost)
     assert len(list(first_lines(both))) == 2
     assert not both.has_findings
@@ -495,10 +495,10 @@ def test_a_loss_that_the_trainer_hides_is_not_compared_in_its_place(runs: Runs) 
     lost = np.where(np.arange(STEPS) < 20, curve, math.nan)
     good = runs.record("good loss", numbers(0), scalars={"loss": curve, "loss_step": curve})
     bad = runs.record("hidden loss", numbers(0), scalars={"loss": np.nan_to_num(lost), "loss_step": lost})
-    found = compare(good, bad)
-    assert list(first_lines(found)) == ["The loss_step of B is nan from step 20 on; that of A is not."]
-    assert found.loss is not None
-    assert found.loss.name == "loss_step"
+    result = compare(good, bad)
+    assert list(first_lines(result)) == ["The loss_step of B is nan from step 20 on; that of A is not."]
+    assert result.loss is not None
+    assert result.loss.name == "loss_step"
 
 
 @pytest.mark.parametrize("peak", [1e6, math.nan])
@@ -510,12 +510,12 @@ def test_a_spike_of_the_loss_is_told_though_its_running_median_is_not(runs: Runs
     a, b, alike = (
         runs.record(f"spike {peak} {name}", numbers(0), scalars={"loss": values}) for name, values in recorded.items()
     )
-    found = compare(a, b)
-    assert found.loss is not None
-    assert found.loss.spike is not None
-    assert (found.loss.spike.steps, found.loss.spike.iteration, found.loss.spike.a) == (2, 21, curve[21])
-    assert found.has_findings
-    assert any(text.startswith("A spike: ") for text in of_losses(found.loss))
+    result = compare(a, b)
+    assert result.loss is not None
+    assert result.loss.spike is not None
+    assert (result.loss.spike.steps, result.loss.spike.iteration, result.loss.spike.a) == (2, 21, curve[21])
+    assert result.has_findings
+    assert any(text.startswith("A spike: ") for text in of_losses(result.loss))
     with_noise = compare(a, b, noise=[alike]).loss
     assert with_noise is not None
     assert with_noise.spike is None, "the noise has it too"
@@ -558,11 +558,11 @@ def test_runs_without_a_layer_in_common_compare_the_numbers_of_the_trainer(runs:
 def test_the_types_of_what_is_kept_are_facts(runs: Runs) -> None:
     def kept(run: RecordedRun, dtype: str) -> RecordedRun:
         rows = [("parameter", dtype), ("optimizer_state", "float32")]
-        table = [{"subject": subject, "dtype": each, "bytes": 8, "count": 1} for subject, each in rows]
+        table = [{"subject": subject, "dtype": item, "bytes": 8, "count": 1} for subject, item in rows]
         return dataclasses.replace(run, states=pa.Table.from_pylist(table, STATES))
 
-    found = facts_that_differ(kept(runs.a, "float32"), kept(runs.a, "bfloat16"))
-    assert [fact for fact in found if fact.name.startswith("type of")] == [
+    result = facts_that_differ(kept(runs.a, "float32"), kept(runs.a, "bfloat16"))
+    assert [fact for fact in result if fact.name.startswith("type of")] == [
         FactDifference("type of parameter", "float32", "bfloat16")
     ]
 
@@ -573,8 +573,8 @@ def test_layers_pair_by_the_end_of_their_names(runs: Runs, ours: str, theirs: st
 
     def named(name: str, prefix: str, values: Values, precision: str) -> RecordedRun:
         rows = [{**row, "layer": prefix + row["layer"], "precision": precision} for row in products(128)]
-        found = {(prefix + layer, tensor, statistic): curve for (layer, tensor, statistic), curve in values.items()}
-        return record(runs.folder / name, found, order=[prefix + layer for layer in LAYERS], gemms=rows)
+        results = {(prefix + layer, tensor, statistic): curve for (layer, tensor, statistic), curve in values.items()}
+        return record(runs.folder / name, results, order=[prefix + layer for layer in LAYERS], gemms=rows)
 
     a = named("named", ours, numbers(0), "bf16")
     noise = named("again", theirs, numbers(1), "bf16")

@@ -17,12 +17,12 @@ from tests.runs.making import RunWriter
 
 def curves(seed: int, factor: float = 1.0) -> dict[tuple[str, str, str], np.ndarray]:
     draw = np.random.default_rng(seed)
-    found = {}
+    results = {}
     for layer in layers(6):
         for statistic in ("cur_amax", "underflows%"):
-            found[layer, "weight", statistic] = np.exp(draw.normal(0, 0.1, 60))
-    found[layers(6)[3], "weight", "cur_amax"][30:] *= factor
-    return found
+            results[layer, "weight", statistic] = np.exp(draw.normal(0, 0.1, 60))
+    results[layers(6)[3], "weight", "cur_amax"][30:] *= factor
+    return results
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_the_commands() -> None:
             program, *arguments = shlex.split(command)
             assert program == "te-precision"
             recorded = iter(sorted(path.name for path in Path("logs/precision_records").iterdir()))
-            for place in (number for number, each in enumerate(arguments) if each == "--run"):
+            for place in (number for number, argument in enumerate(arguments) if argument == "--run"):
                 arguments[place + 1] = next(recorded)  # in place of the page's example
             result = CliRunner().invoke(cli.app, arguments)
             assert result.output

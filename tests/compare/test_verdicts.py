@@ -43,9 +43,9 @@ def test_what_b_has_and_a_has_not_comes_first(healthy: Path, bad: Path) -> None:
 
 
 def test_what_both_have_is_not_listed(bad: Path, tmp_path: Path) -> None:
-    found = compare(open_run(bad), open_run(defective(tmp_path / "again"))).verdicts
-    assert found is not None
-    assert (found.only_a, found.only_b, found.summary) == ((), (), "B has no finding that A has not.")
+    actual = compare(open_run(bad), open_run(defective(tmp_path / "again"))).verdicts
+    assert actual is not None
+    assert (actual.only_a, actual.only_b, actual.summary) == ((), (), "B has no finding that A has not.")
 
 
 def test_a_run_with_itself_has_none(bad: Path) -> None:
@@ -54,30 +54,32 @@ def test_a_run_with_itself_has_none(bad: Path) -> None:
 
 
 def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (one,) = diagnose(bad)
+    (first,) = diagnose(bad)
 
     def of(*findings: Finding) -> Verdict:
         return Verdict(findings, ("sibling",), ())
 
-    a = of(dataclasses.replace(one, layers=("x", "y")), dataclasses.replace(one, rule="model", tensor="", layers=()))
+    a = of(
+        dataclasses.replace(first, layers=("x", "y")), dataclasses.replace(first, rule="model", tensor="", layers=())
+    )
     b = of(
-        dataclasses.replace(one, layers=("x", "z")),
-        dataclasses.replace(one, rule="model", tensor="", layers=()),
-        dataclasses.replace(one, tensor="weight", layers=("x",)),
-        dataclasses.replace(one, rule="other", layers=("x",)),
+        dataclasses.replace(first, layers=("x", "z")),
+        dataclasses.replace(first, rule="model", tensor="", layers=()),
+        dataclasses.replace(first, tensor="weight", layers=("x",)),
+        dataclasses.replace(first, rule="other", layers=("x",)),
     )
     verdicts = iter((a, b))
     monkeypatch.setattr(result, "diagnose", lambda run: next(verdicts))
-    found = compare_verdicts(open_run(healthy), open_run(bad))
-    assert [(each.rule, each.tensor, each.layers) for each in found.only_b] == [
+    actual = compare_verdicts(open_run(healthy), open_run(bad))
+    assert [(item.rule, item.tensor, item.layers) for item in actual.only_b] == [
         ("sibling", "gradient", ("z",)),
         ("sibling", "weight", ("x",)),
         ("other", "gradient", ("x",)),
     ]
     assert (
-        found.only_b[0].seen_in_words
-        == f"in one of them at step {one.seen_at}, {one.seen}; A has it too in other layers"
+        actual.only_b[0].seen_in_words
+        == f"in one of them at step {first.seen_at}, {first.seen}; A has it too in other layers"
     )
-    assert [(each.rule, each.layers) for each in found.only_a] == [("sibling", ("y",))]
-    assert found.not_judged_in_a == ("other",)
-    assert [" This rule was not checked in A." in text for text in found.in_words()] == [False, False, True]
+    assert [(item.rule, item.layers) for item in actual.only_a] == [("sibling", ("y",))]
+    assert actual.not_judged_in_a == ("other",)
+    assert [" This rule was not checked in A." in text for text in actual.in_words()] == [False, False, True]

@@ -48,7 +48,7 @@ def forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    out = np.stack([_attend(*each)[1] for each in zip(*map(_array, (q, k, v)), strict=True)])
+    out = np.stack([_attend(*item)[1] for item in zip(*map(_array, (q, k, v)), strict=True)])
     return torch.from_numpy(out), torch.zeros(1), torch.zeros(1), torch.zeros(1)
 
 
@@ -73,8 +73,8 @@ def backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    for number, each in enumerate(zip(*map(_array, (dout, q, k, v)), strict=True)):
-        for into, gradient in zip((dq, dk, dv), _gradients(*each), strict=True):
+    for number, item in enumerate(zip(*map(_array, (dout, q, k, v)), strict=True)):
+        for into, gradient in zip((dq, dk, dv), _gradients(*item), strict=True):
             assert into is not None
             _array(into)[number] = gradient
     return torch.zeros(1)
@@ -92,7 +92,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        made = [torch.empty_like(each) for each in (q, k, v)]
+        made = [torch.empty_like(item) for item in (q, k, v)]
         rest = 0.0, 1.0, False, -1, -1, 0.0, None, False
         torch.ops.flash_attn._flash_attn_backward(dout.contiguous(), q, k, v, out, lse, *made, *rest)
         return tuple(made)

@@ -88,15 +88,15 @@ def made() -> te.DotProductAttention:
 
 
 def test_operands_are_those_of_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, reported = Told(), list[str]()
+    stated, reported = Told(), list[str]()
     emulate_kernel(monkeypatch)
     with any_capability(), spied(monkeypatch) as calls:
         stand_for((10, 0))
-        run(made(), told, reported)
+        run(made(), stated, reported)
     assert not reported
-    assert told.order == ["enter attention", "forward", "leave attention", "backward"]
+    assert stated.order == ["enter attention", "forward", "leave attention", "backward"]
     assert [name for name, _ in calls] == ["fused_attn_fwd", "fused_attn_bwd"]
-    for event, (_, handed) in zip(told.events, calls, strict=True):
+    for event, (_, handed) in zip(stated.events, calls, strict=True):
         operands = [event.query, event.key, event.value, event.probabilities]
         operands += [event.gradient, event.scores] if event.backward else []
         assert all(id(operand) in handed for operand in operands)
@@ -106,11 +106,11 @@ def test_operands_are_those_of_the_extension(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_listener_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, reported = Told(), list[str]()
+    stated, reported = Told(), list[str]()
     emulate_kernel(monkeypatch)
     with any_capability():
         stand_for((10, 0))
         expected = run(made(), Told(), reported)
-        told.fail = True
-        assert torch.equal(run(made(), told, reported), expected)
+        stated.fail = True
+        assert torch.equal(run(made(), stated, reported), expected)
     assert reported == ["attention: no such listener"] * 2

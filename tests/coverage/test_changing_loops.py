@@ -149,7 +149,7 @@ def test_micro_batches_that_take_different_paths(
     tmp_path: Any, batches: list[dict[str, Any]], right: float, *, reverse: bool
 ) -> None:
     order = batches[::-1] if reverse else batches
-    session = train(4, lambda model, step: [dict(each) for each in order], log_dir=tmp_path)
+    session = train(4, lambda model, step: [dict(item) for item in order], log_dir=tmp_path)
     assert session.coverage().share("fp8") == pytest.approx(right)
     assert not session.coverage().not_counted
 
@@ -183,7 +183,7 @@ def test_a_layernorm_mlp_that_computes_its_forward_again(tmp_path: Any) -> None:
                 model(torch.randn(32, WIDTH)).sum().backward()
             session.step()
         coverage: Coverage = session.coverage()
-        shares.append({(each.layer, each.gemm): each.macs for each in coverage})
+        shares.append({(item.layer, item.gemm): item.macs for item in coverage})
     assert shares[0] == shares[1]
 
 
@@ -256,11 +256,11 @@ def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
             model(torch.randn(sum(splits), WIDTH), list(splits)).backward()
         session.step()
     times = timed(with_recipes(session.coverage(), "fp8_current_scaling"), device_named("H100"))
-    return {f"{each.layer} {each.gemm}": each.high_ms for each in times}
+    return {f"{time.layer} {time.gemm}": time.high_ms for time in times}
 
 
 def test_an_expert_without_rows_in_the_first_micro_batch() -> None:
     rows = (0, 64), (48, 16)
-    found = experts_time(rows)
-    assert found == pytest.approx(experts_time(rows[::-1]))
-    assert all(time > 0 for time in found.values())
+    result = experts_time(rows)
+    assert result == pytest.approx(experts_time(rows[::-1]))
+    assert all(time > 0 for time in result.values())

@@ -45,16 +45,16 @@ def linear(
     layer: str, inputs: int, outputs: int, *, rows: int = TOKENS, dgrad: bool = True, wgrad: bool = True
 ) -> Macs:
     """A layer with a weight: three products of the same size."""
-    found = {(layer, "fprop", False): rows * inputs * outputs}
-    found |= {(layer, "dgrad", True): rows * inputs * outputs} if dgrad else {}
-    return found | ({(layer, "wgrad", True): rows * inputs * outputs} if wgrad else {})
+    results = {(layer, "fprop", False): rows * inputs * outputs}
+    results |= {(layer, "dgrad", True): rows * inputs * outputs} if dgrad else {}
+    return results | ({(layer, "wgrad", True): rows * inputs * outputs} if wgrad else {})
 
 
 def attention(layer: str, length: int = LENGTH, *, backward: bool = True) -> Macs:
     """Two products, and in the backward two for each of them."""
-    one = BATCH * HEADS * length * length * (WIDTH // HEADS)
-    found = {(layer, "qk", False): one, (layer, "pv", False): one}
-    return found | ({(layer, "qk", True): 2 * one, (layer, "pv", True): 2 * one} if backward else {})
+    first = BATCH * HEADS * length * length * (WIDTH // HEADS)
+    results = {(layer, "qk", False): first, (layer, "pv", False): first}
+    return results | ({(layer, "qk", True): 2 * first, (layer, "pv", True): 2 * first} if backward else {})
 
 
 def lookup(*layers: str) -> Macs:
@@ -649,8 +649,8 @@ def test_one_micro_batch_is_looked_at_and_counts_for_all(schedule: str, block: s
         return torch.full((TOKENS, WIDTH), float(number), requires_grad=True)
 
     model = TorchLayers(BLOCKS.get(block, lambda layer, x: layer(x)))
-    one: list[str] = []
-    counted(model, lambda: model(batch(0)).square().mean().backward(), tmp_path / "one", one)
+    first: list[str] = []
+    counted(model, lambda: model(batch(0)).square().mean().backward(), tmp_path / "one", first)
     looked: list[str] = []
     coverage = counted(model, lambda: SCHEDULES[schedule](model, batch), tmp_path / "all", looked)
     expected = torch_block("blocks.0") | torch_block("blocks.1") | linear("head", WIDTH, WORDS)
@@ -658,7 +658,7 @@ def test_one_micro_batch_is_looked_at_and_counts_for_all(schedule: str, block: s
     assert found(coverage) == {key: (3 if thrown and key[2] else 4) * macs for key, macs in expected.items()}
     assert not coverage.not_counted
     most = 2 if thrown or schedule == together.__name__ else 1
-    assert looked.count("aten::addmm") <= most * one.count("aten::addmm")
+    assert looked.count("aten::addmm") <= most * first.count("aten::addmm")
 
 
 @pytest.mark.parametrize("checkpoint", ["none", *TE_BLOCKS])
@@ -773,11 +773,11 @@ def test_a_recipe_with_a_backward_in_high_precision(
 
     config = {"watched": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}
     coverage = trained(Case(Net, lambda: torch.ones(TOKENS, WIDTH, requires_grad=True), {}), tmp_path, config=config)
-    told = {product.gemm: (product.precision, product.reason, product.reason_ref) for product in coverage}
+    stated = {product.gemm: (product.precision, product.reason, product.reason_ref) for product in coverage}
     override = ("fp32", Reason.BACKWARD_OVERRIDE, "backward_override='high_precision'")
     if by_environment:
         override = ("fp32", Reason.ENVIRONMENT, "NVTE_BACKWARD_OVERRIDE=high_precision")
-    assert told == {"fprop": ("fp8", None, ""), "dgrad": override, "wgrad": override}
+    assert stated == {"fprop": ("fp8", None, ""), "dgrad": override, "wgrad": override}
 
 
 def test_it_is_seen_once_and_torch_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -837,8 +837,8 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
             optimizer.step()
         session.step()
     assert session.coverage()
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one, other)
+    for first, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(first, other)
 
 
 def test_an_evaluation_before_the_first_step_is_not_counted(tmp_path: Path) -> None:
@@ -909,13 +909,13 @@ def test_attention_in_low_precision(name: str, tmp_path: Path, monkeypatch: pyte
                 out = layer(inputs, attn_mask_type="no_mask")
             out.sum().backward()
             session.step()
-    one = BATCH * HEADS * length * length * 32
+    first = BATCH * HEADS * length * length * 32
     coverage = [product for product in session.coverage() if product.family == "attention"]
     assert {(product.gemm, product.backward): product.macs for product in coverage} == {
-        ("qk", False): one,
-        ("pv", False): one,
-        ("qk", True): 2 * one,
-        ("pv", True): 2 * one,
+        ("qk", False): first,
+        ("pv", False): first,
+        ("qk", True): 2 * first,
+        ("pv", True): 2 * first,
     }
     assert {product.layer for product in coverage} == {"multihead_attention.core_attention"}
     assert all(text.startswith(word) for product in coverage for text in product.operands.values()), coverage
@@ -972,7 +972,7 @@ def test_attention_by_a_kernel_that_tells_nothing(
     case, model = gpt(), Layers(CURRENT(), TE_BLOCKS.get(checkpoint, lambda layer, x: layer(x)))
     coverage = counted(model, lambda: [case.loss(model).backward() for _ in range(2)] and None, tmp_path)
     assert found(coverage) == {key: 2 * macs for key, macs in GPT.items()}
-    [product] = [one for one in coverage if one.layer.startswith("layers.1") and one.gemm == "pv" and one.backward]
+    [product] = [item for item in coverage if item.layer.startswith("layers.1") and item.gemm == "pv" and item.backward]
     assert (product.precision, product.reason) == ("fp32", Reason.ATTENTION)
     assert "counted by its sizes" in product.reason_ref
 

@@ -37,10 +37,10 @@ class Attention(torch.nn.Module):
         self.bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.ops.aten._efficient_attention_forward(
+        result: torch.Tensor = torch.ops.aten._efficient_attention_forward(
             query, query, query, None, self.bounds, self.bounds, 5, 5, 0.0, 0
         )[0]
-        return found
+        return result
 
 
 def counted(micro_batches: list[list[int]]) -> list[int]:
@@ -52,10 +52,10 @@ def counted(micro_batches: list[list[int]]) -> list[int]:
         for bounds in micro_batches:
             model.bounds.copy_(torch.tensor(bounds))  # as where a loader fills the same tensor again
             model(torch.zeros(1, bounds[-1], HEADS, SIZE))
-    found = products.take_step()
+    result = products.take_step()
     products.close()
-    assert found is not None
-    return [product.macs for product in found.kinds.products(found.parts)]
+    assert result is not None
+    return [product.macs for product in result.kinds.products(result.parts)]
 
 
 def test_each_sequence_counts_with_its_length() -> None:

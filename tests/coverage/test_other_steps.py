@@ -46,7 +46,7 @@ def lines(session: InspectSession) -> list[str]:
 
 def high(*intervals: list[int]) -> dict[str, Any]:
     """A section that keeps the second layer in high precision in some steps."""
-    return {"s": feature("DisableQuantizationLayer", ["1"], start_end_list=[list(each) for each in intervals])}
+    return {"s": feature("DisableQuantizationLayer", ["1"], start_end_list=[list(interval) for interval in intervals])}
 
 
 def test_a_step_that_an_error_ends_halfway_is_no_other_precision(tmp_path: Path) -> None:
@@ -160,15 +160,15 @@ def test_a_layer_that_no_backward_reaches_any_more_is_told(tmp_path: Path, has_m
     also where it steps copies of the weights in float32."""
     net = Net()
     net.head.register_forward_pre_hook(lambda _, given: (given[0].detach(),) if session.iteration > 0 else None)
-    masters = [each.detach().clone() if has_masters else each for each in net.parameters()]
+    masters = [parameter.detach().clone() if has_masters else parameter for parameter in net.parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.1)
     with InspectSession(WATCHED, model=net, log_dir=tmp_path) as session:
         for step in range(4):
             loss = net(torch.ones(16, 32)).sum()
             if step != 1:  # a batch that is skipped, with the same forward
                 loss.backward()
-            for master, each in zip(masters, net.parameters(), strict=True):
-                master.grad = each.grad
+            for master, parameter in zip(masters, net.parameters(), strict=True):
+                master.grad = parameter.grad
             optimizer.step()
             net.zero_grad()
             session.step()
@@ -186,8 +186,8 @@ def test_every_output_has_the_steps_in_which_a_section_acted(
     place = closing.index(f"  {ALL_GEMMS}.")
     assert closing[place + 1].startswith(f"  {line}")
     assert closing[place + 1].count("1 to 2 and 4") == 1
-    found = json.loads(CliRunner().invoke(cli.app, ["show", str(tmp_path), "--json"]).output)
-    assert [each.startswith(line) for each in found["other_steps"]] == [True]
+    result = json.loads(CliRunner().invoke(cli.app, ["show", str(tmp_path), "--json"]).output)
+    assert [item.startswith(line) for item in result["other_steps"]] == [True]
 
 
 def test_a_run_in_one_precision_has_no_such_line(

@@ -64,10 +64,10 @@ def toggled(folder: Path, regions: str, *, says_when: bool, config: Any = None) 
 def test_a_region_that_excludes_a_layer_is_told_from_no_region(regions: str, says_when: bool, tmp_path: Path) -> None:
     """In whatever step the script changes it; also by the first step in which it does."""
     session = toggled(tmp_path, regions, says_when=says_when, config=statistics(layers=["nowhere"]))
-    told = {"0": "runs inside te.autocast(enabled=False)", "-": "runs outside of te.autocast", "8": ""}
+    stated = {"0": "runs inside te.autocast(enabled=False)", "-": "runs outside of te.autocast", "8": ""}
     why = [{product.why for product in session.coverage(at=step) if product.layer == "0"} for step in range(6)]
-    assert why == [{told[region]} for region in regions]
-    assert {product.why for product in session.coverage() if product.layer == "1"} == {told["0"]}
+    assert why == [{stated[region]} for region in regions]
+    assert {product.why for product in session.coverage() if product.layer == "1"} == {stated["0"]}
 
 
 def events(log_dir: Path) -> list[str]:
@@ -139,9 +139,9 @@ def test_a_gemm_that_a_backward_leaves_out_is_told_as_not_run(tmp_path: Path, la
             net(torch.randn(16, 32)).sum().backward()
         session.step()
     assert not_run(session) == {"0 dgrad": "input needs no gradient", "1.fc2 wgrad": "frozen weight"}
-    told = {f"{entry.layer} {entry.gemm}": entry for entry in session.precision}
-    assert told["0 dgrad"].operands == {}
-    assert told["1.fc2 dgrad"].operands == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
+    stated = {f"{entry.layer} {entry.gemm}": entry for entry in session.precision}
+    assert stated["0 dgrad"].operands == {}
+    assert stated["1.fc2 dgrad"].operands == {"gradient": "FP8 E5M2", "weight": "FP8 E4M3"}
     assert all(entry.seen or entry.not_run for entry in session.precision)
 
 
@@ -152,13 +152,13 @@ def test_a_layer_that_no_backward_reaches_has_run_its_fprop_only(tmp_path: Path)
             out = net[0](torch.randn(16, 32, requires_grad=True))
             net[1](out.detach() if detached else out).sum().backward()
             session.step()
-            told = not_run(session)
+            stated = not_run(session)
             expected = {
                 "0 dgrad": "no backward has reached it",
                 "0 wgrad": "no backward has reached it",
                 "1 dgrad": "input needs no gradient",
             }
-            assert told == (expected if detached else {})
+            assert stated == (expected if detached else {})
 
 
 @pytest.mark.parametrize("layers", [["all"], ["nowhere"]])

@@ -38,7 +38,7 @@ def cases(recipes: list[str]) -> dict[str, list[tuple[Any, ...]]]:
     """
     quantized = [recipe for recipe in recipes if recipe != "none"]
     some = quantized[:2]
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "modules": half(MODULES, recipes, ["none", "LogTensorStats"]),
         "features": itertools.product(["LayerNormLinear"], quantized, list(FEATURES)[2:]),
         "schedules": itertools.product(["Linear"], some[:1], FEATURES, [10], ["none"], CHANGES),
@@ -58,10 +58,10 @@ def cases(recipes: list[str]) -> dict[str, list[tuple[Any, ...]]]:
             [FROZEN, FIRST, BIASES],
         ),
     }
-    return {what: [args for args in product if can_run(*args)] for what, product in found.items()}
+    return {what: [args for args in product if can_run(*args)] for what, product in results.items()}
 
 
-HERE = [(what, args) for what, found in cases(HOPPER).items() for args in found]
+HERE = [(what, args) for what, item in cases(HOPPER).items() for args in item]
 
 
 @pytest.mark.parametrize(("what", "args"), HERE, ids=[" ".join(map(str, args)) for _, args in HERE])
@@ -78,9 +78,9 @@ def test_nor_under_the_recipes_of_another_gpu() -> None:
     texts = [json.dumps(args) for args in every]
     done = run([executable(), "-m", "tests.instrumentation.gemm_spy", *texts])
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert list(found) == texts
-    assert not {text: wrong for text, wrong in found.items() if wrong}
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert list(result) == texts
+    assert not {text: wrong for text, wrong in result.items() if wrong}
 
 
 @pytest.mark.parametrize("freq", [1, 10])

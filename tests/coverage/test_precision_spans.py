@@ -69,8 +69,8 @@ def watched(
 
 def spans(session: InspectSession, gemm: str) -> list[tuple[int, int | None, str]]:
     """Since, until and the formats of a GEMM of the one layer, over the run."""
-    found = [e for at in range(session.iteration) for e in session.precision(at=at) if e.gemm == gemm]
-    return list(dict.fromkeys((e.since, e.until, " ".join(e.operands.values()) or e.not_run) for e in found))
+    results = [e for at in range(session.iteration) for e in session.precision(at=at) if e.gemm == gemm]
+    return list(dict.fromkeys((e.since, e.until, " ".join(e.operands.values()) or e.not_run) for e in results))
 
 
 def off(*iterations: int) -> Feature:

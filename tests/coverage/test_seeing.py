@@ -99,7 +99,7 @@ def test_flex_attention(masked: bool, tmp_path: Path) -> None:
 
 
 def by_flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    parts = (each.transpose(1, 2).contiguous() for each in (q, k, v))
+    parts = (item.transpose(1, 2).contiguous() for item in (q, k, v))
     result: torch.Tensor = FlashAttention.apply(*parts)  # type: ignore[no-untyped-call]
     return result.transpose(1, 2)
 
@@ -238,8 +238,8 @@ def test_a_failure_while_looking_never_reaches_training(
     coverage = trained(model, tmp_path, strict=False)
     assert len(RAN) == 2 * 3
     assert len(calls) == 1
-    [told] = [record for record in caplog.records if "out of luck" in record.getMessage()]
-    assert "counting the matrix products" in told.getMessage().lower()
+    [stated] = [record for record in caplog.records if "out of luck" in record.getMessage()]
+    assert "counting the matrix products" in stated.getMessage().lower()
     assert found(coverage) == linear("0", WIDTH, WIDTH, rows=ROWS), "those of Transformer Engine go on"
     [what] = coverage.not_counted
     assert "all products of torch" in what

@@ -31,12 +31,12 @@ def kept(model: torch.nn.Module, step: Callable[[], torch.Tensor], folder: Path,
 
 def test_a_gpt(tmp_path: Path) -> None:
     model = Layers()
-    found = kept(model, lambda: model(words()).sum(), tmp_path, micro=2)
+    result = kept(model, lambda: model(words()).sum(), tmp_path, micro=2)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     tensors = len(list(model.parameters()))
-    assert found["parameter", "float32"] == found["gradient", "float32"] == (tensors, 4 * numbers)
-    assert found["optimizer_state", "float32"] == (2 * tensors, 2 * 4 * numbers)
-    assert not any(subject == "reduce" for subject, _ in found), "there is one rank"
+    assert result["parameter", "float32"] == result["gradient", "float32"] == (tensors, 4 * numbers)
+    assert result["optimizer_state", "float32"] == (2 * tensors, 2 * 4 * numbers)
+    assert not any(subject == "reduce" for subject, _ in result), "there is one rank"
 
 
 def test_a_contract_on_the_type_of_parameters(tmp_path: Path) -> None:

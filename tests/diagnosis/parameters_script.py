@@ -68,9 +68,9 @@ def train(
     verdict = session.findings
     if rank == 0 and reduces_statistics:
         recorded = diagnose(folder)
-        assert [each for each in recorded if each.rule in RULES] == [each for each in verdict if each.rule in RULES]
-    found = [(each.rule, each.severity, list(each.layers), each.seen) for each in verdict if each.rule in RULES]
-    print(json.dumps([folder.name, found, [rule for rule in RULES if rule in verdict.judged]]), flush=True)
+        assert [item for item in recorded if item.rule in RULES] == [item for item in verdict if item.rule in RULES]
+    results = [(item.rule, item.severity, list(item.layers), item.seen) for item in verdict if item.rule in RULES]
+    print(json.dumps([folder.name, results, [rule for rule in RULES if rule in verdict.judged]]), flush=True)
 
 
 def train_quantized_shards(folder: Path, recipe: Recipe, *, restores: bool) -> None:
@@ -97,9 +97,9 @@ def train_quantized_shards(folder: Path, recipe: Recipe, *, restores: bool) -> N
                 codes.copy_(old)
             session.log({"loss": loss.detach()})
             session.step()
-    found = [(each.rule, each.severity, list(each.layers), each.seen) for each in session.findings]
+    results = [(finding.rule, finding.severity, list(finding.layers), finding.seen) for finding in session.findings]
     checked = [rule for rule in session.findings.judged if rule == "frozen-weight"]
-    print(json.dumps([folder.name, found, checked]), flush=True)
+    print(json.dumps([folder.name, results, checked]), flush=True)
 
 
 class Experts(torch.nn.Module):
@@ -114,8 +114,8 @@ class Experts(torch.nn.Module):
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = self.router(tensor)
-        found: torch.Tensor = self.experts[0](tensor) + self.experts[1](tensor)
-        return found
+        result: torch.Tensor = self.experts[0](tensor) + self.experts[1](tensor)
+        return result
 
 
 def main(rank: int, folder: Path) -> None:

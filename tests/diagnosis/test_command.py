@@ -32,10 +32,10 @@ def refusal(*arguments: object) -> str:
 
 
 def test_json(planted: Planted) -> None:
-    told = json.loads(called("diagnose", planted.folder, "--json").output)
-    assert told["verdict"].startswith("Problems found: 1 warning (")
-    assert told["judged"] > 5
-    (finding,) = told["findings"]
+    stated = json.loads(called("diagnose", planted.folder, "--json").output)
+    assert stated["verdict"].startswith("Problems found: 1 warning (")
+    assert stated["judged"] > 5
+    (finding,) = stated["findings"]
     assert (finding["rule"], finding["layers"], finding["tensor"], finding["since"]) == (
         "sibling",
         ["4.fc"],
@@ -43,15 +43,15 @@ def test_json(planted: Planted) -> None:
         0,
     )
     assert {"severity", "seen", "seen_at", "why", "remedy", "source", "disproof", "patch"} <= set(finding)
-    assert all(set(each) == {"rule", "why", "collect", "essential"} for each in told["not_judged"])
+    assert all(set(item) == {"rule", "why", "collect", "essential"} for item in stated["not_judged"])
 
 
 def test_a_run_without_a_step_says_that_it_has_none(tmp_path: Path) -> None:
     with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path) as session:
         session.state_dict()
-    result, told = called("diagnose", tmp_path), json.loads(called("diagnose", tmp_path, "--json").output)
+    result, stated = called("diagnose", tmp_path), json.loads(called("diagnose", tmp_path, "--json").output)
     assert (result.exit_code, result.output) == (3, "Not enough checked: no training step has run.\n")
-    assert {(each["why"], each["collect"]) for each in told["not_judged"]} == {("no training step has run", "")}
+    assert {(item["why"], item["collect"]) for item in stated["not_judged"]} == {("no training step has run", "")}
 
 
 def test_a_run_without_numbers_and_a_plain_log(tmp_path: Path) -> None:
@@ -135,18 +135,18 @@ def test_the_line_of_a_finding_leaves_it_out(planted: Planted, tmp_path: Path) -
 def test_wrong_known_findings(planted: Planted, tmp_path: Path) -> None:
     known = tmp_path / "known.txt"
     known.write_text("\nsiblings\n")
-    told = refusal("diagnose", planted.folder, "--known", known)
-    assert f"{known}:2: there is no rule 'siblings'. Did you mean 'sibling'?" in told
+    stated = refusal("diagnose", planted.folder, "--known", known)
+    assert f"{known}:2: there is no rule 'siblings'. Did you mean 'sibling'?" in stated
     for name, why in (
         ("missing.txt", "No such file"),
         (".", "Is a directory"),
         ("binary", "can't decode byte 0xff"),
     ):
         (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-        told = refusal("diagnose", planted.folder, "--known", tmp_path / name)
-        assert f"--known {tmp_path / name} cannot be read: " in told
-        assert why in told
-        assert "Errno" not in told
+        stated = refusal("diagnose", planted.folder, "--known", tmp_path / name)
+        assert f"--known {tmp_path / name} cannot be read: " in stated
+        assert why in stated
+        assert "Errno" not in stated
 
 
 def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
@@ -164,10 +164,10 @@ def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
     assert "\nNot enough checked: " in result.output
     assert "checked; a part of the run cannot be read)." in " ".join(result.output.split())
     assert result.output.count("its rows are missing") == 1, "it is told once"
-    told = json.loads(called("diagnose", tmp_path, "--json").output)
-    assert len(told["unread"]) == 1
-    assert told["partial"]
-    assert told["unread"][0] in told["notes"]
+    stated = json.loads(called("diagnose", tmp_path, "--json").output)
+    assert len(stated["unread"]) == 1
+    assert stated["partial"]
+    assert stated["unread"][0] in stated["notes"]
     values.write_bytes(whole)
     memory = next(tmp_path.rglob("states.parquet"))
     whole_memory = memory.read_bytes()

@@ -262,8 +262,8 @@ def test_a_loss_that_jumps_at_a_resume(tmp_path: Path, folder: str, after: float
                 session.log({"loss": torch.tensor(loss + noise[step])})
                 session.step()
             state = session.state_dict()
-    assert [each for each in found(session.findings) if "loss" in each[0]] == expected
-    assert [each for each in found(diagnose(tmp_path / folder)) if "loss" in each[0]] == expected
+    assert [item for item in found(session.findings) if "loss" in item[0]] == expected
+    assert [item for item in found(diagnose(tmp_path / folder)) if "loss" in item[0]] == expected
 
 
 def test_a_loss_that_was_negative_and_explodes() -> None:

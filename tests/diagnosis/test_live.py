@@ -80,7 +80,7 @@ def test_a_run_that_fails_in_its_first_step_counts_the_same_rules(tmp_path: Path
             net(torch.randn(16, 32))
         raise ZeroDivisionError
     assert diagnose(tmp_path) == running.findings
-    assert "stale-scale" not in {each.rule for each in running.findings.not_judged}
+    assert "stale-scale" not in {item.rule for item in running.findings.not_judged}
 
 
 def test_each_finding_is_said_once(planted: Planted) -> None:
@@ -195,7 +195,7 @@ def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -
             optimizer.zero_grad()
             session.step()
     for verdict in (session.findings, diagnose(tmp_path)):
-        severities = [each.severity for each in verdict if each.rule == "no-low-precision"]
+        severities = [item.severity for item in verdict if item.rule == "no-low-precision"]
         assert severities == ["note" if explicit else "warning"]
 
 
@@ -218,19 +218,19 @@ def test_a_severity_stands_for_those_that_are_worse(planted: Planted) -> None:
     error, note = (dataclasses.replace(warning, severity=severity, rule="") for severity in ("error", "note"))
     assert reads_stop("stop: nonfinite, sibling")(warning)
     assert not reads_stop("stop: error, overflow")(warning)
-    assert [reads_stop("stop: warning")(one) for one in (error, warning, note)] == [True, True, False]
-    assert [reads_stop("stop: error")(one) for one in (error, warning, note)] == [True, False, False]
+    assert [reads_stop("stop: warning")(item) for item in (error, warning, note)] == [True, True, False]
+    assert [reads_stop("stop: error")(item) for item in (error, warning, note)] == [True, False, False]
 
 
 def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found: list[Finding] = []
+    results: list[Finding] = []
 
     def note(finding: Finding) -> None:
-        found.append(finding)
+        results.append(finding)
         raise ValueError("of the script")
 
     session = train(tmp_path, 3, on_finding=note)
-    assert found == list(session.findings)
+    assert results == list(session.findings)
     assert any("on_finding=" in record.message for record in caplog.records), "the failure is reported"
 
 
@@ -349,8 +349,8 @@ def test_stale_weights(tmp_path: Path, first_micro_batch: bool | None) -> None:
             optimizer.step()
             optimizer.zero_grad()
             session.step()
-    found = [finding.rule for finding in session.findings if finding.severity != "note"]
-    assert found[:1] == (["stale-weights"] if first_micro_batch is False else [])
+    results = [finding.rule for finding in session.findings if finding.severity != "note"]
+    assert results[:1] == (["stale-weights"] if first_micro_batch is False else [])
 
 
 @pytest.mark.parametrize(("lr", "rules"), [(1e-6, ["lost-updates"]), (1e-2, [])])
@@ -392,7 +392,7 @@ def test_eps_is_a_rule_of_optimizers_that_have_one(tmp_path: Path, kind: type[to
             of_other.step()
             session.step()
     for verdict in (session.findings, diagnose(tmp_path)):
-        assert ("below-eps" in [each.rule for each in verdict.not_judged]) == (kind is torch.optim.AdamW)
+        assert ("below-eps" in [item.rule for item in verdict.not_judged]) == (kind is torch.optim.AdamW)
 
 
 @pytest.mark.parametrize(("enabled", "rules"), [(True, ["grad-scaler"]), (False, [])])
@@ -400,7 +400,7 @@ def test_a_scaler_of_gradients_in_bfloat16(tmp_path: Path, enabled: bool, rules:
     torch.manual_seed(0)
     own = vars(GradScaler)["step"]
     net, other = te.Linear(32, 32), torch.nn.Linear(4, 4)
-    optimizer, of_other = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (net, other))
+    optimizer, of_other = (torch.optim.SGD(item.parameters(), lr=1e-3) for item in (net, other))
     scaler, scaler_of_other = GradScaler("cpu", enabled=enabled), GradScaler("cpu")
     with InspectSession(None, model=net, log_dir=tmp_path) as session:
         for _ in range(2):
@@ -410,8 +410,8 @@ def test_a_scaler_of_gradients_in_bfloat16(tmp_path: Path, enabled: bool, rules:
             scaler.step(optimizer)
             scaler_of_other.scale(other(torch.ones(2, 4)).sum()).backward()
             scaler_of_other.step(of_other)
-            for each in (optimizer, of_other):
-                each.zero_grad()
+            for item in (optimizer, of_other):
+                item.zero_grad()
             scaler.update()
             scaler_of_other.update()
             session.step()
@@ -456,8 +456,8 @@ def test_arguments_that_the_recipe_does_not_use(tmp_path: Path) -> None:
         with te.autocast(recipe=recipe):
             net(torch.randn(16, 32)).sum().backward()
         session.step()
-    found = [(finding.severity, finding.seen.partition(" has")[0]) for finding in session.findings]
-    assert found == [("warning", "Float8CurrentScaling: use_power_2_scales (True)")]
+    results = [(finding.severity, finding.seen.partition(" has")[0]) for finding in session.findings]
+    assert results == [("warning", "Float8CurrentScaling: use_power_2_scales (True)")]
     assert diagnose(tmp_path) == session.findings
 
 
@@ -505,8 +505,8 @@ def test_a_detach_before_the_only_layers_that_have_gradients(tmp_path: Path, eve
             optimizer.step()
             optimizer.zero_grad()
             session.step()
-    unjudged = {each.rule: each.why for each in session.findings.not_judged}
-    assert [each.rule for each in session.findings.wrong] == ["missing-gradient"] * (every == 99)
+    unjudged = {item.rule: item.why for item in session.findings.not_judged}
+    assert [item.rule for item in session.findings.wrong] == ["missing-gradient"] * (every == 99)
     assert unjudged["dead-gradient"] == "no backward has reached a layer with statistics in a collection step"
     assert diagnose(tmp_path) == session.findings
 
@@ -559,7 +559,9 @@ def test_inf_and_nan_are_seen_without_being_asked_for(tmp_path: Path, asked: str
             with te.autocast(recipe=Float8CurrentScaling()):
                 net(batch).sum().backward()
             session.step()
-    assert [(each.rule, each.since, each.tensor) for each in session.findings] == [("nonfinite", 2, "activation")]
+    assert [(finding.rule, finding.since, finding.tensor) for finding in session.findings] == [
+        ("nonfinite", 2, "activation")
+    ]
     assert diagnose(tmp_path) == session.findings
     run = open_run(tmp_path)
     counts = run.values(run.select(statistic="nonfinite_num")).to_pylist()
@@ -591,7 +593,7 @@ def test_a_run_that_fails_before_its_first_step_is_recorded(tmp_path: Path) -> N
         "ValueError: a bad batch"
     ]
     assert [(row["name"], row["value"]) for row in run.scalars.to_pylist()] == [("loss", 1.5)]
-    assert {each.why for each in session.findings.not_judged} == {"no training step has run"}
+    assert {item.why for item in session.findings.not_judged} == {"no training step has run"}
 
 
 def test_a_model_without_layers_of_transformer_engine(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ class Model(torch.nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.blocks(self.embedding(tokens)))
-        return found
+        result: torch.Tensor = self.head(self.blocks(self.embedding(tokens)))
+        return result
 
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -143,8 +143,8 @@ def test_a_config_without_statistics_of_weights_checks_parameters_too(tmp_path: 
     assert_checked(verdict := train(tmp_path / "healthy", model, adamw(model), config=config))
     assert not of_parameters(verdict)
     model.blocks[1].cut = True
-    (found,) = of_parameters(train(tmp_path / "planted", model, adamw(model), config=config))
-    assert found.layers == ("blocks.1.fc1", "blocks.1.fc2")
+    (result,) = of_parameters(train(tmp_path / "planted", model, adamw(model), config=config))
+    assert result.layers == ("blocks.1.fc1", "blocks.1.fc2")
 
 
 def test_warm_up_from_0(tmp_path: Path) -> None:
@@ -167,9 +167,9 @@ def test_warm_up_from_0(tmp_path: Path) -> None:
 )
 def test_a_model_that_stands_still(tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
     model = Model()
-    (found,) = of_parameters(train(tmp_path, model, make(model)))
-    assert (found.rule, found.severity) == ("frozen-weight", "warning")
-    assert "learning rate" in found.remedy
+    (result,) = of_parameters(train(tmp_path, model, make(model)))
+    assert (result.rule, result.severity) == ("frozen-weight", "warning")
+    assert "learning rate" in result.remedy
 
 
 def test_weights_that_are_restored_before_each_forward(tmp_path: Path) -> None:
@@ -182,8 +182,8 @@ def test_weights_that_are_restored_before_each_forward(tmp_path: Path) -> None:
             weight.copy_(first[name])
 
     model.register_forward_pre_hook(restore)
-    found = of_parameters(train(tmp_path, model, adamw(model)))
-    assert ("frozen-weight", "error") in [(each.rule, each.severity) for each in found]
+    result = of_parameters(train(tmp_path, model, adamw(model)))
+    assert ("frozen-weight", "error") in [(item.rule, item.severity) for item in result]
 
 
 @pytest.mark.parametrize("holds_all", [False, True])
@@ -219,8 +219,8 @@ class Experts(torch.nn.Module):
         self.ffn = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(6))
 
     def forward(self, step: int) -> torch.Tensor:
-        found: torch.Tensor = self.ffn[step * step % 3 if step > 10 else step % 5](torch.ones(16, 32))
-        return found.pow(2).mean()
+        result: torch.Tensor = self.ffn[step * step % 3 if step > 10 else step % 5](torch.ones(16, 32))
+        return result.pow(2).mean()
 
 
 def test_experts_without_tokens(tmp_path: Path) -> None:
@@ -317,10 +317,10 @@ def test_a_loop_without_an_optimizer(tmp_path: Path) -> None:
 def test_a_block_that_is_cut_off(tmp_path: Path) -> None:
     model = Model()
     model.blocks[1].cut = True
-    (found,) = of_parameters(train(tmp_path, model, adamw(model)))
-    assert (found.rule, found.severity, found.since) == ("missing-gradient", "warning", 0)
-    assert found.layers == ("blocks.1.fc1", "blocks.1.fc2")
-    assert "blocks.1.fc1.layer_norm_weight and 5 more parameters received no gradient in" in found.seen
+    (result,) = of_parameters(train(tmp_path, model, adamw(model)))
+    assert (result.rule, result.severity, result.since) == ("missing-gradient", "warning", 0)
+    assert result.layers == ("blocks.1.fc1", "blocks.1.fc2")
+    assert "blocks.1.fc1.layer_norm_weight and 5 more parameters received no gradient in" in result.seen
 
 
 def test_an_optimizer_that_no_longer_steps(tmp_path: Path) -> None:
@@ -333,9 +333,9 @@ def test_an_optimizer_that_no_longer_steps(tmp_path: Path) -> None:
         optimizer.step = step_of if step < 12 else lambda: None  # type: ignore[method-assign]
         return loss(step)
 
-    (found,) = of_parameters(train(tmp_path, model, optimizer, loss=stop, steps=40))
-    assert (found.rule, found.severity, found.since) == ("frozen-weight", "warning", 12)
-    assert found.layers == ()
+    (result,) = of_parameters(train(tmp_path, model, optimizer, loss=stop, steps=40))
+    assert (result.rule, result.severity, result.since) == ("frozen-weight", "warning", 12)
+    assert result.layers == ()
 
 
 def test_a_block_that_is_cut_off_later(tmp_path: Path) -> None:
@@ -348,10 +348,10 @@ def test_a_block_that_is_cut_off_later(tmp_path: Path) -> None:
         model.blocks[1].cut = step >= 8
         return loss(step)
 
-    (found,) = of_parameters(train(tmp_path, model, adamw(model), loss=cut, steps=25))
-    assert (found.rule, found.severity, found.since) == ("missing-gradient", "warning", 8)
-    assert found.layers == ("blocks.1.fc1", "blocks.1.fc2")
-    assert "had gradients, and received none since step 8, although the module still runs" in found.seen
+    (result,) = of_parameters(train(tmp_path, model, adamw(model), loss=cut, steps=25))
+    assert (result.rule, result.severity, result.since) == ("missing-gradient", "warning", 8)
+    assert result.layers == ("blocks.1.fc1", "blocks.1.fc2")
+    assert "had gradients, and received none since step 8, although the module still runs" in result.seen
 
 
 def test_a_block_that_is_no_longer_called(tmp_path: Path) -> None:
@@ -364,9 +364,9 @@ def test_a_block_that_is_no_longer_called(tmp_path: Path) -> None:
             model.blocks[1].forward = lambda tensor: tensor
         return loss(step)
 
-    (found,) = of_parameters(train(tmp_path, model, adamw(model), loss=skip, steps=80))
-    assert (found.rule, found.severity, found.since) == ("missing-gradient", "note", 12)
-    assert found.layers == ("blocks.1.fc1", "blocks.1.fc2")
+    (result,) = of_parameters(train(tmp_path, model, adamw(model), loss=skip, steps=80))
+    assert (result.rule, result.severity, result.since) == ("missing-gradient", "note", 12)
+    assert result.layers == ("blocks.1.fc1", "blocks.1.fc2")
 
 
 def test_a_generator_that_has_its_turn_in_no_collection_step(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_a_generator_that_has_its_turn_in_no_collection_step(tmp_path: Path) -> 
             (generator if step % 5 == 4 else critic).step()
             models.zero_grad()
             session.step()
-    assert not [each for each in session.findings if each.rule in ("dead-gradient", "missing-gradient")]
+    assert not [finding for finding in session.findings if finding.rule in ("dead-gradient", "missing-gradient")]
     assert diagnose(tmp_path) == session.findings
 
 
@@ -401,8 +401,8 @@ def test_a_group_of_parameters_that_leaves_the_optimizer(tmp_path: Path) -> None
             optimizer.param_groups.pop()
         return loss(step)
 
-    (found,) = of_parameters(train(tmp_path, model, optimizer, loss=remove, steps=25))
-    assert (found.rule, found.layers, found.since) == ("missing-gradient", ("head",), 12)
+    (result,) = of_parameters(train(tmp_path, model, optimizer, loss=remove, steps=25))
+    assert (result.rule, result.layers, result.since) == ("missing-gradient", ("head",), 12)
 
 
 def test_a_compiled_block_without_a_gradient_stays_one_graph(tmp_path: Path) -> None:
@@ -413,11 +413,11 @@ def test_a_compiled_block_without_a_gradient_stays_one_graph(tmp_path: Path) -> 
     widths = [16] * 4 + [24] * 8  # it is compiled again after the hook is there
 
     def loss(step: int) -> torch.Tensor:
-        found: torch.Tensor = compiled(model[0](torch.randn(widths[step], 32))).pow(2).mean()
-        return found
+        result: torch.Tensor = compiled(model[0](torch.randn(widths[step], 32))).pow(2).mean()
+        return result
 
-    (found,) = of_parameters(train(tmp_path, model, adamw(model), loss=loss))
-    assert found.layers == ("1",)
+    (result,) = of_parameters(train(tmp_path, model, adamw(model), loss=loss))
+    assert result.layers == ("1",)
 
 
 class Decoder(torch.nn.Module):
@@ -433,12 +433,12 @@ class Decoder(torch.nn.Module):
         context = self.encoder(tensor)
 
         def run(tensor: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.layer(tensor + context)
-            return found
+            result: torch.Tensor = self.layer(tensor + context)
+            return result
 
         positional, keywords = ((tensor,), {"context": context}) if self.by_keyword else ((tensor, context), {})
-        found: torch.Tensor = te.checkpoint(run, *positional, use_reentrant=True, **keywords)
-        value: torch.Tensor = self.head(found).pow(2).mean()
+        result: torch.Tensor = te.checkpoint(run, *positional, use_reentrant=True, **keywords)
+        value: torch.Tensor = self.head(result).pow(2).mean()
         return value
 
 
@@ -449,25 +449,27 @@ def test_a_tensor_by_keyword_through_te_checkpoint(tmp_path: Path) -> None:
         verdict = train(
             tmp_path / str(by_keyword), model, adamw(model), loss=lambda step, model=model: model(torch.randn(16, 32))
         )
-        found = of_parameters(verdict)
-        assert [(each.rule, each.layers) for each in found] == [("missing-gradient", ("encoder", "layer"))] * by_keyword
+        result = of_parameters(verdict)
+        assert [(item.rule, item.layers) for item in result] == [
+            ("missing-gradient", ("encoder", "layer"))
+        ] * by_keyword
 
 
 def test_a_parameter_without_use(tmp_path: Path) -> None:
     model = Model()
     model.unused = te.Linear(32, 32)
-    (found,) = of_parameters(train(tmp_path, model, adamw(model)))
-    assert (found.rule, found.layers) == ("missing-gradient", ("unused",))
-    assert found.seen.startswith("unused.weight and 1 more parameter received no gradient in")
+    (result,) = of_parameters(train(tmp_path, model, adamw(model)))
+    assert (result.rule, result.layers) == ("missing-gradient", ("unused",))
+    assert result.seen.startswith("unused.weight and 1 more parameter received no gradient in")
 
 
 def test_an_optimizer_that_lacks_parameters(tmp_path: Path) -> None:
     model = Model()
     optimizer = adamw(model)
     model.head = torch.nn.Linear(32, 16)
-    (found,) = of_parameters(train(tmp_path, model, optimizer))
-    assert (found.rule, found.layers) == ("missing-gradient", ("head",))
-    assert found.seen == "head.weight and 1 more parameter received gradients, but no optimizer updates them"
+    (result,) = of_parameters(train(tmp_path, model, optimizer))
+    assert (result.rule, result.layers) == ("missing-gradient", ("head",))
+    assert result.seen == "head.weight and 1 more parameter received gradients, but no optimizer updates them"
 
 
 # ---------------------------------------------------------------------- weights that do not change
@@ -485,7 +487,9 @@ def test_an_optimizer_of_a_copy(tmp_path: Path) -> None:
         return value
 
     verdict = train(tmp_path, model, optimizer, loss=loss)
-    assert [(each.rule, each.severity) for each in of_parameters(verdict)] == [("frozen-weight", "error")]
+    assert [(parameter.rule, parameter.severity) for parameter in of_parameters(verdict)] == [
+        ("frozen-weight", "error")
+    ]
 
 
 def test_a_weight_that_is_put_back(tmp_path: Path) -> None:
@@ -497,9 +501,9 @@ def test_a_weight_that_is_put_back(tmp_path: Path) -> None:
         with torch.no_grad():
             weight.copy_(old)
 
-    (found,) = of_parameters(train(tmp_path, model, adamw(model), after=put_back))
-    assert (found.rule, found.severity, found.layers) == ("frozen-weight", "error", ("blocks.1.fc2",))
-    assert found.seen.startswith("blocks.1.fc2.weight: not a single bit changed in")
+    (result,) = of_parameters(train(tmp_path, model, adamw(model), after=put_back))
+    assert (result.rule, result.severity, result.layers) == ("frozen-weight", "error", ("blocks.1.fc2",))
+    assert result.seen.startswith("blocks.1.fc2.weight: not a single bit changed in")
 
 
 class Masters:
@@ -545,11 +549,11 @@ def test_masters(tmp_path: Path, kind: str, copies: str, lr: float) -> None:
         recipe=recipe,
         steps=20,
     )
-    found = of_parameters(verdict)
-    assert [(each.rule, each.severity) for each in found] == [("frozen-weight", "error")] * (copies != "at once")
-    if found:
+    result = of_parameters(verdict)
+    assert [(item.rule, item.severity) for item in result] == [("frozen-weight", "error")] * (copies != "at once")
+    if result:
         text = "one step earlier" if copies == "late" else "more than rounding"
-        assert text in found[0].seen
+        assert text in result[0].seen
 
 
 @pytest.mark.parametrize("restores", [False, True])
@@ -573,7 +577,9 @@ def test_masters_of_fused_adam(tmp_path: Path, restores: bool) -> None:
         after=restore,
         steps=20,
     )
-    assert [(each.rule, each.layers) for each in of_parameters(verdict)] == [("frozen-weight", ("1",))] * restores
+    assert [(parameter.rule, parameter.layers) for parameter in of_parameters(verdict)] == [
+        ("frozen-weight", ("1",))
+    ] * restores
 
 
 # ---------------------------------------------------------------------- the end of a run
@@ -590,9 +596,9 @@ def test_a_weight_that_is_nan_after_the_last_step(tmp_path: Path) -> None:
                 model.blocks[1].fc1.bias[0] = torch.nan
 
     verdict = train(tmp_path, model, optimizer, after=break_in_the_end)
-    (found,) = [each for each in verdict if each.rule == "nonfinite"]
-    assert (found.layers, found.since) == (("blocks.1.fc1",), STEPS - 1)
-    assert "blocks.1.fc1.bias" in found.seen
+    (results,) = [item for item in verdict if item.rule == "nonfinite"]
+    assert (results.layers, results.since) == (("blocks.1.fc1",), STEPS - 1)
+    assert "blocks.1.fc1.bias" in results.seen
     assert not verdict.healthy
 
 
@@ -626,8 +632,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     script = Path(__file__).with_name("parameters_script.py")
     ended = ranks(script, [[str(rank), str(folder)] for rank in range(2)])
     assert not ended[0].returncode, ended[0].stderr
-    lines = [[json.loads(line) for line in each.stdout.splitlines() if line.startswith("[")] for each in ended]
-    return [{case: (found, checked) for case, found, checked in each} for each in lines]
+    lines = [[json.loads(line) for line in item.stdout.splitlines() if line.startswith("[")] for item in ended]
+    return [{case: (item, checked) for case, item, checked in line} for line in lines]
 
 
 @pytest.mark.processes
@@ -646,9 +652,9 @@ def test_ranks_that_differ(
     two_ranks: list[dict[str, Any]], case: str, rule: str, severity: str, layers: list[str], seen: str
 ) -> None:
     for of_rank in two_ranks:
-        (found,), _ = of_rank[case]
-        assert found[:3] == [rule, severity, layers]
-        assert seen in found[3]
+        (result,), _ = of_rank[case]
+        assert result[:3] == [rule, severity, layers]
+        assert seen in result[3]
 
 
 @pytest.mark.processes
@@ -657,8 +663,8 @@ def test_ranks_that_differ(
 )
 def test_ranks_that_should_differ_or_do_not(two_ranks: list[dict[str, Any]], case: str) -> None:
     for of_rank in two_ranks:
-        found, checked = of_rank[case]
-        assert not found
+        result, checked = of_rank[case]
+        assert not result
         assert checked == ([] if case == "local numbers" else ["replicas-differ", "no-reduction"])
 
 
@@ -666,9 +672,9 @@ def test_ranks_that_should_differ_or_do_not(two_ranks: list[dict[str, Any]], cas
 @pytest.mark.parametrize("case", ["fp8 shards", "fp8 shards, restored", "mxfp8 shards", "mxfp8 shards, restored"])
 def test_quantized_shards_and_their_masters(two_ranks: list[dict[str, Any]], case: str) -> None:
     for of_rank in two_ranks:
-        found, checked = of_rank[case]
-        assert [each[:3] for each in found] == [["frozen-weight", "error", ["1"]]] * ("restored" in case)
-        assert all("by more than rounding" in each[3] for each in found)
+        result, checked = of_rank[case]
+        assert [item[:3] for item in result] == [["frozen-weight", "error", ["1"]]] * ("restored" in case)
+        assert all("by more than rounding" in item[3] for item in result)
         assert checked == ["frozen-weight"]
 
 

@@ -43,7 +43,7 @@ def verdict(
         import nvdlfw_inspect.api as debug_api
 
         layers = [te.Linear(64, 64, name=f"h.{place}.linear") for place in range(count)]
-        optimizer = torch.optim.SGD((each for layer in layers for each in layer.parameters()), lr=0.1)
+        optimizer = torch.optim.SGD((parameter for layer in layers for parameter in layer.parameters()), lr=0.1)
         factor = torch.ones(64)
         factor[5] = odd
         for _ in range(4):
@@ -72,22 +72,22 @@ RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "bloc
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_rules_with_equivalents_are_checked(recipe: str, tmp_path: Path) -> None:
-    found = verdict(tmp_path, RECIPES[recipe])
-    assert not found.findings, str(found)
-    assert {"nonfinite", "underflow", "sibling", "dead-gradient", "growth"} <= set(found.judged)
-    assert ({"stale-scale", "scale-never-updated"} <= set(found.judged)) == (recipe == "delayed")
+    result = verdict(tmp_path, RECIPES[recipe])
+    assert not result.findings, str(result)
+    assert {"nonfinite", "underflow", "sibling", "dead-gradient", "growth"} <= set(result.judged)
+    assert ({"stale-scale", "scale-never-updated"} <= set(result.judged)) == (recipe == "delayed")
 
 
 def test_one_of_27_alike_layers_loses_far_more(tmp_path: Path) -> None:
     """As in the log of a published training of 7B: 18.6 %, and less than 1 % in the others."""
-    found = verdict(tmp_path, Float8CurrentScaling(), ("underflows%",), count=27, odd=2.0**14.7)
-    assert [(finding.rule, finding.severity, finding.layers) for finding in found] == [
+    result = verdict(tmp_path, Float8CurrentScaling(), ("underflows%",), count=27, odd=2.0**14.7)
+    assert [(finding.rule, finding.severity, finding.layers) for finding in result] == [
         ("sibling", "warning", ("h.2.linear",))
     ]
-    assert "% of the elements round to 0, 0 % in alike layers" in found[0].seen
+    assert "% of the elements round to 0, 0 % in alike layers" in result[0].seen
 
 
 def test_a_scale_that_is_never_updated(tmp_path: Path) -> None:
-    found = verdict(tmp_path, DelayedScaling(), detached=True)
-    assert ("scale-never-updated", "gradient") in {(finding.rule, finding.tensor) for finding in found}
-    assert "stale-scale" not in {finding.rule for finding in found}
+    result = verdict(tmp_path, DelayedScaling(), detached=True)
+    assert ("scale-never-updated", "gradient") in {(finding.rule, finding.tensor) for finding in result}
+    assert "stale-scale" not in {finding.rule for finding in result}

@@ -49,9 +49,9 @@ MODELS = [("bytes", 3), ("vit", 6), ("llama", 4)]
 @pytest.mark.parametrize(("model", "count"), MODELS)
 def test_a_weight_that_is_initialized_too_large(model: str, count: int, tmp_path: Path) -> None:
     large = defect("large-weight", model, "current", count, block=1)
-    found = trained(large, tmp_path / "large", 3)
-    assert [(finding.rule, finding.tensor) for finding in found[:1]] == [("sibling", "weight")]
-    assert found[0].layers == (large.truth(large.build())["exact_layers"][0],)
+    result = trained(large, tmp_path / "large", 3)
+    assert [(finding.rule, finding.tensor) for finding in result[:1]] == [("sibling", "weight")]
+    assert result[0].layers == (large.truth(large.build())["exact_layers"][0],)
     assert not trained(large, tmp_path / "healthy", 3, healthy=True)
 
 
@@ -66,10 +66,10 @@ def test_of_two_blocks_the_odd_one_is_named(block: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model", "count"), [("gpt", 4), ("mixer", 2)])
 def test_a_gradient_that_rounds_to_0_under_a_stale_scale(model: str, count: int, tmp_path: Path) -> None:
     squeezed = defect("squeezed-gradient", model, "delayed", count, block=1, start=3)
-    found = {finding.rule: finding for finding in trained(squeezed, tmp_path / "squeezed", 6)}
+    results = {finding.rule: finding for finding in trained(squeezed, tmp_path / "squeezed", 6)}
     (mlp,) = squeezed.truth(squeezed.build())["exact_layers"]
-    assert found["underflow"].tensor == "gradient"
-    assert all(layer.startswith(mlp) for layer in found["underflow"].layers)
+    assert results["underflow"].tensor == "gradient"
+    assert all(layer.startswith(mlp) for layer in results["underflow"].layers)
     assert not trained(squeezed, tmp_path / "healthy", 6, healthy=True)
 
 
@@ -134,7 +134,7 @@ def rules_of(
     """Rule and tensor of the findings of a training."""
     torch.manual_seed(0)
     net = Net(count, DelayedScaling(amax_history_len=16) if recipe is None else recipe, stem, blocks)
-    optimizer = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW([parameter for parameter in net.parameters() if parameter.requires_grad], lr=1e-3)
     with InspectSession(with_statistics_every(1), model=net, log_dir=log_dir, quiet=True) as session:
         for _ in range(6):
             (net(torch.randn(64, 32)) - 1).pow(2).mean().backward()
@@ -152,8 +152,8 @@ def test_scales_that_are_never_updated(count: int, tmp_path: Path) -> None:
     cut = {("dead-gradient", "gradient"), ("missing-gradient", "")}
     assert detached == {("scale-never-updated", "gradient"), *cut}
     for how in ("inner", "nested"):  # inside of te.checkpoint, or of te.autocast(enabled=False)
-        found = rules_of(tmp_path / how, count, blocks=how)
-        assert found == {("scale-never-updated", "activation"), ("scale-never-updated", "weight")}, how
+        result = rules_of(tmp_path / how, count, blocks=how)
+        assert result == {("scale-never-updated", "activation"), ("scale-never-updated", "weight")}, how
 
 
 REMEDIES: dict[str, dict[str, Any]] = {
@@ -168,23 +168,23 @@ REMEDIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("remedy", REMEDIES)
 def test_the_remedies_for_scales_that_are_never_updated(remedy: str, tmp_path: Path) -> None:
-    found = rules_of(tmp_path, **REMEDIES[remedy])
-    assert "scale-never-updated" not in {rule for rule, _ in found}
-    assert "stale-scale" not in {rule for rule, _ in found}
+    result = rules_of(tmp_path, **REMEDIES[remedy])
+    assert "scale-never-updated" not in {rule for rule, _ in result}
+    assert "stale-scale" not in {rule for rule, _ in result}
 
 
 def test_a_cut_graph_comes_before_the_scale_that_it_leaves_untouched(tmp_path: Path) -> None:
     cut = defect("unmoved-scales", "bytes", "delayed", 4, block=None, variant=1)
-    found = {each.rule: each for each in trained(cut, tmp_path, 6)}
-    assert next(iter(found)) in ("dead-gradient", "missing-gradient")
-    assert found["scale-never-updated"].caused_by
+    results = {item.rule: item for item in trained(cut, tmp_path, 6)}
+    assert next(iter(results)) in ("dead-gradient", "missing-gradient")
+    assert results["scale-never-updated"].caused_by
 
 
 def test_a_gradient_that_grows_comes_before_the_scale_that_follows_it(tmp_path: Path) -> None:
     large = defect("large-gradient", "mixer", "delayed", 6, block=5, start=8)
     first, *others = trained(large, tmp_path, 16)
     assert (first.rule, first.layers[0].startswith("blocks.5.mlp")) == ("growth", True)
-    assert all(each.caused_by for each in others if each.rule == "stale-scale")
+    assert all(other.caused_by for other in others if other.rule == "stale-scale")
 
 
 def test_lora_from_zero_outgrows_its_scales_without_a_finding(tmp_path: Path) -> None:

@@ -38,32 +38,32 @@ def recorded(folder: Path, of_ranks: Mapping[int | None, Mapping[str, int]], wor
 
 def test_each_rank_is_judged(tmp_path: Path) -> None:
     assert not recorded(tmp_path / "healthy", {rank: {} for rank in range(4)}).wrong
-    (found,) = verdict = recorded(tmp_path / "last", {0: {}, 1: {}, 2: {}, 3: {"fc2": 4}})
-    assert (found.rule, found.layers, found.ranks, found.since, found.until) == ("nonfinite", ("fc2",), (3,), 4, 5)
-    assert (found.last_good, verdict.rank) == (3, None)
+    (result,) = verdict = recorded(tmp_path / "last", {0: {}, 1: {}, 2: {}, 3: {"fc2": 4}})
+    assert (result.rule, result.layers, result.ranks, result.since, result.until) == ("nonfinite", ("fc2",), (3,), 4, 5)
+    assert (result.last_good, verdict.rank) == (3, None)
     assert str(verdict).endswith("(nonfinite, since step 4, on rank 3).")
-    assert found.as_json()["ranks"] == [3]
+    assert result.as_json()["ranks"] == [3]
 
 
 def test_what_ranks_have_alike_is_one_finding_since_the_first_of_them(tmp_path: Path) -> None:
-    (found,) = recorded(tmp_path, {0: {}, 1: {"fc2": 3}, 2: {"fc1": 2, "fc2": 2}, 3: {"fc2": 3}})
-    assert (found.layers, found.ranks) == (("fc1", "fc2"), (2, 1, 3)), "the numbers are of the first of them"
-    assert (found.since, found.seen_at, found.until, found.last_good) == (2, 2, 5, 1)
-    assert found.where == "on rank 2 and 2 more ranks"
-    assert found.seen.startswith("2 elements are inf or nan; 1 more layer")
+    (result,) = recorded(tmp_path, {0: {}, 1: {"fc2": 3}, 2: {"fc1": 2, "fc2": 2}, 3: {"fc2": 3}})
+    assert (result.layers, result.ranks) == (("fc1", "fc2"), (2, 1, 3)), "the numbers are of the first of them"
+    assert (result.since, result.seen_at, result.until, result.last_good) == (2, 2, 5, 1)
+    assert result.where == "on rank 2 and 2 more ranks"
+    assert result.seen.startswith("2 elements are inf or nan; 1 more layer")
 
 
 def test_what_reduced_numbers_show_is_not_repeated_by_a_rank(tmp_path: Path) -> None:
     reduced: dict[int | None, dict[str, int]] = {None: {"fc1": 2}, 0: {"fc1": 5}, 1: {"fc1": 2}}
-    (found,) = recorded(tmp_path / "the same", reduced)
-    assert (found.layers, found.ranks, found.since) == (("fc1",), (), 2)
+    (result,) = recorded(tmp_path / "the same", reduced)
+    assert (result.layers, result.ranks, result.since) == (("fc1",), (), 2)
     two = recorded(tmp_path / "another layer", {None: {"fc1": 2}, 1: {"fc2": 3}})
-    assert [(each.layers, each.ranks, each.since) for each in two] == [(("fc1",), (), 2), (("fc2",), (1,), 3)]
+    assert [(item.layers, item.ranks, item.since) for item in two] == [(("fc1",), (), 2), (("fc2",), (1,), 3)]
 
 
 def test_a_run_of_one_rank_names_none(tmp_path: Path) -> None:
-    (found,) = recorded(tmp_path, {0: {"fc1": 1}}, world=1)
-    assert (found.ranks, found.where) == ((), "")
+    (result,) = recorded(tmp_path, {0: {"fc1": 1}}, world=1)
+    assert (result.ranks, result.where) == ((), "")
 
 
 @pytest.mark.parametrize("change", [{}, {"severity": "dire"}, {"rule": "nonfinite"}], ids=str)

@@ -13,7 +13,7 @@ def finding(rule: str, since: int | None, last_good: int | None = None, severity
 
 
 def order(*findings: Finding) -> list[tuple[str, str]]:
-    return [(each.rule, each.caused_by) for each in root_causes_first(findings, CAUSES)]
+    return [(item.rule, item.caused_by) for item in root_causes_first(findings, CAUSES)]
 
 
 def test_a_chain_of_causes_begins_with_its_root() -> None:
@@ -29,5 +29,5 @@ def test_a_cause_may_be_seen_a_collection_step_later() -> None:
 
 
 def test_a_note_explains_no_warning_and_the_worst_group_comes_first() -> None:
-    found = order(finding("growth", 1, severity="note"), finding("stale-scale", 4, 3), finding("hole", 9, 8, "error"))
-    assert found == [("hole", ""), ("stale-scale", ""), ("growth", "")]
+    result = order(finding("growth", 1, severity="note"), finding("stale-scale", 4, 3), finding("hole", 9, 8, "error"))
+    assert result == [("hole", ""), ("stale-scale", ""), ("growth", "")]

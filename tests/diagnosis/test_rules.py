@@ -90,21 +90,21 @@ def judged(
 
 def ordinary(**changes: float) -> dict[tuple[str, str, str], float]:
     """The numbers of a healthy step; a key such as ``h_3_fc1_gradient_std`` changes one."""
-    found: dict[tuple[str, str, str], float] = {}
+    results: dict[tuple[str, str, str], float] = {}
     for place, layer in enumerate(LAYERS):
         for tensor, size in (("activation", 1.0), ("weight", 0.02), ("gradient", 1e-4 * 1.1**place)):
-            found[layer, tensor, "std"] = size
-            found[layer, tensor, "cur_amax"] = 4 * size
-            found[layer, tensor, "nonfinite_num"] = 0.0
-            found[layer, tensor, "underflows%"] = 0.1
-            found[layer, tensor, "overflows%"] = 0.0
+            results[layer, tensor, "std"] = size
+            results[layer, tensor, "cur_amax"] = 4 * size
+            results[layer, tensor, "nonfinite_num"] = 0.0
+            results[layer, tensor, "underflows%"] = 0.1
+            results[layer, tensor, "overflows%"] = 0.0
             scale = 4 * size / (57344.0 if tensor == "gradient" else 448.0)
-            found[layer, tensor, "scale_inv_max"] = found[layer, tensor, "scale_inv_min"] = scale
+            results[layer, tensor, "scale_inv_max"] = results[layer, tensor, "scale_inv_min"] = scale
     for key, value in changes.items():
         block, part, tensor, statistic = key.split("_", 3)
         name = {"underflows": "underflows%", "overflows": "overflows%"}.get(statistic, statistic)
-        found[f"h.{block[1:]}.{part}", tensor, name] = value
-    return found
+        results[f"h.{block[1:]}.{part}", tensor, name] = value
+    return results
 
 
 NAN = ordinary(b3_fc1_activation_nonfinite_num=1.0)
@@ -135,7 +135,7 @@ def test_nothing_is_judged_without_numbers() -> None:
     assert judged([{}]).not_judged[0].why == "only one collection step has run"
     verdict = judged([{}, {}])
     assert str(verdict).startswith("Not enough checked: ")
-    assert all(each.why.startswith("it needs ") and each.collect for each in verdict.not_judged)
+    assert all(item.why.startswith("it needs ") and item.collect for item in verdict.not_judged)
 
 
 def test_nonfinite_names_the_first_layer_by_execution() -> None:
@@ -146,8 +146,8 @@ def test_nonfinite_names_the_first_layer_by_execution() -> None:
     assert (finding.since, finding.last_good) == (10, 0)
     assert finding.seen == "2 elements are inf or nan; 2 more layers have some in the same step"
     step = ordinary(b7_fc1_activation_nonfinite_num=3.0, b4_fc2_activation_nonfinite_num=1.0)
-    one = only(judged([step], facts()), "nonfinite")
-    assert one.seen == "1 element is inf or nan; 1 more layer has some in the same step"
+    first = only(judged([step], facts()), "nonfinite")
+    assert first.seen == "1 element is inf or nan; 1 more layer has some in the same step"
 
 
 @pytest.mark.parametrize(("checkpoints", "last"), [((7, 14), 7), ((10, 11), 10), ((14,), None), ((), None)])
@@ -289,13 +289,13 @@ def test_few_alike_layers_need_stronger_evidence(count: int) -> None:
     known = facts(LAYERS[: 2 * count])
 
     def step(times: float, trend: float = 1.0) -> Numbers:
-        found = dict(of_blocks(count, ordinary()))
-        for (layer, tensor, statistic), value in found.items():
+        results = dict(of_blocks(count, ordinary()))
+        for (layer, tensor, statistic), value in results.items():
             if tensor == "gradient" and statistic in ("std", "cur_amax", "scale_inv_max"):
-                found[layer, tensor, statistic] = value * trend ** int(layer.split(".")[1])
+                results[layer, tensor, statistic] = value * trend ** int(layer.split(".")[1])
         for statistic in ("std", "cur_amax"):
-            found["h.1.fc1", "gradient", statistic] *= times
-        return found
+            results["h.1.fc1", "gradient", statistic] *= times
+        return results
 
     assert not len(judged([step(2.0**-11)] * 4, known))
     assert only(judged([step(2.0**-13)] * 3, known), "sibling").layers == ("h.1.fc1",)
@@ -308,7 +308,7 @@ def test_of_two_alike_layers_the_one_farther_from_all_layers_is_odd() -> None:
     for block, factor in ((0, 2.0**13), (1, 2.0**-13)):
         layer = f"h.{block}.fc1"
         odd = {key: value * factor if key[:2] == (layer, "gradient") else value for key, value in few.items()}
-        finding = next(each for each in judged([odd] * 3, facts(LAYERS[:4])) if each.rule == "sibling")
+        finding = next(item for item in judged([odd] * 3, facts(LAYERS[:4])) if item.rule == "sibling")
         assert (finding.layers, finding.tensor) == ((layer,), "gradient")
 
 
@@ -355,15 +355,15 @@ def test_a_layer_that_trains_in_a_rhythm_is_not_dead(trains_in: range, since: in
     if is_absent:
         dead = {key: value for key, value in dead.items() if key[:2] != ("h.4.fc2", "gradient")}
     steps = {step: alive if step in trains_in else dead for step in DUE}
-    found = [finding for finding in judged(list(steps.values()), facts(), at=DUE) if finding.rule == "dead-gradient"]
-    assert [finding.since for finding in found] == ([] if since is None else [since])
+    results = [finding for finding in judged(list(steps.values()), facts(), at=DUE) if finding.rule == "dead-gradient"]
+    assert [finding.since for finding in results] == ([] if since is None else [since])
 
 
 def test_a_gradient_of_nan_is_no_training() -> None:
     dead = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_gradient_std=0.0)
     lost = dead | {("h.4.fc2", "gradient", "nonfinite_num"): 64.0}
-    found = judged([lost, *[dead] * 3], facts(), at=DUE[:4])
-    assert [(finding.rule, finding.since) for finding in found if finding.rule == "dead-gradient"] == [
+    result = judged([lost, *[dead] * 3], facts(), at=DUE[:4])
+    assert [(finding.rule, finding.since) for finding in result if finding.rule == "dead-gradient"] == [
         ("dead-gradient", 1)
     ]
 
@@ -390,7 +390,7 @@ def test_growth_far_above_the_start_is_a_warning_although_nothing_is_lost(tensor
     def growth(power: float) -> Finding:
         size = ordinary()["h.4.fc2", tensor, "cur_amax"]
         grown = ordinary(**{f"b4_fc2_{tensor}_cur_amax": size * 2.0**power})
-        return next(each for each in judged([*[ordinary()] * 3, *[grown] * 2], facts()) if each.rule == "growth")
+        return next(item for item in judged([*[ordinary()] * 3, *[grown] * 2], facts()) if item.rule == "growth")
 
     assert growth(bits - 0.5).severity == "note"
     far = growth(bits)
@@ -514,7 +514,7 @@ def test_scales_that_may_differ(known: dict[str, Any], is_listed: bool) -> None:
     far = ordinary(b3_fc1_activation_scale_inv_min=1e-6)
     verdict = judged([far] * 3, facts(**known))
     assert "scales-differ" not in [*verdict.judged, *(finding.rule for finding in verdict)]
-    assert ("scales-differ" in [each.rule for each in verdict.not_judged]) == is_listed
+    assert ("scales-differ" in [item.rule for item in verdict.not_judged]) == is_listed
 
 
 def test_a_scaler_without_float16() -> None:
@@ -522,7 +522,7 @@ def test_a_scaler_without_float16() -> None:
     finding = only(judged([ordinary()], facts(settings=scaled)), "grad-scaler")
     assert (finding.severity, finding.since) == ("warning", None)
     assert "grad-scaler" in judged([ordinary()], facts(settings=Settings())).judged
-    assert "grad-scaler" in [each.rule for each in judged([ordinary()], facts()).not_judged]
+    assert "grad-scaler" in [item.rule for item in judged([ordinary()], facts()).not_judged]
     in_float16 = [
         facts(settings=Settings(loss_is_scaled=True, float16=True)),
         facts(settings=scaled, states=[{"subject": "gradient", "dtype": "float16"}]),
@@ -547,7 +547,7 @@ def test_amaxes_that_are_not_reduced(row: dict[str, Any], found: list[str]) -> N
         settings = Settings(**{"ranks": 4, "amaxes": [{**row, "layers": ["h.0.fc1"]}], **changes})
         return judged([ordinary()], facts(recipe="fp8_delayed_scaling", settings=settings))
 
-    assert [(finding.rule, finding.severity) for finding in verdict()] == [("amax-reduction", each) for each in found]
+    assert [(finding.rule, finding.severity) for finding in verdict()] == [("amax-reduction", item) for item in found]
     assert not len(verdict(ranks=1))
     stages = verdict(alike=False)
     assert len(stages) == (0 if row["reduced"] and not row["outside"] else len(found)), "a group without other stages"
@@ -620,7 +620,7 @@ def test_numbers_that_are_not_the_loss_of_the_training(name: str) -> None:
     assert "nonfinite-loss" in verdict.judged
     alone = told(*[{name: math.nan}] * 3)
     assert not len(alone)
-    assert "nonfinite-loss" in [each.rule for each in alone.not_judged]
+    assert "nonfinite-loss" in [item.rule for item in alone.not_judged]
 
 
 def saturated(*blocks: int) -> Numbers:
@@ -646,14 +646,14 @@ def test_a_rule_that_cannot_fire_yet_is_not_judged() -> None:
     delayed = facts(recipe="fp8_delayed_scaling")
     first = judged([ordinary()], delayed)
     assert {"nonfinite", "hole"} <= set(first.judged)
-    waiting = {each.rule: each for each in first.not_judged}
+    waiting = {item.rule: item for item in first.not_judged}
     for rule in ("overflow", "stale-scale", "sibling", "dead-gradient", "growth"):
         assert waiting[rule][:3] == (rule, "it needs 3 collection steps, and has had 1", "")
     assert {"overflow", "stale-scale", "sibling", "dead-gradient", "growth"} <= set(
         judged([ordinary()] * 3, delayed).judged
     )
     stale: Numbers = {("h.0.fc1", "weight", "stale_codes%"): 0.0}
-    assert "stale-weights" in [each.rule for each in judged([stale]).not_judged]
+    assert "stale-weights" in [item.rule for item in judged([stale]).not_judged]
     assert "stale-weights" in judged([stale] * 2).judged
 
 
@@ -704,8 +704,8 @@ def test_what_is_left_of_a_tensor_with_nan_is_not_judged(
     lost: Numbers = {**whole, ("h.4.fc1", tensor, "nonfinite_num"): 3.0}
     begin: Sequence[Numbers] = [ordinary()] * 2
     assert rule in {finding.rule for finding in judged([*begin, *[whole] * 4], facts(recipe=recipe))}
-    found = only(judged([*begin, *[lost] * 4], facts(recipe=recipe)), "nonfinite")
-    assert (found.layers, found.tensor) == (("h.4.fc1",), tensor)
+    result = only(judged([*begin, *[lost] * 4], facts(recipe=recipe)), "nonfinite")
+    assert (result.layers, result.tensor) == (("h.4.fc1",), tensor)
 
 
 def test_the_span_of_a_nan_goes_on() -> None:
@@ -755,18 +755,18 @@ def test_what_does_not_apply_is_not_listed() -> None:
     """No layer runs in low precision, so nothing can be lost in it."""
     high = facts(recipe="none", reason="NO_AUTOCAST", reason_ref="runs outside of te.autocast")
     numbers = {key: value for key, value in ordinary().items() if not key[2].endswith("flows%")}
-    listed = {each.rule for each in judged([numbers] * 3, high).not_judged}
+    listed = {item.rule for item in judged([numbers] * 3, high).not_judged}
     assert not listed & {"underflow", "overflow"}
-    assert {"underflow", "overflow"} <= {each.rule for each in judged([numbers] * 3, facts()).not_judged}
+    assert {"underflow", "overflow"} <= {item.rule for item in judged([numbers] * 3, facts()).not_judged}
 
 
 def test_one_tensor_has_one_finding_of_a_rule() -> None:
     """First a note, since nothing is lost, and then a warning."""
     steps = [ordinary(b4_fc2_activation_cur_amax=4.0 * 2.0 ** (2 * step)) for step in range(6)]
     lossy = [{**steps[5], ("h.4.fc2", "activation", "underflows%"): 15.0}] * 3
-    found = [finding for finding in judged([*steps, *lossy], facts()) if finding.rule == "growth"]
-    assert len(found) == 1
-    assert (found[0].severity, found[0].until, bool(found[0].patch)) == ("warning", 80, True)
+    results = [finding for finding in judged([*steps, *lossy], facts()) if finding.rule == "growth"]
+    assert len(results) == 1
+    assert (results[0].severity, results[0].until, bool(results[0].patch)) == ("warning", 80, True)
     odd = ordinary(b4_fc1_activation_std=2.0**-14, b4_fc1_activation_cur_amax=2.0**-12)
     odd_and_lossy = {**odd, ("h.4.fc1", "activation", "underflows%"): 9.0}
     again = [ordinary(), *[odd] * 4, ordinary(), *[odd_and_lossy] * 4]
@@ -818,15 +818,15 @@ def test_who_makes_the_error_of_a_gemm(changed: dict[str, float], rule: str, see
 
     known = facts(settings=Settings(ranks=8))
     verdict = judged([step({}), step(changed), step(changed)], known)
-    found = [each for each in verdict.findings if each.rule.startswith("gemm-")]
-    assert [each.rule for each in found] == ([rule] if rule else [])
+    results = [finding for finding in verdict.findings if finding.rule.startswith("gemm-")]
+    assert [item.rule for item in results] == ([rule] if rule else [])
     if rule:
-        assert seen in found[0].seen
-        assert (found[0].layers, found[0].since) == (("h.3.fc1",), 10)
-        assert found[0].severity == ("note" if rule == "gemm-excess" else "error")
+        assert seen in results[0].seen
+        assert (results[0].layers, results[0].since) == (("h.3.fc1",), 10)
+        assert results[0].severity == ("note" if rule == "gemm-excess" else "error")
     else:
         assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer", "gemm-excess"} <= set(verdict.judged)
-    assert not [each for each in judged([ordinary()], known).judged if each.startswith("gemm-")]
+    assert not [item for item in judged([ordinary()], known).judged if item.startswith("gemm-")]
 
 
 def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
@@ -835,12 +835,12 @@ def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:
     grown[3]["b5_fc1_weight_cur_amax"] = 0.08 * 2.0**15
     grown.append({key: 2 * value for key, value in grown[3].items()})
     verdict = judged([ordinary(**changes) for changes in grown], facts())
-    (found,) = (finding for finding in verdict if finding.rule == "growth")
-    assert (found.layers, found.since, found.until) == (("h.3.fc1", "h.5.fc1"), 10, 40)
-    assert (found.seen_at, found.as_json()["seen_at"]) == (20, 20)
+    (results,) = (finding for finding in verdict if finding.rule == "growth")
+    assert (results.layers, results.since, results.until) == (("h.3.fc1", "h.5.fc1"), 10, 40)
+    assert (results.seen_at, results.as_json()["seen_at"]) == (20, 20)
     shown = "in one of them at step 20, amax is 1.02e+03 times"
-    assert str(found).startswith(f"weight of h.{{3,5}}.fc1: {shown}")
-    assert found.as_json()["seen_in_words"].startswith(shown)
+    assert str(results).startswith(f"weight of h.{{3,5}}.fc1: {shown}")
+    assert results.as_json()["seen_in_words"].startswith(shown)
 
 
 def test_a_run_in_which_nothing_ran_is_not_judged() -> None:

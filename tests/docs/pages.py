@@ -103,13 +103,13 @@ class Block:
     @property
     def run_by(self) -> str:
         """The test that runs it, of :data:`RUN_BY`."""
-        found = {
+        results = {
             test
             for (page, language, begin), test in RUN_BY.items()
             if (page, language) == (self.page, self.language) and self.code.startswith(begin)
         }
-        assert len(found) <= 1, self
-        return next(iter(found), "")
+        assert len(results) <= 1, self
+        return next(iter(results), "")
 
 
 @functools.cache
@@ -120,17 +120,17 @@ def tokens(page: str) -> list[Token]:
 
 def all_blocks(page: str) -> list[Block]:
     """The blocks of a page, in order."""
-    found, before = [], ""
+    results, before = [], ""
     for token in tokens(page):
         if token.type in ("fence", "code_block"):
             assert token.map is not None
             reason = re.fullmatch(r"<!-- not run: (.+) -->", before.strip())
-            found.append(Block(page, token.map[0] + 1, token.info, token.content, reason[1] if reason else ""))
+            results.append(Block(page, token.map[0] + 1, token.info, token.content, reason[1] if reason else ""))
         before = token.content if token.type == "html_block" else ""
-    return found
+    return results
 
 
 def blocks(page: str, language: str, begin: str = "") -> list[str]:
     """The code of those blocks in a language that are run, and begin so."""
-    found = [block for block in all_blocks(page) if block.language == language and not block.not_run]
-    return [block.code for block in found if block.code.startswith(begin)]
+    results = [block for block in all_blocks(page) if block.language == language and not block.not_run]
+    return [block.code for block in results if block.code.startswith(begin)]

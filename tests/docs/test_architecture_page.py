@@ -24,13 +24,13 @@ def paths() -> list[list[str]]:
 def functions(file: str) -> set[str]:
     """The functions and methods of a file, by qualified name."""
     folder = ROOT if file.startswith("features/") else ROOT / "te_precision_callbacks"
-    found: set[str] = set()
+    results: set[str] = set()
     for node in ast.parse((folder / file).read_text()).body:
         if isinstance(node, ast.FunctionDef):
-            found.add(node.name)
+            results.add(node.name)
         elif isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
-    return found
+            results |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
+    return results
 
 
 @pytest.mark.parametrize("path", paths(), ids=lambda path: path[0].split()[0])

@@ -36,8 +36,8 @@ HERE = [block for block in BLOCKS if not block.run_by and not block.not_run]
 
 
 def of(language: str) -> list[Any]:
-    found = [block for block in HERE if block.language == language]
-    return [pytest.param(block, id=f"{block.page}:{block.line}") for block in found]
+    results = [block for block in HERE if block.language == language]
+    return [pytest.param(block, id=f"{block.page}:{block.line}") for block in results]
 
 
 def test_each_block_has_a_language_and_a_test() -> None:
@@ -77,13 +77,13 @@ QUICK = "max_steps=2, accelerator='cpu', enable_progress_bar=False, default_root
 
 
 def readme(folder: Path, first: str, line: str, accelerate: str, callback: str, pair: str, loop: str) -> None:
-    found = run(first.replace("max_steps=100", QUICK), L=L, model=Plain(), data=loader(2))
-    assert found["callback"].session.coverage().share("fp32") == 1
+    result = run(first.replace("max_steps=100", QUICK), L=L, model=Plain(), data=loader(2))
+    assert result["callback"].session.coverage().share("fp32") == 1
 
     (config,) = blocks("README.md", "yaml")
     Path("config.yaml").write_text(config)
     trainer = run(line, L=L, PrecisionDebugCallback=PrecisionDebugCallback)["trainer"]
-    assert any(isinstance(found, PrecisionDebugCallback) for found in trainer.callbacks)
+    assert any(isinstance(callback, PrecisionDebugCallback) for callback in trainer.callbacks)
 
     model = torch.nn.ModuleDict({"block": te.TransformerLayer(64, 128, 4)})
     accelerator = Accelerator(cpu=True)
@@ -92,8 +92,8 @@ def readme(folder: Path, first: str, line: str, accelerate: str, callback: str, 
 
     given = {"transformers": transformers, "model": Net(), "data": Vectors(8)}
     given["args"] = transformers.TrainingArguments("run", use_cpu=True, report_to=[])
-    found = run(callback, **given)
-    assert found["callback"] in found["trainer"].callback_handler.callbacks
+    result = run(callback, **given)
+    assert result["callback"] in result["trainer"].callback_handler.callbacks
     run(pair)
 
     names = run(loop, **names)
@@ -111,9 +111,9 @@ def lightning_page(folder: Path, fit: str, script: str, overflow: str, fabric: s
     run(overflow, PrecisionDebugCallback=PrecisionDebugCallback)
     net = PlainNet()
     given = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "data": [torch.ones(16, 32)] * 3}
-    found = run(fabric.replace("callbacks=", "accelerator='cpu', devices=1, callbacks="), **given)
-    assert found["callback"].session.iteration == 3
-    assert found["callback"].session.coverage().share("fp8") == 1
+    result = run(fabric.replace("callbacks=", "accelerator='cpu', devices=1, callbacks="), **given)
+    assert result["callback"].session.iteration == 3
+    assert result["callback"].session.coverage().share("fp8") == 1
 
 
 def activation_overflow(folder: Path, block: str, label: str, look: str, skip: str) -> None:
@@ -152,11 +152,11 @@ def reference_backend(folder: Path, code: str) -> None:
 
 def scopes(folder: Path, code: str) -> None:
     Path("config.yaml").write_text(str(statistics()))
-    found = run(code)
+    result = run(code)
     model = torch.nn.ModuleDict({"fc": te.Linear(32, 32), "experts": te.GroupedLinear(1, 32, 32)})
     for session, names in (
-        (found["of_stage"], ["pp1.fc", "pp1.experts.gemm_0"]),
-        (found["of_experts"], ["fc", "ep1.experts.gemm_0"]),
+        (result["of_stage"], ["pp1.fc", "pp1.experts.gemm_0"]),
+        (result["of_experts"], ["fc", "ep1.experts.gemm_0"]),
     ):
         with session:
             session.attach(model)
@@ -165,32 +165,32 @@ def scopes(folder: Path, code: str) -> None:
 
 def observing(folder: Path, code: str) -> None:
     Path("config.yaml").write_text(str(statistics(tensors=["activation", "gradient"])))
-    found = run(code)
-    assert {row.tensor for row in found["records"]} == {"activation", "gradient"}
+    result = run(code)
+    assert {row.tensor for row in result["records"]} == {"activation", "gradient"}
 
 
 def diagnosis(folder: Path, session: str, react: str, for_lightning: str, for_transformers: str, again: str) -> None:
     """The callbacks for checkpoints save none once something is wrong."""
-    found = run(session)
-    assert found["session"].findings.judged
-    assert found["session"].coverage().share("fp8") > 0
+    result = run(session)
+    assert result["session"].findings.judged
+    assert result["session"].coverage().share("fp8") > 0
     stops = run(react)["react"]
     assert [stops(SimpleNamespace(severity="note", layers=layers)) for layers in (("head",), ())] == ["stop", None]
-    found |= run(for_lightning, **found) | run(for_transformers, **found) | run(again)
-    assert found["verdict"] == found["session"].findings
-    assert isinstance(found["keeping"], ModelCheckpoint)
+    result |= run(for_lightning, **result) | run(for_transformers, **result) | run(again)
+    assert result["verdict"] == result["session"].findings
+    assert isinstance(result["keeping"], ModelCheckpoint)
     for wrong in ((), ("a finding",)):
         precision = SimpleNamespace(session=SimpleNamespace(findings=SimpleNamespace(wrong=wrong)))
         control = transformers.TrainerControl(should_save=True)
-        found["HealthyCheckpoint"](precision).on_step_end(None, None, control)
+        result["HealthyCheckpoint"](precision).on_step_end(None, None, control)
         assert control.should_save == (not wrong)
 
 
 def gemm_error(folder: Path, code: str) -> None:
     """All five rules judge, and find nothing."""
-    found = run(code)["session"].findings
-    assert not [each for each in found if each.rule.startswith("gemm-")]
-    assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer"} <= set(found.judged)
+    result = run(code)["session"].findings
+    assert not [item for item in result if item.rule.startswith("gemm-")]
+    assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer"} <= set(result.judged)
 
 
 PYTHON: dict[str, Callable[..., None]] = {
@@ -224,7 +224,7 @@ def test_yaml(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         Path("config.yaml").write_text(str(statistics()))
         monkeypatch.setattr("sys.argv", ["train.py", "--config", "trainer.yaml"])
         parsed = LightningCLI(Plain, run=False, save_config_callback=None, seed_everything_default=False)
-        assert any(isinstance(found, PrecisionDebugCallback) for found in parsed.trainer.callbacks)
+        assert any(isinstance(callback, PrecisionDebugCallback) for callback in parsed.trainer.callbacks)
         return
     assert load_config(tmp_path / "config.yaml").enabled_sections
 
@@ -255,8 +255,8 @@ def te_precision(arguments: list[str], comment: str) -> None:
     """Its arguments are taken; what they do is tested in tests/reference/test_run.py."""
     command: Any = typer.main.get_command(cli.app)
     with command.make_context("te-precision", arguments) as context:
-        name, found, rest = command.resolve_command(context, arguments)
-        found.make_context(name, rest, parent=context).close()
+        name, result, rest = command.resolve_command(context, arguments)
+        result.make_context(name, rest, parent=context).close()
 
 
 def pytest_(arguments: list[str], comment: str) -> None:

@@ -23,10 +23,10 @@ def test_the_list_is_that_of_the_package() -> None:
 
 def test_every_public_class_and_function_has_a_docstring() -> None:
     for module, names in PUBLIC.items():
-        found = importlib.import_module(module)
-        assert found.__doc__, module
+        result = importlib.import_module(module)
+        assert result.__doc__, module
         for name in names:
-            value = getattr(found, name)
+            value = getattr(result, name)
             if inspect.isclass(value) or inspect.isroutine(value):
                 assert inspect.getdoc(value), f"{module}.{name}"
 

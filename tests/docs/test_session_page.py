@@ -21,10 +21,10 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.chdir(tmp_path)
     (config,) = blocks(PAGE, "yaml", "# config.yaml")
     Path("config.yaml").write_text(config)
-    found: dict[str, Any] = {}
-    exec(SCRIPT, found)
-    found["printed"] = capsys.readouterr().out.splitlines()
-    return found
+    results: dict[str, Any] = {}
+    exec(SCRIPT, results)
+    results["printed"] = capsys.readouterr().out.splitlines()
+    return results
 
 
 def test_the_blocks_run_one_after_another(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,8 +42,8 @@ def test_the_blocks_run_one_after_another(names: dict[str, Any], capsys: pytest.
     assert names["session"].iteration == 4
     layers = [layer.name for layer in names["session"].layers]
     assert layers == ["generator.0", "generator.2", "critic.0", "critic.2"]
-    found = {(found.layer, found.tensor) for found in names["session"].last_statistics}
-    assert found == {(layer, tensor) for layer in layers for tensor in ("activation", "gradient")}
+    results = {(statistic.layer, statistic.tensor) for statistic in names["session"].last_statistics}
+    assert results == {(layer, tensor) for layer in layers for tensor in ("activation", "gradient")}
     assert {entry.operands["weight"] for entry in names["session"].precision if entry.gemm == "fprop"} == {"FP8 E4M3"}
     exec(EVALUATION, names)
     exec(KNOWN, names)

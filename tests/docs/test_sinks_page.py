@@ -31,10 +31,10 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     torch.manual_seed(0)
     model = torch.nn.Sequential(te.LayerNormLinear(64, 64), te.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = {"te": te, "model": model, "optimizer": optimizer, "loader": torch.randn(4, 32, 64)}
-    exec(PRINTER, found)
-    found["printed"] = capsys.readouterr().out.splitlines()
-    return found
+    results = {"te": te, "model": model, "optimizer": optimizer, "loader": torch.randn(4, 32, 64)}
+    exec(PRINTER, results)
+    results["printed"] = capsys.readouterr().out.splitlines()
+    return results
 
 
 def train(names: dict[str, Any], *sinks: Any, **keywords: Any) -> InspectSession:
@@ -85,13 +85,13 @@ def test_the_logger(names: dict[str, Any], keeper: Keeper) -> None:
         for row in records
         if row.tensor == "activation"
     }
-    found = {
+    results = {
         (name.split("/")[0].removeprefix("te."), name.split("/")[2], step): value
         for name, points in logged.items()
         if name.startswith("te.")
         for step, value in points.items()
     }
-    assert found == pytest.approx(expected)
+    assert results == pytest.approx(expected)
     assert {name for name in logged if name.startswith("te/")} >= {"te/all/gradient/max/median"}
 
 

@@ -43,9 +43,9 @@ def lines(text: str) -> list[str]:
 
 def is_shown(page: str, printed: str, start: int = 0) -> None:
     """What is printed begins as the lines of the page do, from the block that is number ``start``."""
-    found = lines(printed)
+    result = lines(printed)
     for shown in lines(blocks(page, "text")[start]):
-        assert any(line.startswith(shown) for line in found), shown
+        assert any(line.startswith(shown) for line in result), shown
 
 
 @pytest.mark.slow
@@ -59,9 +59,9 @@ def test_a_loss_that_diverges(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
     is_shown(page, capsys.readouterr().out, 1)
     exec(compile(again, "again", "exec"), {})
-    found, parted, losses, fixed = (command(block.strip()) for block in blocks(page, "bash"))
-    assert [code for code, _ in (found, parted, losses, fixed)] == [1, 1, 0, 0]
-    is_shown(page, found[1])
+    results, parted, losses, fixed = (command(block.strip()) for block in blocks(page, "bash"))
+    assert [code for code, _ in (results, parted, losses, fixed)] == [1, 1, 0, 0]
+    is_shown(page, results[1])
     for where in ("0 embed gradient", r"\d+ head activation", r"\d+ hidden gradient", r"\d+ loss"):
         for text in (parted[1], blocks(page, "text")[2]):
             assert any(re.match(where, line) for line in lines(text)), "later steps and digits may vary"

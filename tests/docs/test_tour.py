@@ -24,10 +24,10 @@ def tour() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("tour", ROOT / "tools" / "tour.py")
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules["tour"] = found  # dataclasses look their module up
-    spec.loader.exec_module(found)
-    yield found
+    result = importlib.util.module_from_spec(spec)
+    sys.modules["tour"] = result  # dataclasses look their module up
+    spec.loader.exec_module(result)
+    yield result
     del sys.modules["tour"]
 
 
@@ -36,10 +36,10 @@ def outputs(tour: ModuleType, folder: Path) -> dict[str, list[object]]:
     """Page -> its outputs: all pages are run once, in their order, since later ones go on with runs of earlier ones."""
     threads = torch.get_num_threads()
     with tour.surroundings(folder):
-        found = {page.relative_to(ROOT).as_posix(): tour.run(page) for page in tour.PAGES}
+        results = {page.relative_to(ROOT).as_posix(): tour.run(page) for page in tour.PAGES}
     torch.set_num_threads(threads)
     sys.modules.pop("small_model", None)
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_outputs_of_a_page_are_current(page: str, outputs: dict[str, list[object]]) -> None:
-    found = outputs[page]
-    assert len(found) == len(blocks(page, "text")) > 0
-    for output in found:
+    result = outputs[page]
+    assert len(result) == len(blocks(page, "text")) > 0
+    for output in result:
         assert output.is_true, f"{page} shows\n{output.shown}\nand there came\n{output.renewed}\n{REMEDY}"  # type: ignore[attr-defined]
 
 

@@ -40,18 +40,18 @@ def run(*arguments: Any) -> tuple[int, str]:
 
 
 def test_list(folder: Path) -> None:
-    found = dumps.list(folder)
-    assert [(entry.header.iteration, entry.header.layer) for entry in found] == [
+    result = dumps.list(folder)
+    assert [(entry.header.iteration, entry.header.layer) for entry in result] == [
         (9, "a"),
         (9, "b"),
         (10, "a"),
         (10, "b"),
     ]
-    assert found[0].size == found[0].path.stat().st_size
-    (foreign,) = found.foreign
+    assert result[0].size == result[0].path.stat().st_size
+    (foreign,) = result.foreign
     assert foreign.path.name == "notes.safetensors"
     assert foreign.why.startswith("not a dump, or damaged")
-    assert len(dumps.list(found[0].path)) == 1
+    assert len(dumps.list(result[0].path)) == 1
     with pytest.raises(dumps.DumpError, match="there is no such folder"):
         dumps.list(folder / "nowhere")
 

@@ -34,36 +34,36 @@ def test_high_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, pie
     b[:, 10:30] += (0.01 * normal(3, 20, 7, seed=1)).to(dtype)
     b[2, 20, 5] = a[2, 20, 5] + 9
     result = dumps.compare(plain(a), plain(b))
-    (found,) = result.differences
+    (actual,) = result.differences
     x, y = a.double().numpy(), b.double().numpy()
     error = np.abs(x - y)
     assert not result.equal
-    assert found.what == "high_precision"
-    assert found.differing == np.count_nonzero(x != y) > 300
-    assert found.share == found.differing / 1050
-    assert found.max_abs_error == error.max()
-    assert found.max_at == (2, 20, 5)
-    assert found.mean_abs_error == pytest.approx(error.mean(), rel=1e-12)
-    assert found.sqnr_db == pytest.approx(10 * np.log10(np.sum(x**2) / np.sum(error**2)), rel=1e-12)
-    assert (found.nan, found.inf, found.internals) == ((0, 0), (0, 0), None)
+    assert actual.what == "high_precision"
+    assert actual.differing == np.count_nonzero(x != y) > 300
+    assert actual.share == actual.differing / 1050
+    assert actual.max_abs_error == error.max()
+    assert actual.max_at == (2, 20, 5)
+    assert actual.mean_abs_error == pytest.approx(error.mean(), rel=1e-12)
+    assert actual.sqnr_db == pytest.approx(10 * np.log10(np.sum(x**2) / np.sum(error**2)), rel=1e-12)
+    assert (actual.nan, actual.inf, actual.internals) == ((0, 0), (0, 0), None)
 
 
 def test_equal_dumps() -> None:
     result = dumps.compare(plain(normal(5, 5)), plain(normal(5, 5)))
     assert result.equal
-    (found,) = result.differences
-    assert (found.differing, found.max_abs_error, found.max_at, found.sqnr_db) == (0, 0.0, None, INF)
+    (actual,) = result.differences
+    assert (actual.differing, actual.max_abs_error, actual.max_at, actual.sqnr_db) == (0, 0.0, None, INF)
 
 
 def test_what_is_not_finite_is_counted_and_left_out() -> None:
     a = torch.tensor([1.0, NAN, INF, INF, -INF, 2.0, 0.0, NAN])
     b = torch.tensor([1.0, NAN, INF, -INF, 3.0, 2.5, -0.0, 4.0])
-    (found,) = dumps.compare(plain(a), plain(b)).differences
-    assert found.differing == 4  # not NaN and NaN, nor 0 and -0
-    assert (found.nan, found.inf) == ((2, 1), (3, 2))
-    assert (found.max_abs_error, found.max_at) == (0.5, (5,))
-    assert found.mean_abs_error == 0.5 / 3
-    assert found.sqnr_db == pytest.approx(10 * math.log10((1 + 4) / 0.25))
+    (result,) = dumps.compare(plain(a), plain(b)).differences
+    assert result.differing == 4  # not NaN and NaN, nor 0 and -0
+    assert (result.nan, result.inf) == ((2, 1), (3, 2))
+    assert (result.max_abs_error, result.max_at) == (0.5, (5,))
+    assert result.mean_abs_error == 0.5 / 3
+    assert result.sqnr_db == pytest.approx(10 * math.log10((1 + 4) / 0.25))
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
     ids=["nothing finite", "no signal", "zeros", "empty"],
 )
 def test_sqnr_at_its_ends(a: list[float], b: list[float], sqnr: float) -> None:
-    (found,) = dumps.compare(plain(torch.tensor(a)), plain(torch.tensor(b))).differences
-    assert found.sqnr_db == pytest.approx(sqnr, nan_ok=True)
+    (result,) = dumps.compare(plain(torch.tensor(a)), plain(torch.tensor(b))).differences
+    assert result.sqnr_db == pytest.approx(sqnr, nan_ok=True)
 
 
 def test_the_counts_of_codes_and_scales() -> None:
@@ -83,10 +83,10 @@ def test_the_counts_of_codes_and_scales() -> None:
     other_codes[30, 0] ^= 1
     other_scales[9, 0] += 1
     result = dumps.compare(dump_of(None, mxfp8(codes, scales)), dump_of(None, mxfp8(other_codes, other_scales)))
-    (found,) = result.differences
-    assert found.what == "rowwise"
-    assert found.internals is not None
-    assert (found.internals.blocks, found.internals.codes_differing, found.internals.scales_differing) == (120, 4, 1)
+    (actual,) = result.differences
+    assert actual.what == "rowwise"
+    assert actual.internals is not None
+    assert (actual.internals.blocks, actual.internals.codes_differing, actual.internals.scales_differing) == (120, 4, 1)
     other_scales[2, 1] -= 3
     result = dumps.compare(dump_of(None, mxfp8(codes, scales)), dump_of(None, mxfp8(other_codes, other_scales)))
     inside = result.differences[0].internals
@@ -98,8 +98,8 @@ def test_a_difference_that_the_numbers_do_not_show() -> None:
     """The same numbers from other codes with another scale."""
     codes, scales = torch.full((1, 32), 0x38, dtype=torch.uint8), torch.full((1, 1), 127, dtype=torch.uint8)
     result = dumps.compare(dump_of(None, mxfp8(codes, scales)), dump_of(None, mxfp8(codes + 8, scales - 1)))
-    (found,) = result.differences
-    assert (found.differing, found.equal, result.equal) == (0, False, False)
+    (actual,) = result.differences
+    assert (actual.differing, actual.equal, result.equal) == (0, False, False)
 
 
 def test_quantized_against_high_precision() -> None:
@@ -107,11 +107,11 @@ def test_quantized_against_high_precision() -> None:
     alone = dumps.compare(dump_of(x, quantized))
     apart = dumps.compare(dump_of(x, None), dump_of(None, quantized))
     for result in (alone, apart):
-        (found,) = result.differences
-        assert found.what == "high_precision / rowwise"
+        (actual,) = result.differences
+        assert actual.what == "high_precision / rowwise"
         error = (x.double() - quantized.dequantize(dtype=torch.float32).double()).abs()
-        assert found.max_abs_error == float(error.max())
-        assert found.mean_abs_error == pytest.approx(float(error.mean()))
+        assert actual.max_abs_error == float(error.max())
+        assert actual.mean_abs_error == pytest.approx(float(error.mean()))
 
 
 def columnwise_nvfp4(x: torch.Tensor) -> Any:
@@ -129,12 +129,12 @@ def test_a_matrix_of_nvfp4_is_compared_with_all_dimensions(tmp_path: Path) -> No
     both = dumps.load(tmp_path / "both")
     assert both.header.quantized is not None
     assert both.header.quantized.shape == (2, 32, 64)
-    (found,) = dumps.compare(both).differences
-    assert found.shape == (2, 32, 64)
+    (result,) = dumps.compare(both).differences
+    assert result.shape == (2, 32, 64)
     numbers = dumps.dequantize(both, columnwise=True, dtype=torch.float32)
     assert numbers.shape == (2, 32, 64)
     error = (x.double() - numbers.double()).abs()
-    assert 0 < found.max_abs_error == float(error.max())
+    assert 0 < result.max_abs_error == float(error.max())
     # Alone it has no other dimensions than a matrix's.
     dumps.save(columns, tmp_path / "alone")
     alone = dumps.load(tmp_path / "alone")
@@ -142,7 +142,7 @@ def test_a_matrix_of_nvfp4_is_compared_with_all_dimensions(tmp_path: Path) -> No
     assert alone.header.quantized.shape == (64, 64)
     for pair in ((dump_of(x, None), alone), (alone, dump_of(x, None))):
         (again,) = dumps.compare(*pair).differences
-        assert (again.max_abs_error, again.max_at, again.shape) == (found.max_abs_error, found.max_at, (2, 32, 64))
+        assert (again.max_abs_error, again.max_at, again.shape) == (result.max_abs_error, result.max_at, (2, 32, 64))
     (same,) = dumps.compare(dump_of(None, columnwise_nvfp4(x)), both).differences[:1]
     assert same.equal
     with pytest.raises(dumps.DifferentShapesError, match=r"\(2, 64, 32\)"):
@@ -153,9 +153,9 @@ def test_two_formats_of_one_tensor() -> None:
     """The numbers are compared, the codes cannot be."""
     a, b = dump_of(None, some_mxfp8(16, 32)), dump_of(None, some_nvfp4(16, 32))
     result = dumps.compare(a, b)
-    (found,) = result.differences
-    assert found.internals is None
-    assert found.differing > 0
+    (actual,) = result.differences
+    assert actual.internals is None
+    assert actual.differing > 0
     assert result.not_compared == (
         "rowwise: codes and scales, which are E4M3 in blocks of 1 x 32 in a and E2M1 in blocks of 1 x 16 in b",
     )

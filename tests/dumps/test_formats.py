@@ -97,9 +97,9 @@ def read_all(folder: Path) -> dict[str, Facts]:
     """What a reader without Transformer Engine finds, by capability."""
     read = python(READER.replace("sys.argv[1]", repr(str(folder))))
     assert read.returncode == 0, read.stderr
-    found, of_transformer_engine = json.loads(read.stdout)
+    result, of_transformer_engine = json.loads(read.stdout)
     assert of_transformer_engine == []
-    return dict(found)
+    return dict(result)
 
 
 @pytest.fixture(scope="session")
@@ -146,32 +146,32 @@ def check(name: str, facts: dict[str, Any], found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("capability", "name"), DIRECT, ids=[f"{name}-{capability}" for capability, name in DIRECT])
 def test_quantized_for_a_gemm(seen: dict[str, tuple[Facts, Facts]], capability: str, name: str) -> None:
-    facts, found = seen[capability][0][name], seen[capability][1][name]
-    check(name, facts, found)
-    assert "rowwise independent" in found["equal"]
-    assert "rowwise own" in found["equal"]
+    facts, results = seen[capability][0][name], seen[capability][1][name]
+    check(name, facts, results)
+    assert "rowwise independent" in results["equal"]
+    assert "rowwise own" in results["equal"]
     if name.startswith("float8"):
         # Blackwell's Float8 data are never stored transposed.
-        assert ("columnwise own" in found["equal"]) == (capability == HOPPER)
+        assert ("columnwise own" in results["equal"]) == (capability == HOPPER)
         return
-    assert "columnwise independent" in found["equal"]
-    assert ("columnwise own" in found["equal"]) == (not name.startswith("nvfp4"))
+    assert "columnwise independent" in results["equal"]
+    assert ("columnwise own" in results["equal"]) == (not name.startswith("nvfp4"))
     for side, stored in zip(("rowwise", "columnwise"), facts["stored_scales"], strict=True):
-        compact = found["shapes"][f"{side}_block_scale_inv"]
+        compact = results["shapes"][f"{side}_block_scale_inv"]
         assert stored[0] * stored[1] > compact[0] * compact[1], "these scales have no padding"
 
 
 @pytest.mark.parametrize(("capability", "name"), TRAINED, ids=[f"{name}-{capability}" for capability, name in TRAINED])
 def test_an_operand_of_training(seen: dict[str, tuple[Facts, Facts]], capability: str, name: str) -> None:
-    facts, found = seen[capability][0][name], seen[capability][1][name]
-    check(name, facts, found)
+    facts, results = seen[capability][0][name], seen[capability][1][name]
+    check(name, facts, results)
     # The direction that the GEMM reads; of Blackwell's Float8 data there is only one.
     side = "columnwise" if facts["columnwise"] else "rowwise"
     if name.startswith("Float8CurrentScaling") and capability == BLACKWELL:
         side = "rowwise"
-    assert f"{side} independent" in found["equal"]
+    assert f"{side} independent" in results["equal"]
     if not (name.startswith("NVFP4") and side == "columnwise"):
-        assert f"{side} own" in found["equal"]
+        assert f"{side} own" in results["equal"]
 
 
 def test_the_internals_have_their_names_and_dtypes(seen: dict[str, tuple[Facts, Facts]]) -> None:
@@ -201,10 +201,10 @@ def test_the_internals_have_their_names_and_dtypes(seen: dict[str, tuple[Facts, 
 
 
 def test_the_header_tells_which_data_are_transformed(seen: dict[str, tuple[Facts, Facts]]) -> None:
-    found = seen[BLACKWELL][1]
-    told = {
+    result = seen[BLACKWELL][1]
+    stated = {
         name: (header["rowwise"]["hadamard"], header["columnwise"]["hadamard"])
         for name in ("nvfp4", "nvfp4_rht", "nvfp4_2d")
-        for header in (found[name]["header"]["quantized"],)
+        for header in (result[name]["header"]["quantized"],)
     }
-    assert told == {"nvfp4": (False, False), "nvfp4_rht": (False, True), "nvfp4_2d": (False, False)}
+    assert stated == {"nvfp4": (False, False), "nvfp4_rht": (False, True), "nvfp4_2d": (False, False)}

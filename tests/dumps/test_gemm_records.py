@@ -97,9 +97,9 @@ def test_modules_with_several_gemms(tmp_path: Path, kind: str) -> None:
             out = net(torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True), *more)
         out.float().square().sum().backward()
         session.step()
-    found = replay_folder(tmp_path)
-    assert found.first_bad is None
-    what = [(each.header.layer.rpartition(".")[2], each.gemm.gemm) for each in found.records.values()]
+    result = replay_folder(tmp_path)
+    assert result.first_bad is None
+    what = [(record.header.layer.rpartition(".")[2], record.gemm.gemm) for record in result.records.values()]
     if kind == "GroupedLinear":
         assert what == [("gemm_0", "fprop"), ("gemm_1", "fprop"), ("gemm_0", "wgrad"), ("gemm_1", "wgrad")]
     else:
@@ -116,8 +116,8 @@ def test_a_gemm_that_is_not_seen_is_named_once(tmp_path: Path, caplog: pytest.Lo
                 out = net(torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True), fp8_output=True)
             out.dequantize().float().square().sum().backward()
             session.step()
-    told = [record.getMessage() for record in caplog.records if "is not written" in record.getMessage()]
-    assert told == [
+    stated = [record.getMessage() for record in caplog.records if "is not written" in record.getMessage()]
+    assert stated == [
         "DumpTensors: the GEMM fprop of fc is not written: its result is written quantized. Further GEMMs are not"
         " named."
     ]

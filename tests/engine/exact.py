@@ -119,14 +119,14 @@ def columns(
 ) -> Columns:
     """All columns of a pass, those of the histogram as a list."""
     x = as_array(values)
-    found = moments(x)
+    result = moments(x)
     if codes is not None and scale_inv is not None:
         dtype, largest = FLOAT8[e5m2]
         y = codes.contiguous().view(dtype).float() * scale_inv
-        found |= comparison(x, as_array(y), float(torch.tensor(largest) * scale_inv)) | scale(scale_inv.item())
+        result |= comparison(x, as_array(y), float(torch.tensor(largest) * scale_inv)) | scale(scale_inv.item())
     if histogram_too:
-        found["histogram"] = histogram(x)
-    return found
+        result["histogram"] = histogram(x)
+    return result
 
 
 def named(sums: torch.Tensor, maxima: torch.Tensor, *, compared: bool = False, histogram_too: bool = False) -> Columns:
@@ -135,10 +135,10 @@ def named(sums: torch.Tensor, maxima: torch.Tensor, *, compared: bool = False, h
     names = [*MOMENT_SUMS, *((*COMPARISON_SUMS, *SCALE_SUMS) if compared else ())]
     extremes = [*MAXIMA, *(SCALE_MAXIMA if compared else ())]
     assert len(sums) == len(names) + EXPONENT_BINS * histogram_too
-    found: Columns = dict(zip(names, sums.tolist(), strict=False))
+    results: Columns = dict(zip(names, sums.tolist(), strict=False))
     if histogram_too:
-        found["histogram"] = sums[len(names) :].tolist()
-    return found | dict(zip(extremes, maxima.tolist(), strict=True))
+        results["histogram"] = sums[len(names) :].tolist()
+    return results | dict(zip(extremes, maxima.tolist(), strict=True))
 
 
 def assert_same(found: Columns, expected: Columns, *, rel: float = 1e-13) -> None:
@@ -154,8 +154,8 @@ def assert_same(found: Columns, expected: Columns, *, rel: float = 1e-13) -> Non
 
 def statistic(name: str, *passes: Columns) -> float:
     """A statistic of a tensor from the columns of some passes, merged as micro-batches and ranks are."""
-    merged = {column: np.array([sum(found[column] for found in passes)]) for column in MOMENT_SUMS}
-    merged |= {column: np.array([max(found[column] for found in passes)]) for column in MAXIMA}
+    merged = {column: np.array([sum(item[column] for item in passes)]) for column in MOMENT_SUMS}
+    merged |= {column: np.array([max(item[column] for item in passes)]) for column in MAXIMA}
     value = STATISTICS[name].value
     assert value is not None
     return float(value(merged)[0])

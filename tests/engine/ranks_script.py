@@ -298,7 +298,7 @@ class Counted(TorchDispatchMode):
 @case(2)
 def programs(folder: Path) -> dict[str, Any]:
     """The statistics of each step of each program, and the collectives of its steps."""
-    found = {}
+    results = {}
     for name, program in PROGRAMS.items():
         names = owned(name, dist.get_rank())
         counts = []
@@ -309,21 +309,21 @@ def programs(folder: Path) -> dict[str, Any]:
                 with Counted() as counted:
                     running.step()
                 counts.append(counted.kinds)
-        found[name] = {"steps": steps(keeper), "collectives": counts}
-    return found
+        results[name] = {"steps": steps(keeper), "collectives": counts}
+    return results
 
 
 @case(2)
 def tensor_parallel(folder: Path) -> dict[str, Values]:
     """One batch that both ranks compute together, with and without sequence parallelism."""
-    found = {}
+    results = {}
     for name, sequence_parallel in {"tp": False, "sp": True}.items():
         model = Split(dist.group.WORLD, sequence_parallel=sequence_parallel)
         with session(model, folder / name) as (running, keeper):
             model.run(0)
             running.step()
-        (found[name],) = steps(keeper)
-    return found
+        (results[name],) = steps(keeper)
+    return results
 
 
 @case(4)
@@ -331,7 +331,7 @@ def data_and_tensor_parallel(folder: Path) -> dict[str, Values]:
     """Two batches in two tensor-parallel groups; in the second step one of the data-parallel replicas rests."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    found = {}
+    results = {}
     for name, sequence_parallel in {"tp": False, "sp": True}.items():
         model = Split(groups[rank // 2], sequence_parallel=sequence_parallel)
         with session(model, folder / name) as (running, keeper):
@@ -340,8 +340,8 @@ def data_and_tensor_parallel(folder: Path) -> dict[str, Values]:
             if rank < 2:
                 model.run(2)
             running.step()
-        found[name] = steps(keeper)
-    return found
+        results[name] = steps(keeper)
+    return results
 
 
 @case(4)
@@ -420,7 +420,7 @@ def rows_that_differ(folder: Path) -> list[dict[str, Any]]:
         engine.note(Watched(layer, tensor, 0, values), [tensor_request(name) for name in statistics])
         engine.measure()
 
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for step in range(2):
         watch("empty on rank 0", "weight", negative if rank else empty, "mean", "max", "numel")
         watch("empty on both", "weight", empty, "mean", "max", "numel")
@@ -430,8 +430,8 @@ def rows_that_differ(folder: Path) -> list[dict[str, Any]]:
         watch("equal", "activation", torch.full((100_003 + 7 * rank,), 0.1), "std")
         watch("histogram", "gradient", 2.0 ** torch.arange(rank, rank + 3), "exponent_histogram")
         measured = engine.flush(reduce=True)
-        found.append({f"{m.layer} {m.tensor} {m.statistic}": m.value for m in measured})
-    return found
+        results.append({f"{m.layer} {m.tensor} {m.statistic}": m.value for m in measured})
+    return results
 
 
 BLOCK_RECIPES = ("mxfp8", "nvfp4")
@@ -439,10 +439,10 @@ BLOCK_RECIPES = ("mxfp8", "nvfp4")
 
 def of_ranks(rank: int, step: int) -> list[torch.Tensor]:
     """The micro-batches of a rank: of many magnitudes, and rank 1 has a block of zeros."""
-    found = [normal(100 * step + 10 * rank + number, 8, 64) for number in range(2)]
-    found = [x * torch.exp(6 * normal(200 + number, 8, 64)) for number, x in enumerate(found)]
-    found[0][:rank, :32] = 0
-    return found
+    results = [normal(100 * step + 10 * rank + number, 8, 64) for number in range(2)]
+    results = [x * torch.exp(6 * normal(200 + number, 8, 64)) for number, x in enumerate(results)]
+    results[0][:rank, :32] = 0
+    return results
 
 
 @case(2)
@@ -450,7 +450,7 @@ def blocks(folder: Path) -> list[dict[str, Any]]:
     """All statistics of blocks, of an activation that ranks have parts of and of a weight that they have alike."""
     engine = joined_engine()
     requests = [quantized_request(f"{recipe}_{name}") for recipe in BLOCK_RECIPES for name in BLOCK_STATISTICS]
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for step in range(3):
         with Counted() as inside:
             for values in of_ranks(dist.get_rank(), step):
@@ -460,9 +460,9 @@ def blocks(folder: Path) -> list[dict[str, Any]]:
             engine.measure()
         with Counted() as at_end:
             measured = engine.flush(reduce=True)
-        found.append({f"{m.tensor} {m.statistic}": m.value for m in measured})
+        results.append({f"{m.tensor} {m.statistic}": m.value for m in measured})
     costs = {"inside": [inside.kinds, dict(inside.waits)], "at the end": [at_end.kinds, dict(at_end.waits)]}
-    return [*found, costs]
+    return [*results, costs]
 
 
 @case(2)
@@ -482,7 +482,7 @@ def not_finite(folder: Path) -> list[Values]:
 @case(2)
 def costs(folder: Path) -> dict[str, Any]:
     """Collectives and waits in a step and at its end, for 6 and for 102 watched tensors."""
-    found = {}
+    results = {}
     for tensors in (6, 102):
         names = [f"layer{number}" for number in range(tensors // len(TENSORS))]
         model = Layers(names)
@@ -493,26 +493,26 @@ def costs(folder: Path) -> dict[str, Any]:
                 with Counted() as at_end:
                     running.step()
         watched = {tuple(key.split()[:2]) for key in steps(keeper)[-1]}
-        found[tensors] = {
+        results[tensors] = {
             "watched": len(watched),
             "inside": [inside.kinds, dict(inside.waits)],
             "at the end": [at_end.kinds, dict(at_end.waits)],
         }
-    return found
+    return results
 
 
 @case(2, 4)
 def messages(folder: Path) -> list[list[tuple[str, int]]]:
     """The collectives of each step with the number of their elements; a second layer comes up in step 1."""
     model = Layers("ab")
-    found = []
+    results = []
     with session(model, folder) as (running, _):
         for calls in ([("a", 0)], [("a", 1), ("b", 2)], [("a", 3), ("b", 4)]):
             model.run(calls)
             with Counted() as counted:
                 running.step()
-            found.append([*counted.messages, *counted.collectives])
-    return found
+            results.append([*counted.messages, *counted.collectives])
+    return results
 
 
 @case(2)
@@ -537,19 +537,19 @@ def attaching(folder: Path) -> dict[str, Any]:
         "another start_step": lambda: {"config": config(), "start_step": 5 * rank},
         "no reduction": lambda: {"config": config(first=["stage0"]), "reduce": False},
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, make in attempts.items():
         keywords = {"model": model, **make()}
         running = InspectSession(log_dir=folder / name, **{k: v for k, v in keywords.items() if k != "model"})
         try:
             running.start()
             running.attach(keywords["model"])
-            found[name] = {layer.name: list(layer.sections) for layer in running.layers}
+            results[name] = {layer.name: list(layer.sections) for layer in running.layers}
         except Exception as error:
-            found[name] = [type(error).__name__, str(error)]
+            results[name] = [type(error).__name__, str(error)]
         finally:
             running.stop()
-    return found
+    return results
 
 
 def exactly(*names: str) -> dict[str, Any]:
@@ -575,7 +575,7 @@ def out_of_step(folder: Path) -> dict[str, Any]:
     """Rank 1 skips the step() of its second batch, or is set to another iteration after the first; or its optimizer
     steps half as often."""
     rank = dist.get_rank()
-    found = {}
+    results = {}
     for name in ("half as often", "skips a step", "another iteration"):
         model = Layers("a")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -593,14 +593,14 @@ def out_of_step(folder: Path) -> dict[str, Any]:
                     running.step()
                 counts.append(counted.kinds)
             running.stop()
-        found[name] = {
+        results[name] = {
             "steps": steps(keeper),
             "iterations": keeper.iterations,
             "local": [records.local for records in keeper.steps],
             "messages": counts,
             "said": lines,
         }
-    return found
+    return results
 
 
 @case(2)
@@ -653,16 +653,16 @@ def main(rank: int, world: int, folder: Path) -> None:
         world_size=world,
         timeout=timedelta(seconds=90),
     )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
         for name in CASES[world]:
             torch.manual_seed(0)
-            found[name] = CASES[world][name](folder / name)
+            results[name] = CASES[world][name](folder / name)
     except BaseException:
-        found["error"] = f"rank {rank}, {name}: {traceback.format_exc()}"
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+        results["error"] = f"rank {rank}, {name}: {traceback.format_exc()}"
+    (folder / f"{rank}.json").write_text(json.dumps(results))
     sys.stdout.flush()
-    os._exit("error" in found)  # without waiting for what other ranks do
+    os._exit("error" in results)  # without waiting for what other ranks do
 
 
 if __name__ == "__main__":

@@ -128,21 +128,21 @@ def scale_of(
     recipe: str, amax: np.float32, tensor_amax: np.float32, largest: np.float32
 ) -> tuple[np.float32, Any, np.float32]:
     """What elements are multiplied by, how the scale is stored, and what codes are multiplied by."""
-    one = np.float32(1)
+    first = np.float32(1)
     if recipe == "nvfp4":  # the scale of a block is E4M3, in units of a factor of the whole tensor
-        encode = min(np.float32(448 * 6) / tensor_amax, FLOAT32_MAX) if tensor_amax else one
-        stored = FP8[False].codes(np.array([amax * (encode * (one / np.float32(6)))]))
+        encode = min(np.float32(448 * 6) / tensor_amax, FLOAT32_MAX) if tensor_amax else first
+        stored = FP8[False].codes(np.array([amax * (encode * (first / np.float32(6)))]))
         scale = FP8[False].numbers(stored)[0]
-        multiplier = min(one / (scale * (one / encode)), FLOAT32_MAX)
+        multiplier = min(first / (scale * (first / encode)), FLOAT32_MAX)
         return multiplier, stored[0], scale * tensor_amax * np.float32(1 / (448 * 6))
     if recipe == "mxfp8":  # the smallest power of two by which no element overflows; 2^-127 is E8M0's smallest
         mantissa, exponent = math.frexp(float(amax) / float(largest))
         exponent = max(exponent - (mantissa == 0.5), -127) if amax else -127
         return np.float32(2.0**-exponent), exponent + 127, np.float32(2.0**exponent)
-    scale = min(largest / amax, FLOAT32_MAX) if amax else one
+    scale = min(largest / amax, FLOAT32_MAX) if amax else first
     if recipe == "fp8_block_scaling":  # the largest power of two
         scale = np.float32(2.0 ** (math.frexp(scale)[1] - 1))
-    return scale, one / scale, one / scale
+    return scale, first / scale, first / scale
 
 
 LIMITS = {  # recipe -> the lowest and the highest scale, as scale_of() stores it
@@ -200,7 +200,7 @@ def columns_by_block(recipe: str, pair: Pair) -> dict[str, dict[Any, float]]:
     """What the engine keeps of blocks, by its place: columns by their names."""
     low, high = LIMITS[recipe]
     x, quantized = pair
-    found: dict[str, dict[Any, float]] = {
+    results: dict[str, dict[Any, float]] = {
         "limits": dict.fromkeys(("blocks", "saturated", "flushed", "zero_blocks"), 0.0),
         "losses": dict.fromkeys(("blocks", "underflow_blocks", "overflow_blocks"), 0.0),
         "loss_maxima": {"underflow_share": 0.0},
@@ -211,42 +211,42 @@ def columns_by_block(recipe: str, pair: Pair) -> dict[str, dict[Any, float]]:
         kept = np.isfinite(x[block.where])
         magnitude = np.abs(x[block.where][kept].astype(np.float64))
         lost = (magnitude > 0) & (y[kept] == 0)
-        found["limits"]["blocks"] += 1
-        found["losses"]["blocks"] += 1
-        found["losses"]["underflow_blocks"] += lost.any()
-        found["losses"]["overflow_blocks"] += (magnitude > limit).any()
-        share = found["loss_maxima"]["underflow_share"]
-        found["loss_maxima"]["underflow_share"] = max(share, lost.sum() / max(len(lost), 1))
+        results["limits"]["blocks"] += 1
+        results["losses"]["blocks"] += 1
+        results["losses"]["underflow_blocks"] += lost.any()
+        results["losses"]["overflow_blocks"] += (magnitude > limit).any()
+        share = results["loss_maxima"]["underflow_share"]
+        results["loss_maxima"]["underflow_share"] = max(share, lost.sum() / max(len(lost), 1))
         nonzero = magnitude[magnitude > 0]
         if not len(nonzero):
-            found["limits"]["zero_blocks"] += 1
+            results["limits"]["zero_blocks"] += 1
             continue
-        found["limits"]["flushed"] += block.stored_scale <= low
-        found["limits"]["saturated"] += block.stored_scale <= low or not block.stored_scale < high
+        results["limits"]["flushed"] += block.stored_scale <= low
+        results["limits"]["saturated"] += block.stored_scale <= low or not block.stored_scale < high
         ranges.append(math.log2(nonzero.max() / nonzero.min()))
         if 0 < block.factor < INF:
             factors.append(float(block.factor))
     for kind, values in (("scale", factors), ("range", ranges)):
         extremes = {f"{kind}_max": max(values, default=-INF), f"negated_{kind}_min": -min(values, default=INF)}
-        found[f"{kind}_maxima"] = extremes
-    found["scales"] = {
+        results[f"{kind}_maxima"] = extremes
+    results["scales"] = {
         "scales": len(factors),
         "scale_sum": math.fsum(factors),
         "scale_square_sum": math.fsum(factor**2 for factor in factors),
     }
-    found["ranges"] = {"ranges": len(ranges), "range_sum": math.fsum(ranges)}
-    return found
+    results["ranges"] = {"ranges": len(ranges), "range_sum": math.fsum(ranges)}
+    return results
 
 
 def factors_of(recipe: str, pairs: Iterable[Pair]) -> npt.NDArray[np.float64]:
     """The factors of blocks that have an element other than 0; the one of a tensor without blocks in any case."""
-    found = [
+    results = [
         block.factor
         for x, quantized in pairs
         for block in quantized.blocks
         if not BLOCKS[recipe][0] or (np.isfinite(x[block.where]) & (x[block.where] != 0)).any()
     ]
-    factors = np.array(found, np.float64)
+    factors = np.array(results, np.float64)
     return factors[(factors > 0) & np.isfinite(factors)]
 
 

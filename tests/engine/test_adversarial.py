@@ -60,17 +60,17 @@ def drawn(seed: int, *, columns: int | None = None, rows: int | None = None) -> 
 def measured(watched: Sequence[Watched], names: Sequence[Any], *, of_tensor: bool) -> Found:
     engine = StatisticsEngine()
     engine.on_failure = lambda doing, of, error: pytest.fail(f"{doing} {of}: {error}")
-    for one in watched:
-        requests = [tensor_request(name).of(one.tensor) if of_tensor else quantized_request(name) for name in names]
-        engine.note(one, requests)
+    for item in watched:
+        requests = [tensor_request(name).of(item.tensor) if of_tensor else quantized_request(name) for name in names]
+        engine.note(item, requests)
         engine.measure()
-    found: Found = {}
-    for one in engine.flush(reduce=False):
-        value = one.value
-        found[one.statistic] = (
+    results: Found = {}
+    for item in engine.flush(reduce=False):
+        value = item.value
+        results[item.statistic] = (
             {place: count for place, count in enumerate(value) if count} if isinstance(value, tuple) else value
         )
-    return found
+    return results
 
 
 def same(found: float, expected: float, size: float = 0.0) -> bool:
@@ -107,14 +107,14 @@ def of_tensor(batches: Sequence[torch.Tensor]) -> Found:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_statistics_of_tensors(seed: int) -> None:
     batches = [drawn(seed + 1000 * number) for number in range(1 + seed % 3)]
-    found = measured([Watched("l", "gradient", 0, x) for x in batches], TENSOR_STATISTICS, of_tensor=True)
+    result = measured([Watched("l", "gradient", 0, x) for x in batches], TENSOR_STATISTICS, of_tensor=True)
     expected = of_tensor(batches)
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, dict):
-            assert found[name] == value
+            assert result[name] == value
         else:
-            assert same(found[name], value, expected["cur_amax"] if name in ("mean", "std") else 0.0), name
+            assert same(result[name], value, expected["cur_amax"] if name in ("mean", "std") else 0.0), name
     for dims in (1, 2):
         request = tensor_request({BLOCKWISE: {"block_size": 16, "dims": dims}}).of("activation")
         blocks = request.blocks
@@ -160,12 +160,12 @@ def of_quantized(recipe: str, pairs: Sequence[Pair]) -> Found:
 def assert_same(found: Found, expected: Found, form: str) -> None:
     assert found.keys() == {form.format(name) for name in expected}
     for name, value in expected.items():
-        one = found[form.format(name)]
+        first = found[form.format(name)]
         if isinstance(value, dict):
-            assert one == value, name
+            assert first == value, name
         else:
             size = max(expected["scale_inv_max"], 1e-300) * 1e6 if name == "scale_inv_std" else 0.0
-            assert same(one, value, size), (name, one, value)
+            assert same(first, value, size), (name, first, value)
 
 
 @pytest.mark.parametrize("recipe", BLOCKS)
@@ -178,12 +178,12 @@ def test_what_recipes_would_give(seed: int, recipe: str) -> None:
     form = f"{recipe}_{{}}{'_columnwise' if columnwise else ''}"
     names = [name for name in QUANTIZED_STATISTICS if BLOCKS[recipe][0] or name not in BLOCK_STATISTICS]
     tensor = "weight" if weight else "activation"
-    found = measured(
+    result = measured(
         [Watched("l", tensor, 0, x) for x in batches], [form.format(name) for name in names], of_tensor=False
     )
     with np.errstate(over="ignore"):
         pairs = [Pair(matrix(x), quantize(recipe, matrix(x), weight=weight, columnwise=columnwise)) for x in batches]
-        assert_same(found, of_quantized(recipe, pairs), form)
+        assert_same(result, of_quantized(recipe, pairs), form)
 
 
 OWN = {
@@ -202,14 +202,14 @@ def test_of_the_layers_own_recipe(seed: int, name: str) -> None:
     recipe, weight = recipe_of(its), name.endswith("weight")
     assert recipe is not None
     real = its(x)
-    names = [one for one in QUANTIZED_STATISTICS if BLOCKS[recipe][0] or one not in BLOCK_STATISTICS]
+    names = [statistic for statistic in QUANTIZED_STATISTICS if BLOCKS[recipe][0] or statistic not in BLOCK_STATISTICS]
     for columnwise in (False, True):
         form = f"{{}}{'_columnwise' if columnwise else ''}"
         watched = Watched("l", "weight" if weight else "activation", 0, x, real, real, its)
-        found = measured([watched], [form.format(one) for one in names], of_tensor=False)
+        result = measured([watched], [form.format(name) for name in names], of_tensor=False)
         with np.errstate(over="ignore"):
             by_numpy: Quantized = quantize(recipe, matrix(x), weight=weight, columnwise=columnwise)
-            assert_same(found, of_quantized(recipe, [Pair(matrix(x), by_numpy)]), form)
+            assert_same(result, of_quantized(recipe, [Pair(matrix(x), by_numpy)]), form)
 
 
 @pytest.mark.slow

@@ -43,11 +43,11 @@ def measured(watched: Sequence[Watched], names: Sequence[str]) -> tuple[Found, l
     """The statistics of one step, and what failed."""
     engine, failures = StatisticsEngine(), []
     engine.on_failure = lambda doing, of, error: failures.append(f"{doing} {of}: {error}")
-    for one in watched:
-        engine.note(one, [quantized_request(name) for name in names])
+    for item in watched:
+        engine.note(item, [quantized_request(name) for name in names])
         engine.measure()
-    found: Found = {one.statistic: one.value for one in engine.flush(reduce=False)}
-    return found, failures
+    results: Found = {item.statistic: item.value for item in engine.flush(reduce=False)}
+    return results, failures
 
 
 def assert_as_expected(found: Found, expected: Found, name: str = "{}") -> None:
@@ -72,25 +72,25 @@ def assert_as_expected(found: Found, expected: Found, name: str = "{}") -> None:
 def test_what_a_recipe_would_give(name: str, of: tuple[str, str], columnwise: bool) -> None:
     x, (recipe, tensor) = TENSORS[name], of
     form = f"{recipe}_{{}}{'_columnwise' if columnwise else ''}"
-    found, failures = measured(
+    result, failures = measured(
         [Watched("layer", tensor, 0, x)], [form.format(statistic) for statistic in BLOCK_STATISTICS]
     )
     assert not failures
     quantized = quantize(recipe, matrix_of(x), weight=tensor == "weight", columnwise=columnwise)
     expected = recipes.by_block(recipe, [Pair(matrix_of(x), quantized)])
     assert expected.keys() == set(BLOCK_STATISTICS)
-    assert_as_expected(found, expected, form)
+    assert_as_expected(result, expected, form)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_micro_batches_are_put_together(recipe: str) -> None:
     batches = [spread(40, 300), 1e-3 * spread(7, 300, seed=5), torch.zeros(3, 300), torch.empty(0, 300)]
-    found, _ = measured(
+    result, _ = measured(
         [Watched("layer", "activation", 0, x) for x in batches],
         [f"{recipe}_{statistic}" for statistic in BLOCK_STATISTICS],
     )
     pairs = [Pair(x.numpy(), quantize(recipe, x.numpy())) for x in batches[:3]]
-    assert_as_expected(found, recipes.by_block(recipe, pairs), f"{recipe}_{{}}")
+    assert_as_expected(result, recipes.by_block(recipe, pairs), f"{recipe}_{{}}")
 
 
 @pytest.mark.slow
@@ -100,9 +100,9 @@ def test_compiled_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "SMALLEST", COMPILED_FROM)
     monkeypatch.setattr(compiled, "_PIECE", 17_000)
     x = spread(150, 137)
-    found, _ = measured([Watched("l", "activation", 0, x)], [f"{recipe}_{name}" for name in BLOCK_STATISTICS])
+    result, _ = measured([Watched("l", "activation", 0, x)], [f"{recipe}_{name}" for name in BLOCK_STATISTICS])
     assert_as_expected(
-        found, recipes.by_block(recipe, [Pair(x.numpy(), quantize(recipe, x.numpy()))]), f"{recipe}_{{}}"
+        result, recipes.by_block(recipe, [Pair(x.numpy(), quantize(recipe, x.numpy()))]), f"{recipe}_{{}}"
     )
     assert not compiled._failed
 
@@ -154,9 +154,9 @@ def assert_of_layer(
             continue
         expected = recipes.by_block(recipe, [Pair(matrix_of(x), quantized)])
         for form in (f"{{}}{end}", f"{recipe}_{{}}{end}"):
-            found, failures = measured([watched], [form.format(name) for name in BLOCK_STATISTICS])
+            result, failures = measured([watched], [form.format(name) for name in BLOCK_STATISTICS])
             assert not failures
-            assert_as_expected(found, expected, form)
+            assert_as_expected(result, expected, form)
 
 
 @pytest.mark.parametrize("weight", [False, True], ids=["1 x 16", "16 x 16"])
@@ -207,10 +207,10 @@ def test_a_tensor_that_exists_in_its_quantized_form_only() -> None:
     storage, rowwise, _ = mxfp8_storage(x)
     storage.dequantize = lambda: torch.from_numpy(rowwise.values)
     watched = Watched("l", "weight", 0, None, rowwise=storage, quantizer=type("MXFP8Quantizer", (), {})())
-    found, failures = measured([watched], BLOCK_STATISTICS)
+    result, failures = measured([watched], BLOCK_STATISTICS)
     expected = recipes.by_block("mxfp8", [Pair(matrix_of(x), rowwise)])
     of_scales = [name for name in BLOCK_STATISTICS if "scale" in name or name == "zero_blocks%"]
-    assert_as_expected(found, {name: expected[name] for name in of_scales})
+    assert_as_expected(result, {name: expected[name] for name in of_scales})
     assert len(failures) == 1
     assert "underflow_blocks%" in failures[0]
     assert failures[0].endswith("of l weight: the tensor exists in its quantized form only")
@@ -225,10 +225,10 @@ def test_a_scale_that_is_nan_is_saturated() -> None:
     watched = Watched(
         "l", "activation", 0, torch.ones(32, 64), rowwise=storage, quantizer=type("MXFP8Quantizer", (), {})()
     )
-    found, _ = measured([watched], ["saturated_scales%", "flushed_scales%", "scale_inv_max"])
-    assert found["saturated_scales%"] == 100 / 64
-    assert found["flushed_scales%"] == 0
-    assert found["scale_inv_max"] == 2.0**-8
+    result, _ = measured([watched], ["saturated_scales%", "flushed_scales%", "scale_inv_max"])
+    assert result["saturated_scales%"] == 100 / 64
+    assert result["flushed_scales%"] == 0
+    assert result["scale_inv_max"] == 2.0**-8
 
 
 # --- what is asked in vain --------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_a_layer_that_scales_per_tensor_has_no_blocks() -> None:
     x = normal(32, 32)
     current = te().Float8CurrentScalingQuantizer(te().DType.kFloat8E4M3, device=torch.device("cpu"))
     watched = Watched("l", "activation", 0, x, rowwise=current(x), quantizer=current)
-    found, failures = measured([watched], ["zero_blocks%", "mse", "scale_inv_max", "mxfp8_zero_blocks%"])
-    assert found.keys() == {"mse", "scale_inv_max", "mxfp8_zero_blocks%"}
+    result, failures = measured([watched], ["zero_blocks%", "mse", "scale_inv_max", "mxfp8_zero_blocks%"])
+    assert result.keys() == {"mse", "scale_inv_max", "mxfp8_zero_blocks%"}
     (failure,) = failures
     assert failure.startswith("zero_blocks% of l activation: fp8_current_scaling has one scale")

@@ -28,7 +28,7 @@ def chosen(*shape: int, share: float, seed: int = 5) -> torch.Tensor:
 
 def by_loop(values: torch.Tensor, blocks: Blocks) -> float:
     matrix = exact.as_array(values).reshape(-1, values.shape[-1] if values.ndim else 1)
-    found = -INF
+    result = -INF
     for oriented in [matrix, matrix.T] if blocks.both else [matrix]:
         height = blocks.size if blocks.dims == 2 else 1
         for top in range(0, oriented.shape[0], height):
@@ -36,8 +36,8 @@ def by_loop(values: torch.Tensor, blocks: Blocks) -> float:
                 block = np.abs(oriented[top : top + height, left : left + blocks.size])
                 block = block[np.isfinite(block) & (block > 0)]
                 if len(block):
-                    found = max(found, math.log2(block.max()) - math.log2(block.min()))
-    return found
+                    result = max(result, math.log2(block.max()) - math.log2(block.min()))
+    return result
 
 
 TENSORS = {
@@ -65,16 +65,16 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_blocks(name: str, size: int, dims: int, both: bool) -> None:
     blocks = Blocks(size, dims, both)
-    found = largest_range(TENSORS[name], blocks)
-    assert (found.dtype, found.shape) == (torch.float64, (1,))
-    assert found.item() == pytest.approx(by_loop(TENSORS[name], blocks), rel=1e-12, abs=1e-12)
+    result = largest_range(TENSORS[name], blocks)
+    assert (result.dtype, result.shape) == (torch.float64, (1,))
+    assert result.item() == pytest.approx(by_loop(TENSORS[name], blocks), rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("values", [torch.zeros(8, 8), torch.full((8, 8), NAN), torch.empty(0), torch.empty(3, 0)])
 @pytest.mark.parametrize("dims", [1, 2])
 def test_nothing_to_take_a_range_of(values: torch.Tensor, dims: int) -> None:
-    found = largest_range(values, Blocks(4, dims, both=True))
-    assert (found.dtype, found.tolist()) == (torch.float64, [-INF])
+    result = largest_range(values, Blocks(4, dims, both=True))
+    assert (result.dtype, result.tolist()) == (torch.float64, [-INF])
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["as it is", "both orientations"])
@@ -87,5 +87,5 @@ def test_transformer_engines(size: int, dims: int, both: bool) -> None:
     theirs: Any = stats_computation.compute_max_blockwise_dynamic_range
     for values in (normal(64, 96), normal(2, 32, 64).where(chosen(2, 32, 64, share=0.5), 0.0), torch.zeros(32, 32)):
         expected = float(theirs(values, stats_computation.BlockwiseDynamicRangeStat(size, dims, both)))
-        found = max(largest_range(values, Blocks(size, dims, both)).item(), 0.0)
-        assert found == pytest.approx(expected, rel=1e-6)
+        result = max(largest_range(values, Blocks(size, dims, both)).item(), 0.0)
+        assert result == pytest.approx(expected, rel=1e-6)

@@ -217,10 +217,10 @@ ADVERSARIAL = {
 def test_the_bounds_hold(name: str, measure: Measure, assert_same: Same) -> None:
     values = ADVERSARIAL[name]
     expected = exact.columns(values)
-    found = measure(values)
-    assert_same(found, expected)
+    result = measure(values)
+    assert_same(result, expected)
     x = exact.as_array(values)
-    std, exactly = exact.statistic("std", found), x[np.isfinite(x)].std(ddof=1)
+    std, exactly = exact.statistic("std", result), x[np.isfinite(x)].std(ddof=1)
     assert std == pytest.approx(exactly, rel=exact.STD_IN_FLOAT)
 
 
@@ -259,8 +259,8 @@ def test_a_tensor_of_many_pieces(measure: Measure, assert_same: Same, monkeypatc
     monkeypatch.setattr(eager, "PIECE", 10_000)
     values = normal(3 * 2**16 + 4096 + 5)
     codes, scale_inv = quantized(values, 0.01, e5m2=True)
-    found = measure(values, codes, scale_inv, e5m2=True, histogram=True)
-    assert_same(found, exact.columns(values, codes, scale_inv, e5m2=True, histogram_too=True))
+    result = measure(values, codes, scale_inv, e5m2=True, histogram=True)
+    assert_same(result, exact.columns(values, codes, scale_inv, e5m2=True, histogram_too=True))
 
 
 # --- comparison with codes --------------------------------------------------------------------------------------------
@@ -277,8 +277,8 @@ def quantized(values: torch.Tensor, scale_inv: float, *, e5m2: bool = False) -> 
 @pytest.mark.parametrize("scale_inv", [0.003, 7.5, 1e-9])
 def test_comparison(measure: Measure, assert_same: Same, dtype: torch.dtype, e5m2: bool, scale_inv: float) -> None:
     """Nothing is lost; most underflows; most overflows. With inf and nan, and without."""
-    for found in (special(0.0, INF, NAN), special(0.0), normal(PRIME)):
-        values = found.to(dtype)
+    for item in (special(0.0, INF, NAN), special(0.0), normal(PRIME)):
+        values = item.to(dtype)
         codes, factor = quantized(values, scale_inv, e5m2=e5m2)
         expected = exact.columns(values, codes, factor, e5m2=e5m2)
         assert_same(measure(values, codes, factor, e5m2=e5m2), expected)
@@ -292,8 +292,8 @@ def test_every_code_is_decoded_as_torch_does(measure: Measure, assert_same: Same
     decoded = codes.view(exact.FLOAT8[e5m2][0]).float()
     for finite in (decoded.isfinite(), torch.ones(len(codes), dtype=torch.bool)):  # with codes of NaN: an error of nan
         values = normal(len(codes)).to(torch.float32 if e5m2 else torch.bfloat16)
-        found = measure(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2)
-        assert_same(found, exact.columns(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2))
+        result = measure(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2)
+        assert_same(result, exact.columns(values[finite], codes[finite], torch.tensor([0.7]), e5m2=e5m2))
 
 
 @pytest.mark.parametrize("threads", [2, 5])
@@ -303,10 +303,10 @@ def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
     expected = exact.measured_by(native.add, values, codes, scale_inv)
     try:
         torch.set_num_threads(threads)
-        found = exact.measured_by(native.add, values, codes, scale_inv)
+        result = exact.measured_by(native.add, values, codes, scale_inv)
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(first, other) for first, other in zip(result, expected, strict=True))
 
 
 # --- when nothing can be compiled -------------------------------------------------------------------------------------
@@ -507,17 +507,17 @@ def test_the_modes_of_the_caller_have_no_say(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_within_a_compiled_model_and_its_backward_pass() -> None:
     """As Transformer Engine's modules are: dynamo leaves their forward alone."""
-    found = []
+    results = []
 
     class Watch(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            found.append((x.detach().clone(), exact.measure(x)))
+            results.append((x.detach().clone(), exact.measure(x)))
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            found.append((gradient.detach().clone(), exact.measure(gradient)))
+            results.append((gradient.detach().clone(), exact.measure(gradient)))
             return gradient
 
     class Watching(torch.nn.Linear):
@@ -527,8 +527,8 @@ def test_within_a_compiled_model_and_its_backward_pass() -> None:
 
     model = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), Watching(8, 160)), backend="eager")
     model(normal(130, 8)).square().mean().backward()
-    assert len(found) == 2
-    for values, (sums, maxima) in found:
+    assert len(results) == 2
+    for values, (sums, maxima) in results:
         assert_nearly(exact.named(sums, maxima), exact.columns(values))
 
 

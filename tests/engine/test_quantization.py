@@ -53,8 +53,8 @@ def simulated(recipe: str, x: torch.Tensor, **options: bool) -> tuple[list[float
     amax = exact.measure(x)[1][:2].amax()
     columnwise, tensor = options.pop("columnwise", False), "weight" if options.pop("weight", False) else "activation"
     settings = default_settings(recipe, tensor, **options) if recipe in SIMULATED else QuantizerSettings()
-    found = simulate(recipe, x, amax, {Of.QUANTIZED, Of.SCALES}, settings, columnwise=columnwise)
-    (compared, _), (sums, maxima) = found[Of.QUANTIZED], found[Of.SCALES]
+    result = simulate(recipe, x, amax, {Of.QUANTIZED, Of.SCALES}, settings, columnwise=columnwise)
+    (compared, _), (sums, maxima) = result[Of.QUANTIZED], result[Of.SCALES]
     assert compared is not None
     assert sums is not None
     assert maxima is not None
@@ -214,7 +214,7 @@ def test_a_layer_in_high_precision_is_told_what_recipes_would_give() -> None:
     for x in batches:
         engine.note(Watched("layer", "gradient", 0, x), [quantized_request(name) for name in names])
         engine.measure()
-    found = {one.statistic: one.value for one in engine.flush(reduce=False)}
+    results = {item.statistic: item.value for item in engine.flush(reduce=False)}
 
     current = [quantize("fp8_current_scaling", x.numpy(), e5m2=True) for x in batches]
     mxfp8 = [quantize("mxfp8", x.numpy(), columnwise=True) for x in batches]
@@ -224,7 +224,7 @@ def test_a_layer_in_high_precision_is_told_what_recipes_would_give() -> None:
         pairs = zip(batches, quantized, strict=True)
         return sum(((x.double().numpy() - y.values) ** 2).sum() for x, y in pairs) / sum(x.numel() for x in batches)
 
-    assert found == pytest.approx(
+    assert results == pytest.approx(
         {
             "fp8_current_scaling_mse": mse(current),
             "mxfp8_mse_columnwise": mse(mxfp8),
@@ -289,14 +289,14 @@ def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: b
     x = (normal(40, 96) * torch.exp(4 * normal(40, 96, seed=1))).to(dtype)
     x[3] = 0
     real = quantizer(recipe, e5m2=e5m2, scale=scale)(x)
-    found = statistics_of(x, real, quantizer(recipe, e5m2=e5m2))
+    result = statistics_of(x, real, quantizer(recipe, e5m2=e5m2))
 
     float8, largest = exact.FLOAT8[e5m2]
     scale_inv = real._scale_inv.item()
     factor = torch.tensor(largest) / x.float().abs().max() if recipe == "fp8_current_scaling" else torch.tensor(scale)
     y = (x.float() * factor).clamp(-largest, largest).to(float8).float() * scale_inv
     columns = exact.comparison(exact.as_array(x), exact.as_array(y), float(np.float32(largest) * np.float32(scale_inv)))
-    assert found == pytest.approx(
+    assert result == pytest.approx(
         {
             "underflows%": 100 * columns["underflows"] / x.numel(),
             "overflows%": 100 * columns["overflows"] / x.numel(),
@@ -309,9 +309,9 @@ def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: b
         rel=1e-12,
     )
     theirs = upstream(x, real, ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max"])
-    assert {name: found[name] for name in theirs} == pytest.approx(theirs, rel=1e-6)
+    assert {name: result[name] for name in theirs} == pytest.approx(theirs, rel=1e-6)
     if dtype == torch.float32:  # of bfloat16 theirs is rounded to it before and after
-        assert found["mse"] == pytest.approx(upstream(x, real, ["mse"])["mse"], rel=1e-6)
+        assert result["mse"] == pytest.approx(upstream(x, real, ["mse"])["mse"], rel=1e-6)
 
 
 OF_ANY_RECIPE = [name for name in QUANTIZED_STATISTICS if name not in BLOCK_STATISTICS]
@@ -323,7 +323,7 @@ def statistics_of(x: torch.Tensor, quantized: Any, of_quantizer: Any) -> dict[st
     watched = Watched("layer", "activation", 0, x, rowwise=quantized, columnwise=quantized, quantizer=of_quantizer)
     engine.note(watched, [quantized_request(name) for name in OF_ANY_RECIPE])
     engine.measure()
-    return {found.statistic: found.value for found in engine.flush(reduce=False)}
+    return {item.statistic: item.value for item in engine.flush(reduce=False)}
 
 
 def upstream(x: torch.Tensor, quantized: Any, names: list[str]) -> dict[str, float]:
@@ -361,10 +361,10 @@ def test_a_tensor_that_has_only_its_transpose() -> None:
         fp8_scale_inv=real._scale_inv,
         fp8_dtype=real._fp8_dtype,
     )
-    found = read(transposed, columnwise=True)
-    assert isinstance(found, PerTensor)
-    assert torch.equal(found.codes, codes)
-    assert found.e5m2
+    result = read(transposed, columnwise=True)
+    assert isinstance(result, PerTensor)
+    assert torch.equal(result.codes, codes)
+    assert result.e5m2
     transposed._transpose_invalid = True
     with pytest.raises(QuantizationError, match="neither its data nor their transpose"):
         read(transposed, columnwise=False)
@@ -395,16 +395,16 @@ def scales_of(quantized: Quantized, height: int, width: int, dtype: Any) -> npt.
 
 
 def assert_reads(storage: Any, columnwise: bool, quantized: Quantized) -> None:
-    found = read(storage, columnwise=columnwise)
-    assert isinstance(found, InBlocks)
-    assert torch.equal(found.part.dequantized().reshape(quantized.shape), torch.from_numpy(quantized.values))
+    result = read(storage, columnwise=columnwise)
+    assert isinstance(result, InBlocks)
+    assert torch.equal(result.part.dequantized().reshape(quantized.shape), torch.from_numpy(quantized.values))
     expected = torch.tensor([block.factor for block in quantized.blocks])
-    assert torch.equal(found.part.factors().reshape(-1).unique(), expected.unique())
+    assert torch.equal(result.part.factors().reshape(-1).unique(), expected.unique())
     # Beside a tensor in which everything can happen.
-    x = torch.from_numpy(quantized.values).reshape(found.part.shape) * torch.exp(normal(*found.part.shape, seed=3))
+    x = torch.from_numpy(quantized.values).reshape(result.part.shape) * torch.exp(normal(*result.part.shape, seed=3))
     x.view(-1)[::7] = 0
     x.view(-1)[1::97] = NAN
-    compared, _ = eager_blocks.columns(found, x, {Of.QUANTIZED})[Of.QUANTIZED]
+    compared, _ = eager_blocks.columns(result, x, {Of.QUANTIZED})[Of.QUANTIZED]
     assert compared is not None
     pair = (array.astype(np.float64).reshape(-1) for array in (quantized.values, quantized.limits))
     expected_columns = exact.comparison(exact.as_array(x), *pair)
@@ -467,8 +467,8 @@ def test_fp8_block_storage(shape: tuple[int, ...], weight: bool) -> None:
     by_column = storage(columnwise_data=transposed, columnwise_scale_inv=padded(columnwise_scales, 1, 4, 1e9))
     assert_reads(by_row, False, rowwise)
     assert_reads(by_column, True, columnwise)
-    for one, way in ((by_row, rowwise), (by_column, columnwise)):  # and as upstream reads them
-        assert torch.equal(one.dequantize(dtype=torch.float32).reshape(way.shape), torch.from_numpy(way.values))
+    for item, way in ((by_row, rowwise), (by_column, columnwise)):  # and as upstream reads them
+        assert torch.equal(item.dequantize(dtype=torch.float32).reshape(way.shape), torch.from_numpy(way.values))
     with pytest.raises(QuantizationError, match="no columnwise data"):
         read(by_row, columnwise=True)
 
@@ -527,10 +527,10 @@ def test_a_factor_that_is_not_finite_shows_in_the_error(recipe: str) -> None:
             storage._rowwise_scale_inv[0, 0] = 0xFF
         else:
             storage._rowwise_scale_inv[0, 0] = INF
-    found = statistics_of(x, storage, None)
+    result = statistics_of(x, storage, None)
     error = NAN if recipe == "mxfp8" else INF
-    assert (found["mse"], found["sqnr_db"]) == pytest.approx((error, -error), nan_ok=True)
-    assert (found["underflows%"], found["overflows%"]) == (0.0, 0.0)
+    assert (result["mse"], result["sqnr_db"]) == pytest.approx((error, -error), nan_ok=True)
+    assert (result["underflows%"], result["overflows%"]) == (0.0, 0.0)
 
 
 def te_quantizer(recipe: str) -> Any:

@@ -47,9 +47,9 @@ def launch(world: int, folder: Path) -> Ranks:
     ended = ranks(script, [[str(rank), str(world), str(folder)] for rank in range(world)])
     said = "\n".join(rank.stderr[-2000:] for rank in ended)
     assert all((folder / f"{rank}.json").exists() for rank in range(world)), said
-    found: Ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-    assert not [rank["error"] for rank in found if "error" in rank], said
-    return found
+    results: Ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    assert not [rank["error"] for rank in results if "error" in rank], said
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +100,10 @@ def test_ranks_that_run_their_own_layers(two: Ranks, alone: Any, name: str) -> N
     together = [[[call] for program in ranks for call in program[step]] for step in range(len(ranks[0]))]
     expected = alone(Layers(layers), together)
     for rank in two:
-        found = rank["programs"][name]["steps"]
-        assert len(found) == len(expected)
+        result = rank["programs"][name]["steps"]
+        assert len(result) == len(expected)
         for step, values in enumerate(expected):
-            assert_equal(found[step], values)
+            assert_equal(result[step], values)
     assert two[0]["programs"][name]["steps"] == two[1]["programs"][name]["steps"]
 
 
@@ -140,17 +140,17 @@ def test_of_terms_of_a_sum_all_are_counted(two: Ranks, alone: Any, parallelism: 
         lambda module, inputs, output: output.register_hook(lambda grad: seen.update(grad=grad)) and None
     )
     (expected,) = alone(model, [[0]])
-    found = two[0]["tensor_parallel"][parallelism]
+    result = two[0]["tensor_parallel"][parallelism]
     for tensor in TERMS[parallelism]:
-        assert found[f"{tensor} numel"] == 2 * expected[f"{tensor} numel"]
-        assert found[f"{tensor} l1_norm"] > 1.01 * expected[f"{tensor} l1_norm"]
+        assert result[f"{tensor} numel"] == 2 * expected[f"{tensor} numel"]
+        assert result[f"{tensor} l1_norm"] > 1.01 * expected[f"{tensor} l1_norm"]
     for tensor, left, right in (
         ("row output", seen["input"], model.row.weight.detach().T),
         ("column dgrad", seen["grad"], model.column.weight.detach()),
     ):
         terms = [x @ w for x, w in zip(left.chunk(2, 1), right.chunk(2, 0), strict=True)]
         l1_norm = sum(term.double().abs().sum().item() for term in terms)
-        assert found[f"{tensor} l1_norm"] == pytest.approx(l1_norm, rel=1e-5)
+        assert result[f"{tensor} l1_norm"] == pytest.approx(l1_norm, rel=1e-5)
 
 
 @pytest.mark.processes
@@ -159,8 +159,8 @@ def test_data_parallel_replicas_of_split_layers(four: Ranks, alone: Any, paralle
     expected = alone(Split(), [[0, 1], [2]])
     for rank in four:
         for step in range(2):
-            found = rank["data_and_tensor_parallel"][parallelism][step]
-            assert_equal(split_tensors(found, parallelism), split_tensors(expected[step], parallelism))
+            result = rank["data_and_tensor_parallel"][parallelism][step]
+            assert_equal(split_tensors(result, parallelism), split_tensors(expected[step], parallelism))
 
 
 @pytest.mark.processes
@@ -176,17 +176,17 @@ def test_pipeline_stages_of_split_layers(four: Ranks, alone: Any) -> None:
         return split_tensors(own, "tp")
 
     for rank in four:
-        (found,) = rank["stages_of_tensor_parallel_layers"]
+        (result,) = rank["stages_of_tensor_parallel_layers"]
         for stage in range(2):
-            assert_equal(without_stage(found, stage), without_stage(expected, stage))
+            assert_equal(without_stage(result, stage), without_stage(expected, stage))
 
 
 @pytest.mark.processes
 def test_parameters_sharded_by_fsdp2(two: Ranks, alone: Any) -> None:
     expected = alone(Layers("ab"), [[[("a", s), ("b", s + 5)], [("a", 10 + s), ("b", s + 15)]] for s in range(2)])
     for rank in two:
-        for found, values in zip(rank["sharded_by_fsdp2"], expected, strict=True):
-            assert_equal(found, values)
+        for item, values in zip(rank["sharded_by_fsdp2"], expected, strict=True):
+            assert_equal(item, values)
 
 
 @pytest.mark.processes
@@ -204,28 +204,28 @@ def test_inf_and_nan_of_one_rank_and_micro_batch_are_counted_and_left_out(two: R
     bad[0, 0], bad[1, 1], bad[2, 2] = torch.inf, -torch.inf, torch.nan
     finite = x[x.isfinite()]
     for rank in two:
-        (found,) = rank["not_finite"]
-        assert found["layers.a activation nonfinite_num"] == 3
-        assert found["layers.a activation numel"] == x.numel()
-        assert found["layers.a activation l1_norm"] == pytest.approx(finite.abs().sum().item(), rel=1e-6)
-        assert found["layers.a activation std"] == pytest.approx(finite.std().item(), rel=1e-6)
-        assert found["layers.a activation max"] == finite.max().item()
-        assert found["layers.a output nonfinite_num"] == 3 * 16
+        (result,) = rank["not_finite"]
+        assert result["layers.a activation nonfinite_num"] == 3
+        assert result["layers.a activation numel"] == x.numel()
+        assert result["layers.a activation l1_norm"] == pytest.approx(finite.abs().sum().item(), rel=1e-6)
+        assert result["layers.a activation std"] == pytest.approx(finite.std().item(), rel=1e-6)
+        assert result["layers.a activation max"] == finite.max().item()
+        assert result["layers.a output nonfinite_num"] == 3 * 16
 
 
 @pytest.mark.processes
 def test_rows_that_are_empty_or_due_on_one_rank_only(two: Ranks) -> None:
     for rank in two:
-        for step, found in enumerate(rank["rows_that_differ"]):
-            assert found["empty on rank 0 weight mean"] == -3, "the sum of nothing, 0, is larger than that of rank 1"
-            assert found["empty on rank 0 weight max"] == -3
-            assert found["empty on rank 0 weight numel"] == 8
-            assert {found[f"empty on both weight {statistic}"] for statistic in ("mean", "max", "numel")} == {0}
-            assert (found["more on rank 1 activation min"], found["more on rank 1 activation max"]) == (-3, -3)
-            assert found["equal activation std"] == 0.0
-            in_turns = {key: value for key, value in found.items() if key.startswith("in turns")}
+        for step, item in enumerate(rank["rows_that_differ"]):
+            assert item["empty on rank 0 weight mean"] == -3, "the sum of nothing, 0, is larger than that of rank 1"
+            assert item["empty on rank 0 weight max"] == -3
+            assert item["empty on rank 0 weight numel"] == 8
+            assert {item[f"empty on both weight {statistic}"] for statistic in ("mean", "max", "numel")} == {0}
+            assert (item["more on rank 1 activation min"], item["more on rank 1 activation max"]) == (-3, -3)
+            assert item["equal activation std"] == 0.0
+            in_turns = {key: value for key, value in item.items() if key.startswith("in turns")}
             assert in_turns == ({"in turns activation numel": 8} if step else {"in turns activation max": -3})
-            histogram = found["histogram gradient exponent_histogram"]
+            histogram = item["histogram gradient exponent_histogram"]
             assert {e - 127: count for e, count in enumerate(histogram) if count} == {0: 1, 1: 2, 2: 2, 3: 1}
 
 
@@ -242,10 +242,10 @@ def test_blocks_of_all_ranks_are_put_together(two: Ranks, step: int, recipe: str
     for rank in two:
         for tensor, statistics in expected.items():
             for name, value in statistics.items():
-                found = rank["blocks"][step][f"{tensor} {recipe}_{name}"]
+                result = rank["blocks"][step][f"{tensor} {recipe}_{name}"]
                 if isinstance(value, dict):
-                    found = {place: count for place, count in enumerate(found) if count}
-                assert found == (value if isinstance(value, dict) else pytest.approx(value, rel=1e-12)), name
+                    result = {place: count for place, count in enumerate(result) if count}
+                assert result == (value if isinstance(value, dict) else pytest.approx(value, rel=1e-12)), name
 
 
 # ---------------------------------------------------------------------- what it costs
@@ -255,10 +255,10 @@ def test_blocks_of_all_ranks_are_put_together(two: Ranks, step: int, recipe: str
 @pytest.mark.parametrize("tensors", [6, 102])
 def test_a_step_ends_with_one_message_and_one_copy(two: Ranks, tensors: int) -> None:
     for rank in two:
-        found = rank["costs"][str(tensors)]
-        assert found["watched"] == tensors
-        assert found["inside"] == [{}, {}], "nothing waits for the device in a forward or backward"
-        assert found["at the end"] == [{"statistics": 1}, {"copy_": 1}]
+        result = rank["costs"][str(tensors)]
+        assert result["watched"] == tensors
+        assert result["inside"] == [{}, {}], "nothing waits for the device in a forward or backward"
+        assert result["at the end"] == [{"statistics": 1}, {"copy_": 1}]
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -302,28 +302,28 @@ def test_after_a_failed_reduction_a_rank_is_on_its_own(two: Ranks, alone: Any) -
     assert survivor["local"] == [False, True, True, True]
     assert survivor["messages"][1:] == [1, 0, 0], "nothing is sent after the one that failed"
     assert left["local"] == [False, True]
-    for found, own, first in ((survivor, range(1, 4), 0), (left, [11], 10)):
+    for item, own, first in ((survivor, range(1, 4), 0), (left, [11], 10)):
         expected = alone(Layers("a"), [[[("a", seed)]] for seed in own])
         for step, values in enumerate(expected, start=1):
-            assert_equal(found["steps"][step], values)
-        assert found["steps"][0] == survivor["steps"][0], f"the step with batch {first} was reduced"
+            assert_equal(item["steps"][step], values)
+        assert item["steps"][0] == survivor["steps"][0], f"the step with batch {first} was reduced"
 
 
 @pytest.mark.processes
 def test_ranks_out_of_step_are_named_and_nothing_is_mixed(two: Ranks, alone: Any) -> None:
     for number, rank in enumerate(two):
-        found = rank["out_of_step"]["another iteration"]
+        result = rank["out_of_step"]["another iteration"]
         iterations = [[1, 2, 3], [7, 8, 9]][number]
-        assert found["iterations"] == [0, *iterations]
-        assert found["local"] == [False, True, True, True]
+        assert result["iterations"] == [0, *iterations]
+        assert result["local"] == [False, True, True, True]
         expected = alone(Layers("a"), [[[("a", 10 * number + seed)]] for seed in (1, 2, 3)])
         for step, values in enumerate(expected, start=1):
-            assert_equal(found["steps"][step], values)
-        named = [line for line in found["said"] if "out of step" in line]
+            assert_equal(result["steps"][step], values)
+        named = [line for line in result["said"] if "out of step" in line]
         assert len(named) == (number == 0), "the first rank says it for all"
         if named:
             assert "The ranks are out of step: iteration 1 on rank 0; iteration 7 on rank 1." in named[0]
-        assert found["messages"][1:] == [{"statistics": 1, "stamps": 1}, {}, {}]
+        assert result["messages"][1:] == [{"statistics": 1, "stamps": 1}, {}, {}]
 
 
 @pytest.mark.processes
@@ -336,18 +336,18 @@ def test_a_rank_that_misses_a_step_early_mixes_no_batches(two: Ranks, alone: Any
         expected = alone(Layers("a"), [[[("a", seed) for seed in seeds]] for seeds in batches])
         for step, values in enumerate(expected, start=1):
             assert_equal(rank["steps"][step], values)
-    (told,) = [line for line in first["said"] if "done since the start" in line]
-    assert "done since the start: 4 optimizer steps on rank 0; 5 optimizer steps on rank 1" in told
+    (stated,) = [line for line in first["said"] if "done since the start" in line]
+    assert "done since the start: 4 optimizer steps on rank 0; 5 optimizer steps on rank 1" in stated
     assert not [line for line in second["said"] if "done since the start" in line]
 
 
 @pytest.mark.processes
 def test_ranks_with_other_schedules_are_named_and_nothing_is_mixed(two: Ranks) -> None:
     for number, rank in enumerate(two):
-        found = rank["other_schedules"]
-        (said,) = found["said"]
+        result = rank["other_schedules"]
+        (said,) = result["said"]
         assert "due in different iterations: schedule 1 on rank 0; schedule 2 on rank 1." in said
-        assert (found["own"], found["local"]) == ([number], True)
+        assert (result["own"], result["local"]) == ([number], True)
 
 
 @pytest.mark.processes

@@ -113,7 +113,7 @@ def statistics_of(x: torch.Tensor, quantized: Any, its: Any, *, columnwise: bool
     watched = Watched("l", "activation", 0, x, rowwise=quantized, columnwise=quantized, quantizer=its)
     engine.note(watched, [quantized_request(name) for name in names])
     engine.measure()
-    return {one.statistic: one.value for one in engine.flush(reduce=False)}
+    return {item.statistic: item.value for item in engine.flush(reduce=False)}
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
@@ -129,8 +129,8 @@ def test_swizzled_scales_are_read_as_any(recipe: str, columnwise: bool) -> None:
     assert not torch.equal(
         *(getattr(tensor, f"_{direction}_scale_inv").view(torch.uint8) for tensor in (in_rows, swizzled))
     )
-    found = statistics_of(x, swizzled, swizzling, columnwise=columnwise)
-    assert found == statistics_of(x, in_rows, plain, columnwise=columnwise)
+    result = statistics_of(x, swizzled, swizzling, columnwise=columnwise)
+    assert result == statistics_of(x, in_rows, plain, columnwise=columnwise)
     part = read(swizzled, columnwise=False)
     assert isinstance(part, InBlocks)
     assert torch.equal(part.part.dequantized(), in_rows.dequantize(dtype=torch.float32))
@@ -192,8 +192,8 @@ def test_data_that_a_layer_lacks_are_simulated_as_its_quantizer_is_set_and_that_
     x = spread(by=1.0)
     expected = statistics_of(x, its(x), its, columnwise=columnwise)
     assert not caplog.records
-    found = statistics_of(x, without(direction, its(x)), its, columnwise=columnwise)
-    assert_equal(found, expected)
+    result = statistics_of(x, without(direction, its(x)), its, columnwise=columnwise)
+    assert_equal(result, expected)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert f"the quantized tensor has no {direction} data" in record.getMessage()
@@ -234,6 +234,6 @@ def test_a_format_in_the_name_is_what_a_quantizer_of_that_format_makes(runs: str
     watched = Watched("l", "gradient", 0, x, rowwise=its(x), columnwise=its(x), quantizer=its)
     engine.note(watched, [quantized_request(name) for name in expected])
     engine.measure()
-    found = {one.statistic: one.value for one in engine.flush(reduce=False)}
-    assert found == pytest.approx(expected, rel=exact.IN_FLOAT)
-    assert all(found[f"{recipe}_e5m2_mse"] > 2 * found[f"{recipe}_e4m3_mse"] for recipe in WITH_ELEMENT_FORMAT)
+    results = {item.statistic: item.value for item in engine.flush(reduce=False)}
+    assert results == pytest.approx(expected, rel=exact.IN_FLOAT)
+    assert all(results[f"{recipe}_e5m2_mse"] > 2 * results[f"{recipe}_e4m3_mse"] for recipe in WITH_ELEMENT_FORMAT)

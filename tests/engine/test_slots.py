@@ -35,7 +35,7 @@ def test_a_segment_moves_with_its_layer_but_not_within_a_step() -> None:
     assert on(CPU) == CPU
     ones = torch.ones(2, dtype=torch.float64)
     slots.merge(slots.segments[key], ones, ones[:1])
-    ((_, sums, maxima),) = (found for found in slots.vectors() if found[0] == CPU)
+    ((_, sums, maxima),) = (vector for vector in slots.vectors() if vector[0] == CPU)
     assert (sums[-2:].tolist(), maxima[-1:].tolist()) == ([1.0, 1.0], [1.0])
 
 
@@ -63,10 +63,10 @@ class Streams:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    found = Streams()
-    monkeypatch.setattr(slots_module, "current_stream", lambda device: found.now)
-    monkeypatch.setattr(slots_module, "follow", found.follow)
-    return found
+    result = Streams()
+    monkeypatch.setattr(slots_module, "current_stream", lambda device: result.now)
+    monkeypatch.setattr(slots_module, "follow", result.follow)
+    return result
 
 
 def added(slots: Segments, layer: str, number: float, width: int = 2) -> None:
@@ -87,12 +87,12 @@ def test_growing_moves_and_copies_nothing() -> None:
     slots = Segments()
     added(slots, "first", 1.0)
     before = slots.on(CPU)
-    addresses, contents = [one.data_ptr() for one in before], [one.clone() for one in before]
+    addresses, contents = [item.data_ptr() for item in before], [item.clone() for item in before]
     added(slots, "large", 2.0, width=5000)
     after = slots.on(CPU)
-    assert [one.data_ptr() for one in before] == addresses, "it was not moved"
-    assert {one.data_ptr() for one in after}.isdisjoint(addresses)
-    assert all(torch.equal(one, content) for one, content in zip(before, contents, strict=True))
+    assert [item.data_ptr() for item in before] == addresses, "it was not moved"
+    assert {item.data_ptr() for item in after}.isdisjoint(addresses)
+    assert all(torch.equal(item, content) for item, content in zip(before, contents, strict=True))
     assert after[0][:2].tolist() == [0.0, 0.0], "it was not copied"
     before[0][0] += 10.0  # such a kernel runs now
     before[1][0] = 7.0
@@ -100,7 +100,7 @@ def test_growing_moves_and_copies_nothing() -> None:
     assert read(slots) == ([12.0, 2.0, *[2.0] * 5000], [7.0, 2.0])
     slots.reset()
     assert read(slots) == ([0.0] * 5002, [NOTHING] * 2)
-    assert [one.data_ptr() for one in slots.on(CPU)] == [one.data_ptr() for one in after], "and the longest stays"
+    assert [item.data_ptr() for item in slots.on(CPU)] == [item.data_ptr() for item in after], "and the longest stays"
 
 
 def test_each_stream_adds_to_vectors_of_its_own_and_the_reading_waits_for_all(streams: Streams) -> None:
@@ -110,14 +110,16 @@ def test_each_stream_adds_to_vectors_of_its_own_and_the_reading_waits_for_all(st
     streams.now = Stream("second")
     added(slots, "layer", 2.0)
     of_second = slots.on(CPU)
-    assert {one.data_ptr() for one in of_first}.isdisjoint(one.data_ptr() for one in of_second)
+    assert {item.data_ptr() for item in of_first}.isdisjoint(item.data_ptr() for item in of_second)
     assert of_first[0][:2].tolist() == [1.0, 1.0]
     assert streams.log == [], "no stream waits for another before the reading"
     streams.now = Stream("first")
     added(slots, "layer", 4.0)
     assert slots.on(CPU)[0].data_ptr() == of_first[0].data_ptr()
     assert read(slots) == ([7.0, 7.0], [4.0])
-    addresses = {name: tuple(one.data_ptr() for one in of) for name, of in (("first", of_first), ("second", of_second))}
+    addresses = {
+        name: tuple(item.data_ptr() for item in of) for name, of in (("first", of_first), ("second", of_second))
+    }
     assert sorted(streams.log) == [("first", "first", addresses["first"]), ("first", "second", addresses["second"])]
     slots.reset()
     streams.log.clear()

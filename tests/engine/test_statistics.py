@@ -46,8 +46,8 @@ def statistics_of(micro_batches: Sequence[torch.Tensor], names: Sequence[Any], *
         engine.note(Watched("layer", tensor, 3, values), [tensor_request(name).of(tensor) for name in names])
         engine.measure()
     measurements = engine.flush(reduce=False)
-    assert {(found.layer, found.tensor) for found in measurements} <= {("layer", tensor)}
-    return {found.statistic: found.value for found in measurements}
+    assert {(measurement.layer, measurement.tensor) for measurement in measurements} <= {("layer", tensor)}
+    return {measurement.statistic: measurement.value for measurement in measurements}
 
 
 def from_float64(micro_batches: Sequence[torch.Tensor]) -> Found:
@@ -97,15 +97,15 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_statistic_of_a_tensor(name: str) -> None:
-    found = statistics_of(BATCHES[name], TENSOR_STATISTICS)
+    result = statistics_of(BATCHES[name], TENSOR_STATISTICS)
     expected = from_float64(BATCHES[name])
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for statistic, value in expected.items():
         rel = exact.STD_IN_FLOAT if statistic in ("mean", "std", "l1_norm", "l2_norm") else 1e-9
         if name == "float64 between float32" and statistic == "std":
             rel = 5  # below what the moments can tell: within the bounds of the extremes
         size = np.abs(expected["l1_norm"]) / expected["numel"] if statistic == "mean" else 0.0
-        assert found[statistic] == pytest.approx(value, rel=rel, abs=rel * size), statistic
+        assert result[statistic] == pytest.approx(value, rel=rel, abs=rel * size), statistic
 
 
 def test_the_largest_range_of_blocks() -> None:
@@ -141,9 +141,9 @@ def test_every_value_is_defined(values: torch.Tensor, expected: Found) -> None:
     assert list(blocks.values()) == [0.0]
     # And in the midst of others they change nothing but the counts.
     others = [normal(30), values, normal(40, seed=1)]
-    found, alone = statistics_of(others, TENSOR_STATISTICS), statistics_of([others[0], others[2]], TENSOR_STATISTICS)
+    results, alone = statistics_of(others, TENSOR_STATISTICS), statistics_of([others[0], others[2]], TENSOR_STATISTICS)
     if not values.isfinite().any():
-        assert found == alone | {"numel": 70 + values.numel(), "nonfinite_num": values.numel()}
+        assert results == alone | {"numel": 70 + values.numel(), "nonfinite_num": values.numel()}
 
 
 @pytest.mark.parametrize("value", [0.1, 3.7, -1e20, 1e-30])
@@ -157,16 +157,16 @@ def test_equal_elements_have_no_spread(value: float, dtype: torch.dtype) -> None
 def test_float64_whose_squares_are_beyond_float64() -> None:
     """No value is nan."""
     x = torch.tensor([1e200, -3e200, 1e-200, 0.0], dtype=torch.float64)
-    found = statistics_of([x, x], TENSOR_STATISTICS)
-    assert (found["min"], found["max"], found["cur_amax"]) == (-3e200, 1e200, 3e200)
-    assert found["mean"] == pytest.approx(-0.5e200)
-    assert found["l1_norm"] == pytest.approx(8e200)
-    assert (found["l2_norm"], found["std"]) == (INF, INF)
-    assert found["dynamic_range"] == pytest.approx(math.log2(3e200) - math.log2(1e-200))
-    assert {place: count for place, count in enumerate(found["exponent_histogram"]) if count} == {0: 2, 255: 4}
+    result = statistics_of([x, x], TENSOR_STATISTICS)
+    assert (result["min"], result["max"], result["cur_amax"]) == (-3e200, 1e200, 3e200)
+    assert result["mean"] == pytest.approx(-0.5e200)
+    assert result["l1_norm"] == pytest.approx(8e200)
+    assert (result["l2_norm"], result["std"]) == (INF, INF)
+    assert result["dynamic_range"] == pytest.approx(math.log2(3e200) - math.log2(1e-200))
+    assert {place: count for place, count in enumerate(result["exponent_histogram"]) if count} == {0: 2, 255: 4}
     assert statistics_of([x[:1], x[:1]], ["std"]) == {"std": 0.0}
     (blocks,) = statistics_of([x], [BLOCKWISE]).values()
-    assert blocks == pytest.approx(found["dynamic_range"])
+    assert blocks == pytest.approx(result["dynamic_range"])
 
 
 def test_a_weight_counts_once_a_step() -> None:
@@ -176,8 +176,8 @@ def test_a_weight_counts_once_a_step() -> None:
         for _ in range(3):
             engine.note(Watched("layer", "weight", step, weight + step), [tensor_request("l1_norm").of("weight")])
             engine.measure()
-        (found,) = engine.flush(reduce=False)
-        assert found.value == pytest.approx((weight + step).double().abs().sum().item(), rel=1e-12)
+        (result,) = engine.flush(reduce=False)
+        assert result.value == pytest.approx((weight + step).double().abs().sum().item(), rel=1e-12)
 
 
 def test_another_step_starts_anew() -> None:
@@ -185,7 +185,7 @@ def test_another_step_starts_anew() -> None:
     for scale in (100.0, 1.0):
         engine.note(Watched("layer", "activation", 0, torch.full((3,), scale)), [tensor_request("max")])
         engine.measure()
-        assert [found.value for found in engine.flush(reduce=False)] == [scale]
+        assert [item.value for item in engine.flush(reduce=False)] == [scale]
     assert not engine.flush(reduce=False)
 
 
@@ -196,7 +196,7 @@ def test_inference_mode_before_training() -> None:
         with torch.inference_mode(mode):
             engine.note(Watched("layer", "activation", 0, torch.ones(3)), [tensor_request("max")])
             engine.measure()
-            assert [found.value for found in engine.flush(reduce=False)] == [1.0]
+            assert [item.value for item in engine.flush(reduce=False)] == [1.0]
 
 
 # --- the histogram of exponents ---------------------------------------------------------------------------------------
@@ -306,15 +306,15 @@ def test_each_micro_batch_is_one_pass_while_slots_move(dtype: torch.dtype, monke
                 if quantized is not None:
                     engine.note(watched, of_codes)
                 engine.measure()
-        return [(found.layer, found.statistic, found.value) for found in engine.flush(reduce=False)]
+        return [(item.layer, item.statistic, item.value) for item in engine.flush(reduce=False)]
 
     add = native.add
     with monkeypatch.context() as patch:
         patch.setattr(native, "add", lambda *given, **named: (added.append(1), add(*given, **named)))
-        found = step()
+        result = step()
     assert len(added) == 2 * 60
-    assert found == step()
-    assert len(found) == 60 * 4 + 40 * 4
+    assert result == step()
+    assert len(result) == 60 * 4 + 40 * 4
 
 
 def test_a_pass_that_fails_leaves_nothing_half(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,7 @@ def test_a_pass_that_fails_leaves_nothing_half(monkeypatch: pytest.MonkeyPatch) 
     assert len(engine.collect(reduce=False)) == 0
     engine.note(Watched("layer", "weight", 3, torch.tensor([4.0])), requests)
     engine.measure()
-    assert [(found.tensor, found.value) for found in engine.flush(reduce=False)] == [("weight", 4.0)]
+    assert [(item.tensor, item.value) for item in engine.flush(reduce=False)] == [("weight", 4.0)]
 
 
 def test_tensors_that_are_noted_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,5 +345,5 @@ def test_tensors_that_are_noted_together(monkeypatch: pytest.MonkeyPatch) -> Non
         made = quantizer("fp8_current_scaling")(torch.full((16, 16), 2.0**number))
         engine.note(Watched("layer", tensor, 3, None, made, made, made._quantizer), requests)
     engine.measure()
-    found = {measured.tensor: measured.value for measured in engine.flush(reduce=False)}
-    assert found["weight"] == 2 * found["activation"]
+    results = {measured.tensor: measured.value for measured in engine.flush(reduce=False)}
+    assert results["weight"] == 2 * results["activation"]

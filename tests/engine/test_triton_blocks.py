@@ -89,8 +89,8 @@ def kernel() -> Iterator[ModuleType]:
 
 def by_kernel(kernel: ModuleType) -> Add:
     def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-        for one in pending:
-            kernel.add(one, sums, maxima)
+        for item in pending:
+            kernel.add(item, sums, maxima)
 
     return add
 
@@ -155,9 +155,9 @@ def storage_of(form: Form, quantized: Quantized, shape: Sequence[int]) -> Any:
 
 
 def in_blocks(form: Form, quantized: Quantized, shape: Sequence[int]) -> InBlocks:
-    found = read(storage_of(form, quantized, shape), columnwise=form.columnwise)
-    assert isinstance(found, InBlocks)
-    return found
+    result = read(storage_of(form, quantized, shape), columnwise=form.columnwise)
+    assert isinstance(result, InBlocks)
+    return result
 
 
 def quantized_by(form: Form, x: torch.Tensor) -> Quantized:
@@ -200,7 +200,7 @@ def measured(add: Add, pending: Pending, *, begin: int = 3, without: Sequence[st
     sums = torch.zeros(ends[0], dtype=torch.float64)
     maxima = torch.full((ends[1],), NOTHING, dtype=torch.float64)
     add([pending._replace(places=places, of_blocks=of_blocks)], sums, maxima)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for vector, sections, neutral in ((sums, SUMS, 0.0), (maxima, EXTREMES, NOTHING)):
         kept = vector.tolist()
         for name, names in sections.items():
@@ -208,10 +208,10 @@ def measured(add: Add, pending: Pending, *, begin: int = 3, without: Sequence[st
                 values = kept[at[name] : at[name] + len(names)]
                 kept[at[name] : at[name] + len(names)] = [neutral] * len(names)
                 is_binned = isinstance(names, range)
-                found[name] = dict(zip(names, values, strict=True))
-                found[name] = {bin_: n for bin_, n in found[name].items() if n} if is_binned else found[name]
+                results[name] = dict(zip(names, values, strict=True))
+                results[name] = {bin_: n for bin_, n in results[name].items() if n} if is_binned else results[name]
         assert set(kept) == {neutral}, "nothing goes where nothing is wanted"
-    return found
+    return results
 
 
 def assert_same(found: dict[str, Any], right: dict[str, Any], *, bounds: dict[str, float] = BOUNDS) -> None:
@@ -277,9 +277,9 @@ def test_a_form_beside_its_tensor(way: Add, form: Form) -> None:
     quantized = quantized_by(form, x)
     # Neither all that is compared nor nothing of it may be right by chance.
     x = torch.where(torch.arange(x.shape[-1]) % 5 > 0, x, x * 3)
-    found = measured(way, Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape)))
+    result = measured(way, Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape)))
     right = expected(form, x, quantized)
-    assert_same(found, right)
+    assert_same(result, right)
     assert 0 < right["compared"]["underflows"] < right["compared"]["compared"] or form.e5m2
     assert right["losses"]["overflow_blocks"] > 0
     assert right["limits"]["zero_blocks"] > 0 or form.square
@@ -312,8 +312,8 @@ def test_scales_at_their_ends(way: Add, form: Form, scales: Scales) -> None:
         stored, number = scales[at % len(scales)]
         blocks[place] = blocks[place]._replace(stored_scale=stored, factor=np.float32(number) * unit)
     quantized = quantized._replace(blocks=blocks)
-    found = measured(way, Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape)))
-    assert_same(found, expected(form, x, quantized))
+    result = measured(way, Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape)))
+    assert_same(result, expected(form, x, quantized))
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -348,12 +348,12 @@ def test_two_tensors_are_added(kernel: ModuleType) -> None:
         pending.append(Pending(x, None, None, False, ColumnPlaces(), in_blocks(form, quantized, x.shape)))
 
     def twice(given: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-        for one in pending:
-            by_kernel(kernel)([one._replace(places=given[0].places, of_blocks=given[0].of_blocks)], sums, maxima)
+        for item in pending:
+            by_kernel(kernel)([item._replace(places=given[0].places, of_blocks=given[0].of_blocks)], sums, maxima)
 
     both, (first, second) = (
         measured(twice, pending[0]),
-        [measured(by_kernel(kernel), one) for one in pending],
+        [measured(by_kernel(kernel), item) for item in pending],
     )
     for place, columns in both.items():
         for name in {*first[place], *second[place]}:
@@ -363,7 +363,7 @@ def test_two_tensors_are_added(kernel: ModuleType) -> None:
 
 def test_wrong_arguments(kernel: ModuleType) -> None:
     x = tensor_of(FORMS[0])
-    found = in_blocks(FORMS[0], quantized_by(FORMS[0], x), x.shape)
+    result = in_blocks(FORMS[0], quantized_by(FORMS[0], x), x.shape)
     vectors = torch.zeros(9, dtype=torch.float64), torch.zeros(9, dtype=torch.float64)
     for values, error, message in (
         (x.double(), TypeError, r"values.*torch\.float64"),
@@ -371,7 +371,7 @@ def test_wrong_arguments(kernel: ModuleType) -> None:
         (x.to("meta"), ValueError, "in_blocks: is on cpu.*meta"),
     ):
         with pytest.raises(error, match=message):
-            kernel.add(Pending(values, None, None, False, ColumnPlaces(moments=0), found), *vectors)
+            kernel.add(Pending(values, None, None, False, ColumnPlaces(moments=0), result), *vectors)
     with pytest.raises(ValueError, match="in_blocks: must be given"):
         kernel.add(Pending(x, None, None, False, ColumnPlaces(moments=0)), *vectors)
 

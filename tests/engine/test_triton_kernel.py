@@ -63,10 +63,10 @@ def fresh_kernel(name: str = "triton_kernel") -> ModuleType:
     try:
         return importlib.import_module(f"{kernels.__name__}.{name}")
     finally:
-        for each, module in kept.items():
-            sys.modules.pop(each, None)
+        for item, module in kept.items():
+            sys.modules.pop(item, None)
             if module is not None:
-                sys.modules[each] = module
+                sys.modules[item] = module
         vars(kernels).clear()
         vars(kernels).update(attributes)
 
@@ -127,7 +127,7 @@ def interpreted(name: str = "triton_kernel") -> Iterator[ModuleType]:
             for module, names in zip(modules, before, strict=True):
                 vars(module).clear()
                 vars(module).update(names)
-                for function in [each for each in _rewritten if each.__globals__ is vars(module)]:
+                for function in [item for item in _rewritten if item.__globals__ is vars(module)]:
                     del _rewritten[function]
 
 
@@ -150,8 +150,8 @@ def measure(kernel: ModuleType) -> Measure:
     """``measure`` with the columns by name, and the exponent counts as "histogram"."""
 
     def measure(values: torch.Tensor, codes: torch.Tensor | None = None, *args: Any, **options: Any) -> dict[str, Any]:
-        found = measured_by(by_kernel(kernel), values, codes, *args, **options)
-        return named(*found, compared=codes is not None, histogram_too=options.get("histogram", False))
+        result = measured_by(by_kernel(kernel), values, codes, *args, **options)
+        return named(*result, compared=codes is not None, histogram_too=options.get("histogram", False))
 
     return measure
 
@@ -227,8 +227,8 @@ NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_unusual_numbers(measure: Measure, name: str) -> None:
     values = torch.tensor(NUMBERS[name])
-    found = measure(values, histogram=True)
-    assert_same(found, columns(values, histogram_too=True))
+    result = measure(values, histogram=True)
+    assert_same(result, columns(values, histogram_too=True))
 
 
 @pytest.mark.parametrize(
@@ -244,9 +244,9 @@ def test_unusual_numbers(measure: Measure, name: str) -> None:
 def test_a_mean_of_a_thousand_deviations(measure: Measure, dtype: torch.dtype, factor: float, spoiled: bool) -> None:
     values = ((normal(20_001, seed=1) * 3.0 + 3000.0) * factor).to(dtype)
     values[5:20_000:50] = INF if spoiled else values[5]
-    found = measure(values)
-    mean = found["sum"] / found["finite"]
-    deviation = math.sqrt(found["square_sum"] / found["finite"] - mean**2)
+    result = measure(values)
+    mean = result["sum"] / result["finite"]
+    deviation = math.sqrt(result["square_sum"] / result["finite"] - mean**2)
     expected = values[values.isfinite()].double().std(correction=0).item()
     assert deviation == pytest.approx(expected, rel=12 * 2.0**-24)
 
@@ -325,10 +325,10 @@ def test_indices_beyond_int32_take_the_same_path(kernel: ModuleType, monkeypatch
 def test_random_values_and_codes(measure: Measure, dtype: torch.dtype, e5m2: bool, scale_inv: float) -> None:
     values = (normal(7000) * 10.0 ** normal(7000, seed=1)).to(dtype)
     codes, scale = quantized(values, scale_inv, e5m2=e5m2)
-    found = measure(values, codes, scale, e5m2=e5m2, histogram=True)
-    assert found["underflows"] > 0 or e5m2
-    assert found["overflows"] > 0 or e5m2 or scale_inv == 3.0
-    assert_same(found, columns(values, codes, scale, e5m2=e5m2, histogram_too=True))
+    result = measure(values, codes, scale, e5m2=e5m2, histogram=True)
+    assert result["underflows"] > 0 or e5m2
+    assert result["overflows"] > 0 or e5m2 or scale_inv == 3.0
+    assert_same(result, columns(values, codes, scale, e5m2=e5m2, histogram_too=True))
 
 
 @pytest.mark.parametrize("e5m2", [False, True])
@@ -348,16 +348,16 @@ def test_an_element_overflows_above_the_limit_not_at_it(measure: Measure) -> Non
 def test_elements_that_are_not_finite_are_not_compared(measure: Measure) -> None:
     values = torch.tensor([INF, NAN, -INF, 2.0, 0.0])
     codes = torch.tensor([0x7F, 0x7F, 0xFE, 0x38, 0x00], dtype=torch.uint8)  # nan, nan, -448, 1, 0
-    found = measure(values, codes, torch.ones(1))
-    assert [found[name] for name in COMPARISON_SUMS] == [2, 0, 0, 1.0, 4.0]
+    result = measure(values, codes, torch.ones(1))
+    assert [result[name] for name in COMPARISON_SUMS] == [2, 0, 0, 1.0, 4.0]
 
 
 @pytest.mark.parametrize(("code", "error"), [(0x7C, INF), (0x7F, NAN)])
 def test_a_quantized_value_that_is_not_finite_shows_in_the_error(measure: Measure, code: int, error: float) -> None:
     codes = torch.tensor([code, 0x3C], dtype=torch.uint8)
-    found = measure(torch.tensor([1.0, 1.0]), codes, torch.ones(1), e5m2=True)
-    assert found["error_square_sum"] == pytest.approx(error, nan_ok=True)
-    assert (found["compared"], found["square_sum"]) == (2, 2.0)
+    result = measure(torch.tensor([1.0, 1.0]), codes, torch.ones(1), e5m2=True)
+    assert result["error_square_sum"] == pytest.approx(error, nan_ok=True)
+    assert (result["compared"], result["square_sum"]) == (2, 2.0)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -458,9 +458,9 @@ def test_tensors_together_have_the_bits_that_they_have_alone(kernel: ModuleType,
     assert list(map(len, kernel.grouped(pending))) == [4]
     together, by_hand = vectors(1200), vectors(1200)
     by_kernel(kernel)(pending, *together)
-    for one in pending:
-        sums, maxima = measured_by(by_kernel(kernel), one.values, one.codes, one.scale_inv, histogram=histogram)
-        begin = one.places.moments
+    for item in pending:
+        sums, maxima = measured_by(by_kernel(kernel), item.values, item.codes, item.scale_inv, histogram=histogram)
+        begin = item.places.moments
         by_hand[0][begin : begin + len(sums)] += sums
         kept = by_hand[1][begin : begin + len(maxima)]
         torch.maximum(kept, maxima, out=kept)
@@ -518,10 +518,10 @@ def compiled(
     vars(module).update(launches)
 
     def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-        (one,) = pending
-        apart = ColumnPlaces(*(1000 if place >= 0 else -1 for place in one.places))
-        places = [ColumnPlaces(*map(operator.add, one.places, (n * step for step in apart))) for n in range(together)]
-        by_kernel(module)([one._replace(places=of_tensor) for of_tensor in places], sums, maxima)
+        (first,) = pending
+        apart = ColumnPlaces(*(1000 if place >= 0 else -1 for place in first.places))
+        places = [ColumnPlaces(*map(operator.add, first.places, (n * step for step in apart))) for n in range(together)]
+        by_kernel(module)([first._replace(places=of_tensor) for of_tensor in places], sums, maxima)
 
     measured_by(add, values, *arguments, **options)
     return compiled_launch(capability, function, launches[kernel])

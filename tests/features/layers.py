@@ -84,10 +84,10 @@ def observed(recipe_name: str | None, folder: Path) -> dict[str, Any]:
         y.backward(given["gradient"])
         session.step()
     (records,) = keeper.steps
-    found: dict[str, Any] = {f"{row.tensor} {row.statistic}": row.value for row in records}
+    results: dict[str, Any] = {f"{row.tensor} {row.statistic}": row.value for row in records}
     for (_, tensor, statistic), counts in records.vectors.items():
-        found[f"{tensor} {statistic}"] = {str(place): count for place, count in enumerate(counts) if count}
-    return found
+        results[f"{tensor} {statistic}"] = {str(place): count for place, count in enumerate(counts) if count}
+    return results
 
 
 if __name__ == "__main__":

@@ -91,5 +91,5 @@ def made(signatures: str, base: str, *, api_method: bool) -> type:
     """The class itself."""
     namespace: dict[str, Any] = {"__name__": "probe"}
     exec(source(signatures, base, api_method=api_method, registered=False), namespace)
-    found: type = namespace["Probe"]
-    return found
+    result: type = namespace["Probe"]
+    return result

@@ -148,10 +148,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_twice_in_a_process_in_any_order_of_folders_and_files(alone: dict[str, Any], listed: str) -> None:
     """The second time, modules that were imported are not executed again and the registry is empty."""
     for runs in alone[listed]:
-        for found in runs:
-            assert found["own"]
-            assert found["rows"] == LOGGED
-            assert found["theirs"] == (["TestDummyFeature"] if "theirs" in listed else [])
+        for item in runs:
+            assert item["own"]
+            assert item["rows"] == LOGGED
+            assert item["theirs"] == (["TestDummyFeature"] if "theirs" in listed else [])
     assert alone["session"] == []  # the session was not needed for it
 
 

@@ -103,4 +103,4 @@ def test_the_configs_of_the_page() -> None:
     for block in page.split("```yaml\n")[1:]:
         examples |= yaml.safe_load(block.split("```")[0])
     config = load_config(examples)
-    assert [found.name for found in config.sections] == ["which_format", "default_statistics"]
+    assert [section.name for section in config.sections] == ["which_format", "default_statistics"]

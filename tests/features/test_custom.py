@@ -219,7 +219,7 @@ def test_a_feature_that_answers_with_a_bool_is_asked_in_every_step(
     other_class, _, seen_by_other = watcher("Other", other_answer or (lambda _: (False, None)))
     classes = [late_class] if other_answer is None else [other_class, late_class]
     options = {"enabled": True, "tensors": ["activation"]}
-    features = {found.__name__: options for found in classes}
+    features = {cls.__name__: options for cls in classes}
     if in_session:
         net = te.Linear(32, 32)
         config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}

@@ -64,9 +64,9 @@ def test_the_tensors_are_those_of_transformer_engines_feature(tmp_path: Path, fo
         torch.manual_seed(0)
         with plain({"DumpTensors": BOTH}, tmp_path / name, folders=listed, fresh=True):
             train(linear(), steps=2)
-            found = files(tmp_path / name)  # a step has its files when it has ended
+            result = files(tmp_path / name)  # a step has its files when it has ended
         ending = "linear_activation.pt" if name == "theirs" else "linear.activation.safetensors"
-        assert found == [f"iter_00000{n}/{ending}" for n in range(2)]
+        assert result == [f"iter_00000{n}/{ending}" for n in range(2)]
     theirs = torch.load(tmp_path / "theirs/tensor_dumps/rank_0/iter_000001/linear_activation.pt", weights_only=False)
     ours = load(tmp_path / "ours", "iter_000001/linear.activation.safetensors")
     assert torch.equal(ours.tensors["high_precision"], theirs["high_precision"])

@@ -133,14 +133,14 @@ def sections(one: Choice, other: Choice, *, apart: bool) -> dict[str, Any]:
     return {"first": {**head, "transformer_engine": {**one.body, **other.body}}}
 
 
-ALONE = [(one, other, False) for one, other in PAIRS if one.feature != other.feature]  # a mapping has a key once
-APART = [(one, other, True) for one, other in PAIRS]
+ALONE = [(first, other, False) for first, other in PAIRS if first.feature != other.feature]  # a mapping has a key once
+APART = [(first, other, True) for first, other in PAIRS]
 REFUSED = [case for case in (*ALONE, *APART) if case[0].feature == case[1].feature or conflict(case[0], case[1])]
 HOLDING = [case for case in ALONE if case not in REFUSED]
 
 
 def named(cases: list[tuple[Choice, Choice, bool]]) -> list[str]:
-    return [f"{one} + {other}{', apart' if apart else ''}" for one, other, apart in cases]
+    return [f"{first} + {other}{', apart' if apart else ''}" for first, other, apart in cases]
 
 
 def written(folder: Path, one: Choice, other: Choice, *, apart: bool) -> Path:
@@ -208,13 +208,15 @@ def test_what_no_schema_could_tell_is_an_error_where_it_happens(
 ) -> None:
     """Alone, where no plan is made; and with a feature that no schema describes."""
     features = {forbidding: FORBIDS, "PerTensorScaling": {**SCALES, "tensors": tensors}}
-    told = rf"PerTensorScaling quantized {tensors[0]} of 'linear' for fprop, which {forbidding} keeps in high precision"
+    stated = (
+        rf"PerTensorScaling quantized {tensors[0]} of 'linear' for fprop, which {forbidding} keeps in high precision"
+    )
     with plain(features, tmp_path / "plain", classes=[Forbids]):
-        with pytest.raises(FeatureError, match=told):
+        with pytest.raises(FeatureError, match=stated):
             train(linear())
     if forbidding == "Forbids":
         net = te.Linear(32, 32)
         config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
-        with pytest.raises(FeatureError, match=told.replace("'linear'", "'linear'")):
+        with pytest.raises(FeatureError, match=stated.replace("'linear'", "'linear'")):
             with InspectSession(config, model=net, log_dir=tmp_path, features=[Forbids]) as session:
                 train(net, 1, session)

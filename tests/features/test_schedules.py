@@ -66,9 +66,9 @@ def test_a_custom_feature_is_not_dragged_along(tmp_path: Path) -> None:
             inspected.append(iteration)
 
     features = {"EveryFifth": {"enabled": True, "tensors": ["activation"]}, **stats(freq=2), "DumpTensors": DUMP}
-    found = acted(features, 11, tmp_path, classes=[EveryFifth], folders=[OURS, THEIRS])
+    result = acted(features, 11, tmp_path, classes=[EveryFifth], folders=[OURS, THEIRS])
     assert inspected == [0, 5, 10]
-    assert found == {"activation_max": [0, 2, 4, 6, 8, 10]}
+    assert result == {"activation_max": [0, 2, 4, 6, 8, 10]}
     dumps = sorted(path.parent.name for path in tmp_path.rglob("*.safetensors"))
     assert dumps == ["iter_000000", "iter_000003", "iter_000006", "iter_000009"]
 
@@ -84,8 +84,8 @@ def test_keys_beside_the_struct_hold_for_its_entries(tmp_path: Path) -> None:
         {"tensor": "weight", "end_step": 2},
         {"tensor": "gradient", "start_end_list": [[0, 0], [6, 6]]},
     ]
-    found = acted(stats(tensors_struct=struct, stats=["min"], start_step=1, end_step=4, freq=2), 7, tmp_path)
-    assert found == {"activation_max": [1, 2, 3, 4], "weight_min": [2], "gradient_min": [0, 6]}
+    result = acted(stats(tensors_struct=struct, stats=["min"], start_step=1, end_step=4, freq=2), 7, tmp_path)
+    assert result == {"activation_max": [1, 2, 3, 4], "weight_min": [2], "gradient_min": [0, 6]}
 
 
 def test_nothing_is_asked_again_after_the_last_iteration(tmp_path: Path) -> None:

@@ -36,17 +36,17 @@ def check(tensor: Any, high: torch.Tensor, made_by: Any, *, columnwise: bool, se
 def test_a_right_quantizer(recipe: str, which: str, columnwise: bool) -> None:
     tensor, high, made_by = made(recipe, **{which: True})
     for seed in (0, 1, 1 << 20):
-        found = check(tensor, high, made_by, columnwise=columnwise, seed=seed)
-        assert found.codes >= 32768
-        assert found.wrong == 0
-        assert found.wrong_scales == 0
+        result = check(tensor, high, made_by, columnwise=columnwise, seed=seed)
+        assert result.codes >= 32768
+        assert result.wrong == 0
+        assert result.wrong_scales == 0
         if "rht" not in recipe and recipe != "delayed":
-            assert found.scales > 0
+            assert result.scales > 0
         stochastic = "stochastic" in recipe and which == "gradient"
-        assert (found.rounded > 0) == stochastic
+        assert (result.rounded > 0) == stochastic
         if stochastic:
-            assert abs(found.rounding_bias / found.rounded) < 0.01
-            assert abs(found.rounded_to_0 - found.expected_0) / found.rounded < 0.01
+            assert abs(result.rounding_bias / result.rounded) < 0.01
+            assert abs(result.rounded_to_0 - result.expected_0) / result.rounded < 0.01
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
@@ -60,20 +60,20 @@ def test_what_inf_and_nan_do_is_not_blamed_on_the_quantizer(
     high = torch.randn(ROWS, COLUMNS).to(BF16)
     high[3, 3] = value
     made_by = quantizer(recipe, **{which: True})
-    found = check(made_by(high), high, made_by, columnwise=columnwise)
-    assert (found.wrong, found.wrong_scales) == (0, 0)
+    result = check(made_by(high), high, made_by, columnwise=columnwise)
+    assert (result.wrong, result.wrong_scales) == (0, 0)
     whole = check(
         made_by(high.nan_to_num(1.0, 1.0, 1.0)), high.nan_to_num(1.0, 1.0, 1.0), made_by, columnwise=columnwise
     )
-    assert found.codes < whole.codes
+    assert result.codes < whole.codes
     if whole.scales:
-        assert found.scales < whole.scales
+        assert result.scales < whole.scales
     if "nvfp4" in recipe and not math.isnan(value):
-        assert (found.codes, found.scales) == (0, 0), "its amax is inf"
+        assert (result.codes, result.scales) == (0, 0), "its amax is inf"
     else:
-        assert found.codes > 0.9 * whole.codes
+        assert result.codes > 0.9 * whole.codes
     if recipe in ("block", "mxfp8"):
-        assert found.scales > 0.9 * whole.scales or which == "weight"
+        assert result.scales > 0.9 * whole.scales or which == "weight"
 
 
 def rewritten(tensor: Any, codes: torch.Tensor) -> None:
@@ -96,19 +96,19 @@ def test_a_quantizer_with_a_fault(recipe: str) -> None:
     down = ((exact.abs() / apart).floor() * apart).clamp(max=number_format.max).copysign(exact).float()
     codes = number_format.encode(down)
     rewritten(tensor, packed(codes) if number_format is E2M1 else codes)
-    found = check(tensor, high, made_by, columnwise=False)
+    result = check(tensor, high, made_by, columnwise=False)
     if "stochastic" in recipe:
-        assert found.wrong == 0
-        assert found.rounding_bias / found.rounded < -0.2
-        assert (found.rounded_to_0 - found.expected_0) / found.rounded > 0.05
+        assert result.wrong == 0
+        assert result.rounding_bias / result.rounded < -0.2
+        assert (result.rounded_to_0 - result.expected_0) / result.rounded > 0.05
     else:
-        assert found.wrong / found.codes > 0.2
+        assert result.wrong / result.codes > 0.2
 
     rewritten(tensor, torch.zeros_like(part.codes))
-    found = check(tensor, high, made_by, columnwise=False)
-    assert found.wrong / found.codes > 0.4
+    result = check(tensor, high, made_by, columnwise=False)
+    assert result.wrong / result.codes > 0.4
     if "stochastic" in recipe:
-        assert found.rounding_bias / found.rounded < -0.5
+        assert result.rounding_bias / result.rounded < -0.5
 
     if "rht" not in recipe:
         tensor, high, made_by = made(recipe, **which)
@@ -120,9 +120,9 @@ def test_a_quantizer_with_a_fault(recipe: str) -> None:
                 scales.copy_(halved)
             elif scales is not None:
                 scales.mul_(0.5)
-        found = check(tensor, high, made_by, columnwise=False)
-        assert found.wrong_scales > 0.9 * found.scales > 0
-        assert found.wrong / found.codes > 0.5
+        result = check(tensor, high, made_by, columnwise=False)
+        assert result.wrong_scales > 0.9 * result.scales > 0
+        assert result.wrong / result.codes > 0.5
 
 
 def test_the_distance_of_neighbours() -> None:

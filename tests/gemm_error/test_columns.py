@@ -11,9 +11,9 @@ from te_precision_callbacks.statistics.table import STATISTICS
 
 def on_rank(rank: int, rows: list[float], error: float) -> tuple[torch.Tensor, torch.Tensor]:
     ratios = torch.tensor(rows, dtype=torch.float64)
-    one = torch.ones((), dtype=torch.float64)
-    found = Judged(one * error, one, one, ratios.amax(), ratios, torch.zeros(4, dtype=torch.float64), one)
-    return kernel_columns(found, rank)
+    first = torch.ones((), dtype=torch.float64)
+    result = Judged(first * error, first, first, ratios.amax(), ratios, torch.zeros(4, dtype=torch.float64), first)
+    return kernel_columns(result, rank)
 
 
 def merged(*ranks: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
@@ -27,13 +27,13 @@ def merged(*ranks: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
 
 def test_one_bad_device_is_not_averaged_away() -> None:
     healthy = [on_rank(rank, [0.3, 0.4, 0.2], 1e-6) for rank in range(7)]
-    found = merged(*healthy, on_rank(7, [0.2, 5.0, 1.5], 1e-2))
-    assert found["gemm_kernel_ratio"] == 5
-    assert found["gemm_kernel_ratio_rank"] == 7
-    assert (found["gemm_kernel_rank_first"], found["gemm_kernel_rank_last"]) == (7, 7)
-    assert (found["gemm_kernel_row_first"], found["gemm_kernel_row_last"], found["gemm_kernel_rows"]) == (1, 2, 2)
-    assert (found["gemm_kernel_column_first"], found["gemm_kernel_columns"]) == (-1, 0)
-    assert found["gemm_kernel_error"] == np.sqrt((7e-6 + 1e-2) / 8)
+    result = merged(*healthy, on_rank(7, [0.2, 5.0, 1.5], 1e-2))
+    assert result["gemm_kernel_ratio"] == 5
+    assert result["gemm_kernel_ratio_rank"] == 7
+    assert (result["gemm_kernel_rank_first"], result["gemm_kernel_rank_last"]) == (7, 7)
+    assert (result["gemm_kernel_row_first"], result["gemm_kernel_row_last"], result["gemm_kernel_rows"]) == (1, 2, 2)
+    assert (result["gemm_kernel_column_first"], result["gemm_kernel_columns"]) == (-1, 0)
+    assert result["gemm_kernel_error"] == np.sqrt((7e-6 + 1e-2) / 8)
     both = merged(*healthy, on_rank(7, [0.2, 5.0, 1.5], 1e-2), on_rank(9, [8.0], 1e-2))
     assert (both["gemm_kernel_ratio_rank"], both["gemm_kernel_rank_first"], both["gemm_kernel_rank_last"]) == (9, 7, 9)
 
@@ -42,7 +42,7 @@ def test_nothing_divided_by_nothing() -> None:
     """A product of zeros that is zero has no error; one that is not has an infinite one, and is a finding."""
     zero = torch.zeros((), dtype=torch.float64)
     healthy = Judged(zero, zero, zero, zero, torch.zeros(3), torch.zeros(3), zero + 1)
-    found = merged(kernel_columns(healthy, 0))
-    assert (found["gemm_kernel_error"], found["gemm_gain"], found["gemm_kernel_ratio"]) == (0, 1, 0)
-    found = merged(kernel_columns(healthy._replace(error_square=zero + 1), 0))
-    assert (found["gemm_kernel_error"], found["gemm_gain"]) == (np.inf, np.inf)
+    result = merged(kernel_columns(healthy, 0))
+    assert (result["gemm_kernel_error"], result["gemm_gain"], result["gemm_kernel_ratio"]) == (0, 1, 0)
+    result = merged(kernel_columns(healthy._replace(error_square=zero + 1), 0))
+    assert (result["gemm_kernel_error"], result["gemm_gain"]) == (np.inf, np.inf)

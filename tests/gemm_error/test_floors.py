@@ -27,7 +27,7 @@ def test_the_floor_of_a_format(name: str, recipe: str, gradient: bool) -> None:
     torch.manual_seed(0)
     high = [torch.randn(512, 512).to(BF16) for _ in range(2)]
     makers = [quantizer(recipe, gradient=gradient), quantizer(recipe)]
-    decoded = [factor_of(make(one), columnwise=False).matrix() for make, one in zip(makers, high, strict=True)]
+    decoded = [factor_of(make(item), columnwise=False).matrix() for make, item in zip(makers, high, strict=True)]
     exact = high[0].double() @ high[1].double().t()
     error = (decoded[0] @ decoded[1].t() - exact).norm() / exact.norm()
     assert 100 * error.item() == pytest.approx(float(stated[1]), abs=0.1)

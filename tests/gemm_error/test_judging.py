@@ -40,16 +40,16 @@ def judge(gemm: Gemm, out: torch.Tensor, seed: int = 0, **more: object) -> Judge
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 def test_a_factor_is_the_operand_and_its_thin_products_are_those_of_the_whole(recipe: str, gemm: str) -> None:
     """In pieces too. The reference's own result is within rounding of float64, and nothing is found."""
-    found = gemm_of(recipe, gemm)
-    left, right = (Factor(factor.memory, factor.turned, piece_bytes=1) for factor in (found.left, found.right))
-    whole_left, whole_right = found.left.matrix(), found.right.matrix()
+    result = gemm_of(recipe, gemm)
+    left, right = (Factor(factor.memory, factor.turned, piece_bytes=1) for factor in (result.left, result.right))
+    whole_left, whole_right = result.left.matrix(), result.right.matrix()
     assert torch.equal(left.matrix(), whole_left)
     relative = {"delayed": 0.06, "current": 0.06, "block": 0.05, "mxfp8": 0.05}.get(recipe, 0.2)
     if "rht" not in recipe:
         for name, whole in (("a", whole_right), ("b", whole_left)):
-            assert (whole - found.high(name)).norm() < relative * found.high(name).norm()
+            assert (whole - result.high(name)).norm() < relative * result.high(name).norm()
     c = whole_left @ whole_right.t()
-    assert (found.out.double() - c).norm() < 0.003 * c.norm()
+    assert (result.out.double() - c).norm() < 0.003 * c.norm()
     x, y = probes(SIZES["m"], 4, 1, CPU), probes(SIZES["n"], 4, 2, CPU)
     expected = product(left, right, x, y, alpha=2.0)
     torch.testing.assert_close(expected.right.double(), 2 * c @ x.double(), rtol=1e-4, atol=1e-3)
@@ -57,7 +57,7 @@ def test_a_factor_is_the_operand_and_its_thin_products_are_those_of_the_whole(re
     terms = 4 * whole_left.square() @ whole_right.square().t()
     torch.testing.assert_close(expected.row_squares.double(), terms.sum(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(expected.column_squares.double(), terms.sum(0), rtol=1e-5, atol=0)
-    judgement = judge(found, found.out)
+    judgement = judge(result, result.out)
     assert judgement.counts == 1
     assert judgement.ratio < 0.6
     assert abs(judgement.gain_dot / judgement.expected_square - 1) < 1e-3
@@ -120,13 +120,13 @@ def test_a_fault_of_a_kernel_is_found_and_localized(fault: Callable[[torch.Tenso
     gemm = gemm_of("mxfp8", "fprop")
     out = gemm.out.clone()
     fault(out)
-    found = judge(gemm, out)
-    assert found.ratio > 1
-    for ratios, places in zip((found.rows, found.columns), FAULTS[fault], strict=True):
+    result = judge(gemm, out)
+    assert result.ratio > 1
+    for ratios, places in zip((result.rows, result.columns), FAULTS[fault], strict=True):
         if places is not None:
             assert set(torch.nonzero(ratios > 1).view(-1).tolist()) == places
     if fault in (halve, shrink):
-        assert abs(found.gain_dot / found.expected_square - (0.5 if fault is halve else 2.0**-7)) < 1e-3
+        assert abs(result.gain_dot / result.expected_square - (0.5 if fault is halve else 2.0**-7)) < 1e-3
 
 
 @pytest.mark.parametrize("accumulator", [FLOAT32, HOPPER_FAST, HOPPER_SPLIT], ids=lambda one: one.name)
@@ -156,14 +156,14 @@ def test_what_is_added_to_the_product() -> None:
         before = size * torch.randn(SIZES["n"], SIZES["m"], generator=torch.Generator().manual_seed(2))
         run = thin(factor_of(gemm.out + bias + before, columnwise=False), x, y)
         of_before = thin(factor_of(before, columnwise=False), x, y)
-        found = judged(run, expected, GemmCall(SIZES["k"], torch.float32, x, y, bias=bias, before=of_before))
-        assert found.counts == counts
-        assert found.ratio < 1
+        result = judged(run, expected, GemmCall(SIZES["k"], torch.float32, x, y, bias=bias, before=of_before))
+        assert result.counts == counts
+        assert result.ratio < 1
     zero = torch.zeros(SIZES["n"], SIZES["m"])
     run = thin(factor_of(zero, columnwise=False), x, y)
-    found = judged(run, expected._replace(right=expected.right * 0, left=expected.left * 0), GemmCall(192, BF16, x, y))
-    assert found.ratio == 0
-    assert found.gain_dot == 0
+    result = judged(run, expected._replace(right=expected.right * 0, left=expected.left * 0), GemmCall(192, BF16, x, y))
+    assert result.ratio == 0
+    assert result.gain_dot == 0
 
 
 def test_probes_are_reproducible_and_leave_the_random_state_alone() -> None:

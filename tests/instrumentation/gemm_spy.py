@@ -62,10 +62,10 @@ GEMM_OF = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgra
 def at_the_entries(note: Callable[[Any, bool, Any, bool, Any], None]) -> Iterator[None]:
     """Calls ``note`` behind each GEMM of the extension, with A, B, whether each is transposed, and the result; of
     grouped GEMMs None."""
-    one, grouped = tex.generic_gemm, tex.te_general_grouped_gemm
+    single, grouped = tex.generic_gemm, tex.te_general_grouped_gemm
 
     def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
-        result = one(a, transa, b, transb, *more, **keywords)
+        result = single(a, transa, b, transb, *more, **keywords)
         note(a, transa, b, transb, result[0])
         return result
 
@@ -79,7 +79,7 @@ def at_the_entries(note: Callable[[Any, bool, Any, bool, Any], None]) -> Iterato
     try:
         yield
     finally:
-        tex.generic_gemm, tex.te_general_grouped_gemm = one, grouped
+        tex.generic_gemm, tex.te_general_grouped_gemm = single, grouped
 
 
 class Spy:
@@ -265,30 +265,30 @@ def case(
                     net(x)
                 spy.training = True
             session.step()
-        found = wrong(session.precision, spy.handed)
+        result = wrong(session.precision, spy.handed)
         if autocast == ALWAYS and not evaluate:
-            found += [f"{entry}: not seen" for entry in session.precision if entry.operands and not entry.seen]
+            result += [f"{entry}: not seen" for entry in session.precision if entry.operands and not entry.seen]
         if checkpoint == "reentrant, outside" and autocast == EARLIER:
-            return found  # of a layer that rests, only the last forward of a step is known: docs/architecture.md
+            return result  # of a layer that rests, only the last forward of a step is known: docs/architecture.md
         for step, handed in enumerate(spy.handed_in):
             at = session.precision(at=step)
-            found += [f"{step}: {text}" for text in wrong(at, handed)]
+            result += [f"{step}: {text}" for text in wrong(at, handed)]
             if any(not entry.since <= step <= (steps if entry.until is None else entry.until) for entry in at):
-                found.append(f"{step}: {at}")
-        return found
+                result.append(f"{step}: {at}")
+        return result
 
 
 def wrong(precision: Sequence[GemmPrecision], handed: Handed) -> list[str]:
-    told = {(e.layer, e.gemm, tensor): (text, e.seen) for e in precision for tensor, text in e.operands.items()}
-    found = []
+    stated = {(e.layer, e.gemm, tensor): (text, e.seen) for e in precision for tensor, text in e.operands.items()}
+    results = []
     for operand, formats in handed.items():
-        text, seen = told.get(operand, ("nothing", True))
+        text, seen = stated.get(operand, ("nothing", True))
         said = {part.removesuffix(" (modified)") for part in text.split(" -> ")}
         if said != formats:
-            found.append(f"{' '.join(operand)}: told {text}{'' if seen else ' (not seen)'}, was {sorted(formats)}")
+            results.append(f"{' '.join(operand)}: told {text}{'' if seen else ' (not seen)'}, was {sorted(formats)}")
     assert handed
     ran = {operand[:2] for operand in handed}
-    return found + [
+    return results + [
         f"{entry.layer} {entry.gemm}: told {entry.not_run or 'that it ran'}"
         for entry in precision
         if ((entry.layer, entry.gemm) in ran) == bool(entry.not_run) or bool(entry.operands) == bool(entry.not_run)

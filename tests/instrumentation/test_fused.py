@@ -140,7 +140,7 @@ def test_training_is_the_same_to_the_last_bit(module: str, recipe: str, tmp_path
     config, without = config_for(module, quantized=quantized), alone(module, recipe)
     observed, records = run(module, recipe, 3, observe="fused", folder=tmp_path, config=config)
     assert len(without) == len(observed)
-    assert all(torch.equal(one, other) for one, other in zip(without, observed, strict=True))
+    assert all(torch.equal(first, other) for first, other in zip(without, observed, strict=True))
     assert [step.iteration for step in records] == list(range(3))
 
 
@@ -156,7 +156,7 @@ def test_the_default_config_leaves_training_the_same_to_the_last_bit(
     without = alone(module, recipe)
     with caplog.at_level(logging.INFO, logger="te_precision_callbacks"):
         observed, records = run(module, recipe, 3, observe="auto", folder=tmp_path, config=None)
-    assert all(torch.equal(one, other) for one, other in zip(without, observed, strict=True))
+    assert all(torch.equal(first, other) for first, other in zip(without, observed, strict=True))
     assert "are observed on their own fused path." in caplog.text
     assert "debug path" not in caplog.text
     for step in records:
@@ -181,11 +181,11 @@ def test_statistics_are_those_of_the_debug_path(module: str, recipe: str, tmp_pa
     _, debug = run(module, recipe, 2, observe="debug", micro_batches=2, folder=tmp_path / "debug", config=config)
     assert len(fused) == len(debug) == 2
     for ours, theirs in zip(fused, debug, strict=True):
-        found = {row[:4]: row.value for row in ours}
+        results = {row[:4]: row.value for row in ours}
         expected = {row[:4]: row.value for row in theirs}
         assert expected
-        assert overrides or found.keys() == expected.keys()
-        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-12, nan_ok=True)
+        assert overrides or results.keys() == expected.keys()
+        assert {key: results[key] for key in expected} == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
@@ -193,19 +193,19 @@ def test_what_a_fused_kernel_never_writes_is_what_the_debug_path_has(recipe: str
     """The norm of the first step is the same to the last bit. What follows it has gone through another rounding."""
     stats = ["max", "std", "cur_amax"]
     of_mlp = {"fc1": ["activation", "gradient"], "fc2": ["activation"]}
-    found: dict[str, dict[Any, float]] = {}
+    results: dict[str, dict[Any, float]] = {}
     for observe in ("fused", "debug"):
-        found[observe] = {}
+        results[observe] = {}
         for module, has in (("LayerNormLinear", {"layernorm_linear": ["activation"]}), ("LayerNormMLP", of_mlp)):
             config = logging_of(has, stats, "LogTensorStats") | logging_of(has, ["underflows%"], "LogFp8TensorStats")
             folder = tmp_path / observe / module
             _, steps = run(module, recipe, 1, observe=observe, micro_batches=2, folder=folder, config=config)
-            found[observe] |= {row[:4]: row.value for row in steps[0]}
-    of_norms = [key for key in found["debug"] if key[1] == "activation" and not key[0].endswith("fc2")]
-    assert found["fused"].keys() == found["debug"].keys()
-    assert found["fused"] == pytest.approx(found["debug"], rel=0.02, abs=0.5)
+            results[observe] |= {row[:4]: row.value for row in steps[0]}
+    of_norms = [key for key in results["debug"] if key[1] == "activation" and not key[0].endswith("fc2")]
+    assert results["fused"].keys() == results["debug"].keys()
+    assert results["fused"] == pytest.approx(results["debug"], rel=0.02, abs=0.5)
     for key in of_norms:
-        assert key[2] == "underflows%" or found["fused"][key] == found["debug"][key]
+        assert key[2] == "underflows%" or results["fused"][key] == results["debug"][key]
 
 
 def test_schedules_and_evaluation(tmp_path: Path, keeper: Keeper) -> None:
@@ -321,15 +321,15 @@ def test_dumps_are_those_of_the_debug_path(tmp_path: Path) -> None:
             quantized_tensor=True,
         )
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for observe in ("debug", "fused"):
         run("Linear", "current", 1, observe=observe, micro_batches=2, folder=tmp_path / observe, config=config)
         paths = sorted((tmp_path / observe).rglob("*.safetensors"))
-        found[observe] = {path.name: load(path) for path in paths}
-    assert found["debug"].keys() == found["fused"].keys()
-    assert len(found["debug"]) == 5, "a weight is dumped once"
-    for name, dump in found["debug"].items():
-        ours = found["fused"][name].tensors
+        results[observe] = {path.name: load(path) for path in paths}
+    assert results["debug"].keys() == results["fused"].keys()
+    assert len(results["debug"]) == 5, "a weight is dumped once"
+    for name, dump in results["debug"].items():
+        ours = results["fused"][name].tensors
         assert ours.keys() == dump.tensors.keys()
         for key, tensor in dump.tensors.items():
             assert torch.equal(tensor.view(torch.uint8), ours[key].view(torch.uint8)), f"{name} {key}"

@@ -44,7 +44,7 @@ GEMM_RULES = {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer", "ge
 @contextmanager
 def gemms() -> Iterator[list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]]:
     """The GEMMs that the extension was handed: the GEMM, decoded operands [n, k] and [m, k] and the result, float64."""
-    found: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    results: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
     upstream = tex.generic_gemm
 
     def decoded(tensor: Any, *, rowwise: bool) -> torch.Tensor:
@@ -62,12 +62,12 @@ def gemms() -> Iterator[list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor
     def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **keywords: Any) -> Any:
         left, right = decoded(b, rowwise=not transb), decoded(a, rowwise=transa)
         result = upstream(a, transa, b, transb, *more, **keywords)
-        found.append((GEMM_OF[transa, transb], left, right, result[0].double().reshape(left.shape[0], -1)))
+        results.append((GEMM_OF[transa, transb], left, right, result[0].double().reshape(left.shape[0], -1)))
         return result
 
     tex.generic_gemm = generic_gemm
     try:
-        yield found
+        yield results
     finally:
         tex.generic_gemm = upstream
 
@@ -280,8 +280,8 @@ def run_with(fault: Callable[[torch.Tensor], Any], folder: Path, keeper: Keeper)
 def test_the_verdict_names_the_cause_and_the_place(
     fault: Callable[[torch.Tensor], Any], rule: str, seen: str, tmp_path: Path, keeper: Keeper
 ) -> None:
-    findings = [each for each in run_with(fault, tmp_path, keeper) if each.rule.startswith("gemm-")]
-    assert [(each.rule, each.severity, each.layers, each.tensor) for each in findings] == [
+    findings = [item for item in run_with(fault, tmp_path, keeper) if item.rule.startswith("gemm-")]
+    assert [(finding.rule, finding.severity, finding.layers, finding.tensor) for finding in findings] == [
         (rule, "error", ("linear",), "output")
     ]
     assert seen in findings[0].seen
@@ -308,8 +308,8 @@ def test_a_quantizer_that_gives_zeros(tmp_path: Path, keeper: Keeper, monkeypatc
     with session(net, tmp_path, keeper, "fused") as running:
         train(net, recipes.Float8CurrentScaling(), inputs())
         running.step()
-        found = [each for each in running.findings if each.rule.startswith("gemm-")]
-    assert {(each.rule, each.tensor) for each in found} == {("gemm-quantizer", "dgrad"), ("gemm-quantizer", "wgrad")}
+        results = [finding for finding in running.findings if finding.rule.startswith("gemm-")]
+    assert {(item.rule, item.tensor) for item in results} == {("gemm-quantizer", "dgrad"), ("gemm-quantizer", "wgrad")}
     value = values(keeper, "linear", "wgrad")
     assert value["gemm_wrong_codes_b%"] > 50
     assert value["gemm_format_error"] == pytest.approx(1)
@@ -336,8 +336,8 @@ def test_training_does_not_notice(observe: str, tmp_path: Path, keeper: Keeper) 
         assert x.grad is not None
         return [out.detach(), x.grad, net.weight.grad, torch.get_rng_state()]
 
-    for one, other in zip(run(None), run(tmp_path / "with"), strict=True):
-        assert torch.equal(one, other)
+    for first, other in zip(run(None), run(tmp_path / "with"), strict=True):
+        assert torch.equal(first, other)
     assert sorted({records.iteration for records in keeper.steps if len(records)}) == [0, 2]
 
 
@@ -387,14 +387,14 @@ def test_what_is_not_measured_is_said(
     (said,) = [text for text in caplog.messages if "LogGemmError does not measure linear fprop" in text]
     assert reason in said
     assert reason in running.not_measured["linear", "fprop"]
-    unjudged = {each.rule: each.why for each in running.findings.not_judged if each.rule in GEMM_RULES}
+    unjudged = {item.rule: item.why for item in running.findings.not_judged if item.rule in GEMM_RULES}
     assert unjudged.keys() == GEMM_RULES
     assert all(why.startswith(f"LogGemmError has measured nothing: {reason}") for why in unjudged.values())
     assert diagnose(tmp_path) == running.findings
     loud = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text for text in loud if "max_memory" in text] == ([said] if options else [])
-    told = look(open_run(tmp_path)).notes
-    assert any(note.startswith("LogGemmError does not measure linear fprop") and reason in note for note in told)
+    stated = look(open_run(tmp_path)).notes
+    assert any(note.startswith("LogGemmError does not measure linear fprop") and reason in note for note in stated)
 
 
 @pytest.mark.parametrize(

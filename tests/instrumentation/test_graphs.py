@@ -109,7 +109,7 @@ def train(net: Any, recipe: Recipe | None, end_step: Callable[[int], object] = b
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [found.getMessage() for found in caplog.records if found.levelno >= logging.WARNING]
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def rows(keeper: Keeper) -> list[Any]:

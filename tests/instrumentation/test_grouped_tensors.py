@@ -50,7 +50,7 @@ def spied() -> Iterator[list[tuple[str, list[Any], list[Any], list[Any]]]]:
     def around(entry: Any) -> Any:
         def noted(a: Any, transa: bool, b: Any, transb: bool, out: Any, *more: Any) -> Any:
             result = entry(a, transa, b, transb, out, *more)
-            calls.append((gemms[transa, transb], *(list(map(plain, members(one))) for one in (a, b, out))))
+            calls.append((gemms[transa, transb], *(list(map(plain, members(item))) for item in (a, b, out))))
             return result
 
         return noted
@@ -68,8 +68,8 @@ def members(operand: Any) -> list[Any]:
 def plain(tensor: Any) -> torch.Tensor:
     """A copy of the data: of a quantized tensor its bytes, in all directions."""
     buffers = [getattr(tensor, name, None) for name in ("_rowwise_data", "_columnwise_data", "_data", "_transpose")]
-    found = [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)] or [tensor.detach()]
-    return torch.cat([buffer.reshape(-1) for buffer in found])
+    result = [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)] or [tensor.detach()]
+    return torch.cat([buffer.reshape(-1) for buffer in result])
 
 
 def trained(recipe: Any, *, grouped: bool, **keywords: Any) -> list[torch.Tensor]:
@@ -98,8 +98,8 @@ def test_experts_in_one_tensor_give_the_bits_that_they_give_alone(recipe: Any, k
     assert [gemm for gemm, *_ in calls] == ["fprop", "dgrad", "wgrad"]
     alone = trained(recipe, grouped=False, **keywords)
     assert len(together) == len(alone)
-    for one, other in zip(together, alone, strict=True):
-        assert torch.equal(one, other)
+    for first, other in zip(together, alone, strict=True):
+        assert torch.equal(first, other)
 
 
 def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
@@ -126,7 +126,7 @@ def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
     rows = [rows for rows in ROWS if rows]
     for gemm, size in (("fprop", ("n", 256, 128)), ("dgrad", ("n", 128, 256)), ("wgrad", (256, 128, "n"))):
         of_gemm = [event.sizes for event in got if event.gemm == gemm and ROWS[event.expert or 0]]
-        expected = [tuple(count if one == "n" else one for one in size) for count in rows]
+        expected = [tuple(count if item == "n" else item for item in size) for count in rows]
         assert of_gemm == expected
 
 

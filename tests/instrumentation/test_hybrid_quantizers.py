@@ -54,8 +54,8 @@ def test_statistics_are_of_what_the_gemm_reads(tmp_path: Path) -> None:
     rounded = (x * scale).to(torch.float8_e5m2).float() / scale
     assert keeper.values("scale_inv_max")[0] == pytest.approx(1 / scale.item(), rel=1e-6)
     assert keeper.values("mse")[0] == pytest.approx((rounded - x).double().pow(2).mean().item(), rel=1e-5)
-    told = {entry.gemm: entry.operands for entry in session.precision}
-    assert told == {
+    stated = {entry.gemm: entry.operands for entry in session.precision}
+    assert stated == {
         "fprop": {"activation": "FP8 E5M2", "weight": "FP8 E4M3"},
         "dgrad": {"gradient": "FP32", "weight": "FP32"},
         "wgrad": {"gradient": "FP32", "activation": "FP32"},

@@ -92,13 +92,13 @@ def calls_of(folder: Path, count: int) -> Calls:
     counts = []
     for _ in range(count // AT_ONCE + 2):
         samples_parameters = is_due(session.iteration)
-        with calls() as found:
+        with calls() as result:
             session.step()
         if not samples_parameters:
-            counts.append(len(found))
-    with calls() as found:
+            counts.append(len(result))
+    with calls() as result:
         session.stop()
-    return Calls(max(counts, default=0), len(found))
+    return Calls(max(counts, default=0), len(result))
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +124,9 @@ def test_a_forward_calls_hardly_more_than_without_a_session(tmp_path: Path) -> N
     x = torch.randn(16, 16)
 
     def forward(net: Stack) -> int:
-        with calls() as found:
+        with calls() as result:
             net(x)
-        return len(found)
+        return len(result)
 
     more = []
     for count in (2, 4):

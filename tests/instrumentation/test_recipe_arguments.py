@@ -59,8 +59,8 @@ def test_the_table_is_that_of_the_transformer_engine_that_is_installed(row: Igno
 )
 def test_nothing_else_reads_an_argument(pattern: str, readers: set[str]) -> None:
     """Of attributes that nothing reads, no place can be named."""
-    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if _reads(path, pattern)}
-    assert {path for path in found if "custom_recipes" not in path and "jax" not in path} == readers
+    results = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if _reads(path, pattern)}
+    assert {path for path in results if "custom_recipes" not in path and "jax" not in path} == readers
 
 
 def _reads(path: Path, pattern: str) -> bool:
@@ -88,18 +88,18 @@ def trained(recipe: Any, net: Callable[[], torch.nn.Module]) -> list[torch.Tenso
     """Outputs and gradients of three steps."""
     torch.manual_seed(0)
     model = net().to(torch.bfloat16)
-    found = []
+    results = []
     for step in range(3):
         given = (torch.randn(64, 64) * 3**step).to(torch.bfloat16).requires_grad_()
         with te.autocast(recipe=recipe):
             out = model(given)
         out.float().pow(2).sum().backward()
-        found += [out.detach(), given.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+        results += [out.detach(), given.grad, *(parameter.grad.clone() for parameter in model.parameters())]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
     FP8GlobalStateManager.reset()
-    return found
+    return results
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -158,12 +158,12 @@ def test_what_a_model_keeps() -> None:
     net = torch.nn.Sequential(
         te.Linear(64, 64), te_ops.Sequential(te_ops.Linear(64, 64)), te.Linear(64, 64), te.Linear(64, 64)
     )
-    found = computing(named_te_modules(net), named_operations(net))
-    assert recipes_of(found) == []
+    result = computing(named_te_modules(net), named_operations(net))
+    assert recipes_of(result) == []
     tensor = torch.randn(64, 64)
     for place, recipe in ((0, delayed), (1, delayed), (2, current)):
         with te.autocast(recipe=recipe):
             tensor = net[place](tensor)
-    assert recipes_of(found) == [delayed, current]
-    (row,) = amax_reductions(found)
+    assert recipes_of(result) == [delayed, current]
+    (row,) = amax_reductions(result)
     assert row == {"reduced": True, "ranks": 1, "tensor_parallel": 1, "outside": 0, "layers": ["0", "1.0"]}

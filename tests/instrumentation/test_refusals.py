@@ -160,7 +160,7 @@ def row_of(name: str) -> Any:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [found.getMessage() for found in caplog.records if found.levelno >= logging.WARNING]
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.fixture(autouse=True)
@@ -200,12 +200,12 @@ def test_transformer_engine_refuses_it(name: str, tmp_path: Path, monkeypatch: p
 
 def trained(case: Case, net: Any, end_step: Callable[[], object]) -> list[torch.Tensor]:
     """What two steps of a case give: outputs, then gradients."""
-    found = []
+    results = []
     for step in range(2):
         torch.manual_seed(step)
-        found.append(case.step(net).detach())
+        results.append(case.step(net).detach())
         end_step()
-    return [*found, *(weight.grad for weight in net.parameters() if weight.grad is not None)]
+    return [*results, *(weight.grad for weight in net.parameters() if weight.grad is not None)]
 
 
 def alone_and_again(case: Case) -> tuple[list[torch.Tensor], Any]:
@@ -239,8 +239,8 @@ def test_it_is_left_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptur
     assert read == ({"scale_inv_max", "cur_amax"} if name == "CUDA graph" else set())
     assert str(row) in (tmp_path / "nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-0.log").read_text()
     if name != "autocast with calibrating=True":
-        told = {entry.gemm: entry.operands["weight"] for entry in session.precision if "weight" in entry.operands}
-        assert told["fprop"] == "FP8 E4M3", "the precision of such a layer is known too"
+        stated = {entry.gemm: entry.operands["weight"] for entry in session.precision if "weight" in entry.operands}
+        assert stated["fprop"] == "FP8 E4M3", "the precision of such a layer is known too"
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.features is STATISTICS])

@@ -79,5 +79,5 @@ def test_a_parameter_that_is_missing(
     monkeypatch.setattr(linear, "_Linear", WithAnotherName)
     with caplog.at_level(logging.WARNING):
         assert elements(tmp_path) == {}, "its quantized operands would be taken for what they were made of"
-    told = [each.getMessage() for each in caplog.records if "has no parameter weight" in each.getMessage()]
-    assert len(told) == 1, told
+    stated = [record.getMessage() for record in caplog.records if "has no parameter weight" in record.getMessage()]
+    assert len(stated) == 1, stated

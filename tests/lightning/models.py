@@ -124,14 +124,14 @@ def trainer(root: Path, **keywords: Any) -> L.Trainer:
 
 def logged_lines(log_dir: Path, rank: int = 0) -> dict[tuple[str, int], float]:
     """The statistics log of a rank's last run: (name, iteration) -> value. A name that is there twice is an error."""
-    found: dict[tuple[str, int], float] = {}
+    results: dict[tuple[str, int], float] = {}
     for line in _number_lines(log_dir, rank):
         _, _, rest = line.partition(" - INFO - ")
         name, iteration, value, *_ = (part.strip() for part in rest.split("\t\t\t\t"))
         key = (name, int(iteration.removeprefix("iteration=")))
-        assert key not in found, key
-        found[key] = float(value.removeprefix("value="))
-    return found
+        assert key not in results, key
+        results[key] = float(value.removeprefix("value="))
+    return results
 
 
 def _number_lines(log_dir: Path, rank: int) -> list[str]:
@@ -147,11 +147,11 @@ def log_of(log_dir: Path, rank: int) -> Path:
 
 def marked_lines(log_dir: Path, rank: int) -> dict[int, set[str]]:
     """What stands behind the values in the statistics log of a rank: iteration -> marks."""
-    found: dict[int, set[str]] = {}
+    results: dict[int, set[str]] = {}
     for line in _number_lines(log_dir, rank):
         _, iteration, _, *marks = (part.strip() for part in line.split("\t\t\t\t"))
-        found.setdefault(int(iteration.removeprefix("iteration=")), set()).update(marks)
-    return found
+        results.setdefault(int(iteration.removeprefix("iteration=")), set()).update(marks)
+    return results
 
 
 def board_scalars(folder: Path) -> dict[str, dict[int, float]]:
@@ -167,11 +167,11 @@ def board_scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 def csv_scalars(folder: Path) -> dict[str, dict[int, float]]:
     """Column -> step -> value, from the metrics.csv of a CSVLogger."""
-    found: dict[str, dict[int, float]] = {}
+    results: dict[str, dict[int, float]] = {}
     with (folder / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
             step = int(row.pop("step"))
             for name, value in row.items():
                 if value:
-                    found.setdefault(name, {})[step] = float(value)
-    return found
+                    results.setdefault(name, {})[step] = float(value)
+    return results

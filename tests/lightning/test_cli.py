@@ -59,7 +59,7 @@ def command_line(folder: Path, class_path: str, **options: Any) -> PrecisionDebu
     )
     arguments = ["fit", "--config", str(folder / "trainer.yaml")]
     cli = LightningCLI(Plain, Data, args=arguments, save_config_callback=None, seed_everything_default=False)
-    return next(found for found in cli.trainer.callbacks if isinstance(found, PrecisionDebugCallback))
+    return next(callback for callback in cli.trainer.callbacks if isinstance(callback, PrecisionDebugCallback))
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +79,8 @@ def test_the_config_is_a_path_a_mapping_or_null(tmp_path: Path, class_path: str,
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(statistics()))
     given = {"path": str(tmp_path / "config.yaml"), "mapping": statistics(), "null": None}[config]
     callback = command_line(tmp_path, class_path, config=given, log_dir=str(tmp_path / "debug"))
-    found = {name.rpartition("_")[2] for name, _ in logged_lines(tmp_path / "debug")}
-    assert ("norm" in found) is (config != "null"), "l1_norm is in the config, and not in the default one"
+    results = {name.rpartition("_")[2] for name, _ in logged_lines(tmp_path / "debug")}
+    assert ("norm" in results) is (config != "null"), "l1_norm is in the config, and not in the default one"
     assert callback.session.log_dir == tmp_path / "debug"
 
 
@@ -160,7 +160,7 @@ def test_the_words_of_yaml_and_plain_numbers_of_bytes(tmp_path: Path) -> None:
         cli = LightningCLI(
             Plain, Data, args=arguments, run=False, save_config_callback=None, seed_everything_default=False
         )
-        (callback,) = (found for found in cli.trainer.callbacks if isinstance(found, PrecisionDebugCallback))
+        (callback,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, PrecisionDebugCallback))
         made = callback._options
         assert (read_statistics_log(made.statistics_log), record_limit(made.records)) == (log, recorded), written
 
@@ -171,7 +171,7 @@ def test_a_config_that_cannot_be_used_ends_the_program_with_our_message(tmp_path
 
 
 def test_the_signature_names_every_option_with_its_default() -> None:
-    found = inspect.signature(PrecisionDebugCallback).parameters
-    assert list(found) == ["config", "step_on", *SessionKeywords.__annotations__]
+    result = inspect.signature(PrecisionDebugCallback).parameters
+    assert list(result) == ["config", "step_on", *SessionKeywords.__annotations__]
     for name, default in SessionOptions.__dataclass_fields__.items():
-        assert name == "config" or found[name].default == default.default, name
+        assert name == "config" or result[name].default == default.default, name

@@ -155,7 +155,7 @@ def test_a_model_that_was_set_up_alone(tmp_path: Path, keeper: Keeper, caplog: p
     model = fabric.setup_module(Net())
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     train(fabric, model, optimizer, range(2))
-    (text,) = [found.getMessage() for found in caplog.records if found.levelno == logging.WARNING]
+    (text,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "callback.on_after_setup(fabric, model)" in text
     with pytest.raises(SessionError, match="no session yet"):
         _ = callback.session

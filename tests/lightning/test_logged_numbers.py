@@ -38,7 +38,7 @@ def test_a_gradient_norm_that_the_module_logs_is_checked(tmp_path: Path, has_log
     board = CSVLogger(tmp_path, name="csv", version="") if has_logger else False
     trainer(tmp_path, callbacks=[callback], logger=board, log_every_n_steps=50).fit(Logs(), loader(8))
     findings = callback.session.findings
-    assert [(each.rule, each.severity, each.since, each.until) for each in findings.wrong] == [
+    assert [(item.rule, item.severity, item.since, item.until) for item in findings.wrong] == [
         ("nonfinite-gradient-norm", "error", LOST, 7)
     ]
     assert diagnose(tmp_path / "debug") == findings

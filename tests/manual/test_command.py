@@ -61,7 +61,7 @@ def test_a_feature_is_explained_with_an_example_that_loads(name: str) -> None:
 
 def test_features_as_json() -> None:
     listed = json.loads(run("features", "--json"))["features"]
-    assert [(found["namespace"], found["name"]) for found in listed] == [(f.namespace, f.name) for f in features()]
+    assert [(item["namespace"], item["name"]) for item in listed] == [(f.namespace, f.name) for f in features()]
     (quant,) = json.loads(run("features", "fakequant", "--json"))["features"]
     keys = {key["name"]: key for key in quant["keys"]}
     assert keys["gemm"] == {
@@ -73,7 +73,7 @@ def test_features_as_json() -> None:
         "meaning": "The GEMM that the item is for.",
     }
     assert (keys["margin"]["default"], keys["margin"]["required"]) == (0, False)
-    assert quant == next(found for found in listed if found["name"] == "FakeQuant")
+    assert quant == next(item for item in listed if item["name"] == "FakeQuant")
 
 
 def test_wrong_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

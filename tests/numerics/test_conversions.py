@@ -22,9 +22,9 @@ def every_kind(dtype: torch.dtype) -> torch.Tensor:
     numbers = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
     codes = torch.tensor([E4M3.value(code) for code in range(127)])
     half_way = (codes[1:] + codes[:-1]) / 2 * 2.0 ** torch.arange(-40, 40).view(-1, 1)
-    found = torch.cat([numbers, half_way.flatten()])
+    result = torch.cat([numbers, half_way.flatten()])
     rows, columns = SHAPE
-    return found[torch.randperm(len(found))[: rows * columns]].view(SHAPE).to(dtype)
+    return result[torch.randperm(len(result))[: rows * columns]].view(SHAPE).to(dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Also of NaN, whose other bits mean nothing, and of the signs of zeros."""
-    bits = [each.masked_fill(each.isnan(), 0.0).contiguous().view(torch.uint8) for each in (first, second)]
+    bits = [item.masked_fill(item.isnan(), 0.0).contiguous().view(torch.uint8) for item in (first, second)]
     return first.dtype == second.dtype and torch.equal(first.isnan(), second.isnan()) and torch.equal(*bits)
 
 
@@ -108,10 +108,10 @@ def test_the_defaults_of_the_process_have_no_say() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            found = [*all_of(matrix), E2M1.encode(matrix)]
+            results = [*all_of(matrix), E2M1.encode(matrix)]
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, results, expected))
 
 
 def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -68,8 +68,8 @@ def test_nvfp4(dtype: torch.dtype, square: bool) -> None:
         rounded = round_blocks(
             "nvfp4", in_blocks(x, block), torch.tensor(float(amax)), QuantizerSettings(square=square)
         )
-        found = from_blocks(rounded.values, block, (96, 160))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        result = from_blocks(rounded.values, block, (96, 160))
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
@@ -87,8 +87,8 @@ def test_a_tensor_rounded_to_mxfp8_is_the_recipes_also_where_it_is_not_finite(
         factors = spec.spread(spec.power_of_two(scales), block, codes.shape).astype(np.float32)
         with np.errstate(over="ignore"):
             expected = np.where(is_nan, np.float32(np.nan), fmt.decode(np.where(is_nan, 0, codes)) * factors)
-        found = round_to_mxfp8(x, e5m2=e5m2, columnwise=columnwise)
-        torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=0, equal_nan=True)
+        result = round_to_mxfp8(x, e5m2=e5m2, columnwise=columnwise)
+        torch.testing.assert_close(result, torch.from_numpy(expected), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("block", [(1, 32), (32, 1), (16, 16), (1, 1), (128, 128)], ids=str)

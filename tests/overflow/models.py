@@ -64,19 +64,19 @@ def lines_of(report: str) -> list[Line]:
     first, *_ = head.splitlines()
     count, *frames = rest.splitlines()
     assert count == f"last {len(frames)} frames:"
-    found = []
+    results = []
     for frame in frames:
         match = _LINE.fullmatch(frame)
         assert match is not None, frame
         abs_max, sign, batch, path, class_name, role = match.groups()
-        found.append(Line(abs_max, sign, int(batch), path or "", class_name or "", role))
+        results.append(Line(abs_max, sign, int(batch), path or "", class_name or "", role))
     assert frames[-1].endswith(first.rpartition(" has ")[0])
-    return found
+    return results
 
 
 def seen_by_plain_hooks(model: torch.nn.Module, run: Callable[[], object]) -> list[Line]:
     """What forward hooks of plain torch see of a run, as the lines of batch 0."""
-    found: list[Line] = []
+    results: list[Line] = []
     entered: list[list[tuple[str, str]]] = []
     handles = []
 
@@ -87,8 +87,8 @@ def seen_by_plain_hooks(model: torch.nn.Module, run: Callable[[], object]) -> li
             entered.append(_amaxes(dict(enumerate(inputs)) | keywords, "input"))
 
         def after(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            found.extend(Line(amax, ">", 0, path, name, role) for role, amax in entered.pop())
-            found.extend(Line(amax, "<", 0, path, name, role) for role, amax in _amaxes(output, "output"))
+            results.extend(Line(amax, ">", 0, path, name, role) for role, amax in entered.pop())
+            results.extend(Line(amax, "<", 0, path, name, role) for role, amax in _amaxes(output, "output"))
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
@@ -98,14 +98,14 @@ def seen_by_plain_hooks(model: torch.nn.Module, run: Callable[[], object]) -> li
     run()
     for handle in handles:
         handle.remove()
-    return found
+    return results
 
 
 def _amaxes(value: Any, role: str) -> list[tuple[str, str]]:
     if isinstance(value, torch.Tensor):
         return [(role, f"{value.detach().double().abs().max().item():9.2e}")]
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple) else ()
-    return [found for key, item in items for found in _amaxes(item, f"{role}[{key}]")]
+    return [amax for key, item in items for amax in _amaxes(item, f"{role}[{key}]")]
 
 
 def hooks_on(model: torch.nn.Module) -> int:

@@ -161,10 +161,10 @@ def test_recompute(reentrant: bool) -> None:
         model.recomputes = recomputes
         detector = DebugActivationOverflow(model, 100)
         run = lambda: model(torch.tensor([1.0])).sum().backward()  # noqa: E731
-        found = [line for line in frames(model, run, detector) if line.batch == 0]
+        results = [line for line in frames(model, run, detector) if line.batch == 0]
         assert detector.batch_number == 1
         assert hooks_on(model) == 0
-        return roles(found)
+        return roles(results)
 
     with_recompute, without = run(recomputes=True), run(recomputes=False)
     assert [line for line in with_recompute if "grad" not in line[2]] == [
@@ -213,9 +213,9 @@ def test_a_second_detector_takes_the_place_of_the_first(caplog: pytest.LogCaptur
     first = DebugActivationOverflow(model[1])
     model[1](torch.tensor([INF]))
     with DebugActivationOverflow(model) as second:
-        takes_over, found = (record.getMessage() for record in caplog.records)
+        takes_over, results = (record.getMessage() for record in caplog.records)
         assert "replaces another detector" in takes_over
-        assert found.startswith("> [0] 0: Scale: input[0] has infs"), "what the first had not told yet"
+        assert results.startswith("> [0] 0: Scale: input[0] has infs"), "what the first had not told yet"
         model(torch.ones(1)).sum().backward()
         hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
         assert len({id(hook.call.__self__) for hook in hooks}) == 1
@@ -347,8 +347,8 @@ def test_compiled(how: str, caplog: pytest.LogCaptureFixture) -> None:
         whole(torch.tensor([1.0])).sum().backward()
     assert list(dict.fromkeys(line.path for line in lines_of(raised.value.report))) == paths
     assert raised.value.class_name == ("Scale" if how == "graph" else "Sequential")
-    told = [record.getMessage() for record in caplog.records if "is compiled" in record.getMessage()]
-    assert len(told) == (how != "graph")
+    stated = [record.getMessage() for record in caplog.records if "is compiled" in record.getMessage()]
+    assert len(stated) == (how != "graph")
     assert hooks_on(model) == 0
 
 
@@ -365,12 +365,12 @@ def test_scripted_and_traced(caplog: pytest.LogCaptureFixture) -> None:
                 model(torch.ones(1))
         with DebugActivationOverflow(module):
             module(torch.ones(1))
-    told = [
+    stated = [
         record.getMessage()
         for record in caplog.records
         if "is compiled, so the modules inside are not watched" in record.getMessage()
     ]
-    assert len(told) == 4
+    assert len(stated) == 4
 
 
 def test_the_model_is_let_go() -> None:

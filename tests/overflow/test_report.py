@@ -40,9 +40,9 @@ def train(model: torch.nn.Module, *, first: int = 0, steps: int) -> None:
 
 def expected(model: torch.nn.Module, culprit: str, batch: int) -> list[Line]:
     """All frames of a batch up to the output of ``culprit``, from plain hooks and float64."""
-    found = seen_by_plain_hooks(model, lambda: model(input_ids=tokens(batch), labels=tokens(batch)))
-    last = next(i for i, line in enumerate(found) if (line.path, line.role) == (culprit, "output"))
-    return [line._replace(batch=batch) for line in found[: last + 1]]
+    result = seen_by_plain_hooks(model, lambda: model(input_ids=tokens(batch), labels=tokens(batch)))
+    last = next(i for i, line in enumerate(result) if (line.path, line.role) == (culprit, "output"))
+    return [line._replace(batch=batch) for line in result[: last + 1]]
 
 
 @pytest.mark.parametrize("batch", [0, 17])

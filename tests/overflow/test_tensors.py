@@ -192,10 +192,10 @@ def test_each_number_of_16_bits_has_its_place_among_the_others(dtype: torch.dtyp
     pieces = [numbers[start : start + 2**12] for start in range(0, 2**16, 2**12 // 2)]
     pieces += [piece[piece.isfinite()].repeat(2) for piece in pieces]
     taken = [slots.measure(piece) for piece in pieces]
-    found = slots.read()
+    result = slots.read()
     for slot, piece in zip(taken, pieces, strict=True):
         expected = [extreme.item() for extreme in piece.double().aminmax()]
-        assert found.extremes(slot) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+        assert result.extremes(slot) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- masks

@@ -93,13 +93,13 @@ def main() -> int:
             continue
         share = () if options.whole else wanted.share
         started = time.monotonic()
-        found = run(checkout, file, options.capability, options.features.split(","), share)
+        result = run(checkout, file, options.capability, options.features.split(","), share)
         seconds = time.monotonic() - started
-        print(f"{file:<52} {options.capability:>5}  {found}, {seconds:.0f} s", flush=True)
+        print(f"{file:<52} {options.capability:>5}  {result}, {seconds:.0f} s", flush=True)
         only_failures = options.features != "te" or share != wanted.share
-        if (found.failed - wanted.failed) if only_failures else (found != wanted):
+        if (result.failed - wanted.failed) if only_failures else (result != wanted):
             differences += 1
-            report(wanted, found)
+            report(wanted, result)
     print("as expected" if differences == 0 else f"{differences} files differ from {TABLE.name}")
     return 0 if differences == 0 else 1
 

@@ -114,12 +114,12 @@ def test_bfloat16_is_rounded_once(layout: str, with_bias: bool) -> None:
     """Whether or not the CPU has instructions for it. The product and a bias that is much larger are one sum."""
     a, b, expected = _operands(layout, torch.bfloat16)
     bias = 100.0 * torch.randn(expected.shape[-1]).bfloat16() if with_bias else None
-    found, *_ = _gemm(a, b, layout, bias=bias)
+    result, *_ = _gemm(a, b, layout, bias=bias)
     exact = expected.double() + (0.0 if bias is None else bias.double())
     _, exponent = torch.frexp(exact)
     half_a_unit = torch.ldexp(torch.full_like(exact, 2.0**-9), exponent)
-    assert found.dtype == torch.bfloat16
-    assert bool(((found.double() - exact).abs() <= half_a_unit + 1e-5).all())
+    assert result.dtype == torch.bfloat16
+    assert bool(((result.double() - exact).abs() <= half_a_unit + 1e-5).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -40,10 +40,10 @@ def test_scale(dtype: torch.dtype) -> None:
 
 def test_norms() -> None:
     tensors = _tensors(0)
-    each = torch.stack([tensor.double().norm() for tensor in tensors])
+    item = torch.stack([tensor.double().norm() for tensor in tensors])
     norm, norms = tex.multi_tensor_l2norm(CHUNK, _flag(), [tensors], True)
-    torch.testing.assert_close(norm.double(), each.norm().reshape(1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(norms.double(), each, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.double(), item.norm().reshape(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norms.double(), item, rtol=1e-6, atol=0)
     assert tex.multi_tensor_l2norm(CHUNK, _flag(), [tensors])[1].numel() == 0
 
 

@@ -30,7 +30,7 @@ def _transformer_engine() -> Path:
 
 def _names_looked_up() -> dict[str, set[str]]:
     """What is imported from the extension or read from it, and the files that do so."""
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     root = _transformer_engine()
     for file in [*root.glob("pytorch/**/*.py"), *root.glob("debug/**/*.py")]:
         tree = ast.parse(file.read_text())
@@ -43,11 +43,11 @@ def _names_looked_up() -> dict[str, set[str]]:
                 aliases |= {alias.asname or alias.name for alias in node.names if alias.name == "cpp_extensions"}
                 if node.module == EXTENSION:
                     for alias in node.names:
-                        found.setdefault(alias.name, set()).add(str(file.relative_to(root)))
+                        results.setdefault(alias.name, set()).add(str(file.relative_to(root)))
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
-                found.setdefault(node.attr, set()).add(str(file.relative_to(root)))
-    return {name: files for name, files in found.items() if name != "*" and name not in SLIPS}
+                results.setdefault(node.attr, set()).add(str(file.relative_to(root)))
+    return {name: files for name, files in results.items() if name != "*" and name not in SLIPS}
 
 
 @pytest.mark.slow

@@ -55,8 +55,8 @@ def test_the_error_is_that_of_fp8(name: str, monkeypatch: pytest.MonkeyPatch) ->
     exact = attention(None, monkeypatch)
     emulated = attention(recipe(), monkeypatch)
     assert len(exact) == len(emulated) == 4
-    for found, expected in zip(emulated, exact, strict=True):
-        distance = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+    for item, expected in zip(emulated, exact, strict=True):
+        distance = ((item.float() - expected.float()).norm() / expected.float().norm()).item()
         assert 0.005 < distance < 0.15
 
 

@@ -131,7 +131,7 @@ def test_each_draws_from_its_own_generator_and_forks_and_checkpoints_keep_both()
         answer = [draws, gradients, [of_rank(0), of_rank(1)], same]
         """
     )
-    assert [found for _, found in draws] == [expected for expected, _ in draws]
+    assert [item for _, item in draws] == [expected for expected, _ in draws]
     assert gradients[0] == gradients[1] == gradients[2]
     (inside, outside), (inside_of_another, outside_of_another) = between_ranks
     assert inside != inside_of_another

@@ -81,12 +81,12 @@ def run_script(folder: Path, *, board: str = "") -> subprocess.CompletedProcess[
 def independent_statistics(kept: Path) -> dict[tuple[str, int], float]:
     """The statistics of the layer norm's output, computed with plain torch in float64."""
     saved = torch.load(kept)
-    found = {}
+    results = {}
     for iteration, (weight, bias) in enumerate(saved["states"]):
         normed = torch.nn.functional.layer_norm(saved["input"].double(), (512,), weight.double(), bias.double(), 1e-5)
         values = [normed.max(), normed.min(), normed.mean(), normed.std(), normed.abs().sum()]
-        found.update({(name, iteration): value.item() for name, value in zip(STATISTICS, values, strict=True)})
-    return found
+        results.update({(name, iteration): value.item() for name, value in zip(STATISTICS, values, strict=True)})
+    return results
 
 
 @pytest.mark.processes

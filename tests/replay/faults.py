@@ -117,8 +117,8 @@ QUANTIZER: Mapping[str, Callable[[Any, torch.Tensor], None]] = {
 
 
 def _parts(tensor: Any) -> list[Stored]:
-    found = (stored(tensor, columnwise=columnwise) for columnwise in (False, True))
-    return [part for part in found if part is not None and not part.hadamard]
+    results = (stored(tensor, columnwise=columnwise) for columnwise in (False, True))
+    return [part for part in results if part is not None and not part.hadamard]
 
 
 @contextmanager

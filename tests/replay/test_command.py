@@ -61,9 +61,9 @@ def test_json(tmp_path: Path) -> None:
     with faults.quantizer(faults.QUANTIZER["all-zero codes"]):
         train(tmp_path, "mxfp8", gemms="fprop")
     code, text = run(tmp_path, "--json")
-    found = json.loads(text)
-    (record,) = found["records"]
-    assert (code, found["first_bad"]) == (1, record["path"])
+    result = json.loads(text)
+    (record,) = result["records"]
+    assert (code, result["first_bad"]) == (1, record["path"])
     assert [(fault["cause"], fault["operand"]) for fault in record["faults"]] == [
         ("quantizer", "activation"),
         ("quantizer", "weight"),
@@ -77,12 +77,12 @@ def test_records_are_in_the_order_of_their_time(tmp_path: Path) -> None:
     with faults.kernel(faults.KERNEL["rows swapped"][0]):
         (bad,) = train(tmp_path / "a", "current", gemms="fprop", steps=2)
     train(tmp_path / "b", "current", gemms="fprop")
-    found = replay_folder(tmp_path)
-    *in_order, last = found.records
+    result = replay_folder(tmp_path)
+    *in_order, last = result.records
     assert in_order == [good, bad.parent.parent / "iter_000000" / bad.name, bad]
-    assert (last.parent, found.unread) == (good.parent, {})
-    assert found.first_bad is not None
-    assert found.first_bad[0] == in_order[1]
+    assert (last.parent, result.unread) == (good.parent, {})
+    assert result.first_bad is not None
+    assert result.first_bad[0] == in_order[1]
 
 
 @pytest.mark.parametrize(("name", "accumulates"), half(RECIPES, (False, True)))

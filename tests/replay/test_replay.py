@@ -26,15 +26,15 @@ def test_healthy(tmp_path: Path, name: str, accumulates: bool) -> None:
     files = train(tmp_path, name, accumulates=accumulates)
     folder = replay_folder(tmp_path)
     assert (list(folder.records), folder.unread, folder.first_bad) == (files, {}, None)
-    for found in folder.records.values():
-        lanes = {lane.name: lane.error for lane in found.lanes}
-        assert found.faults == ()
+    for record in folder.records.values():
+        lanes = {lane.name: lane.error for lane in record.lanes}
+        assert record.faults == ()
         assert lanes["codes"] is not None
         assert lanes["codes"] < 0.004
-        assert found.gain == pytest.approx(1, abs=1e-2)
-        if found.gemm.gemm == "wgrad":
+        assert record.gain == pytest.approx(1, abs=1e-2)
+        if record.gemm.gemm == "wgrad":
             assert lanes["original"] is None
-            assert "the quantizer of activation" in found.verdict
+            assert "the quantizer of activation" in record.verdict
         elif name != "delayed":  # whose first scale is 1
             low, high = FLOORS.get(name, (0.02, 0.08))
             assert lanes["original"] is not None
@@ -46,26 +46,26 @@ def test_an_inf_or_nan_is_neither_the_quantizers_fault_nor_the_kernels(
     tmp_path: Path, name: str, broken: float
 ) -> None:
     for path in train(tmp_path, name, broken=broken, measures=True):
-        found = replay_file(path)
-        assert found.faults == ()
-        if found.gemm.gemm == "fprop":
-            told = "1 element of activation with inf or nan, and their scales"
-            assert told in found.not_checked
-        if found.gain is None:
-            assert "the kernel, since each row of the product has inf or nan" in found.not_checked
-    assert not [each for each in diagnose(tmp_path) if each.rule.startswith("gemm")]
+        result = replay_file(path)
+        assert result.faults == ()
+        if result.gemm.gemm == "fprop":
+            stated = "1 element of activation with inf or nan, and their scales"
+            assert stated in result.not_checked
+        if result.gain is None:
+            assert "the kernel, since each row of the product has inf or nan" in result.not_checked
+    assert not [item for item in diagnose(tmp_path) if item.rule.startswith("gemm")]
 
 
 @pytest.mark.parametrize(("name", "fault"), half(RECIPES, faults.KERNEL))
 def test_faults_of_a_kernel(tmp_path: Path, name: str, fault: str) -> None:
-    damage, told = faults.KERNEL[fault]
+    damage, stated = faults.KERNEL[fault]
     with faults.kernel(damage):
         train(tmp_path, name)
-    found = replay_folder(tmp_path)
-    assert len(found.records) == 3
-    for replayed in found.records.values():
+    result = replay_folder(tmp_path)
+    assert len(result.records) == 3
+    for replayed in result.records.values():
         assert [fault.cause for fault in replayed.faults] == ["kernel"]
-        assert told in replayed.verdict
+        assert stated in replayed.verdict
 
 
 @pytest.mark.parametrize("fault", faults.QUANTIZER)
@@ -73,8 +73,8 @@ def test_faults_of_a_kernel(tmp_path: Path, name: str, fault: str) -> None:
 def test_faults_of_a_quantizer(tmp_path: Path, name: str, fault: str) -> None:
     with faults.quantizer(faults.QUANTIZER[fault]):
         (file,) = train(tmp_path, name, gemms="fprop")
-    found = replay_file(file)
-    assert {(fault.cause, fault.operand) for fault in found.faults} == {
+    result = replay_file(file)
+    assert {(fault.cause, fault.operand) for fault in result.faults} == {
         ("quantizer", "activation"),
         ("quantizer", "weight"),
     }

@@ -152,12 +152,12 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Look]:
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         page = browser.new_page(accept_downloads=True)
         page.set_default_timeout(60_000)
-        found = Look(page, place=tmp_path_factory.mktemp("window") / "report.html")
-        page.on("console", lambda said: found.complaints.append(said.text) if said.type != "log" else None)
-        page.on("pageerror", lambda error: found.complaints.append(str(error)))
-        page.on("dialog", lambda dialog: found.complaints.append(f"dialog: {dialog.message}"))
-        page.on("request", lambda asked: found.asked_for.append(asked.url))
-        yield found
+        result = Look(page, place=tmp_path_factory.mktemp("window") / "report.html")
+        page.on("console", lambda said: result.complaints.append(said.text) if said.type != "log" else None)
+        page.on("pageerror", lambda error: result.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: result.complaints.append(f"dialog: {dialog.message}"))
+        page.on("request", lambda asked: result.asked_for.append(asked.url))
+        yield result
         browser.close()
 
 

@@ -124,9 +124,9 @@ class _Made:
     def values(self, wanted: list[int] | None) -> pa.Table:
         numbers = [n for n in (range(len(self.subjects)) if wanted is None else wanted) if n < len(self.scalars)]
         steps = self.plan.steps
-        found = np.concatenate([self.curve(number) for number in numbers]) if numbers else np.empty(0)
+        result = np.concatenate([self.curve(number) for number in numbers]) if numbers else np.empty(0)
         columns = self._columns(numbers, steps)
-        return pa.table({**columns, "value": found, "flags": pa.array(np.zeros(len(found), np.uint8))})
+        return pa.table({**columns, "value": result, "flags": pa.array(np.zeros(len(result), np.uint8))})
 
     def histograms(self, wanted: list[int] | None) -> pa.Table:
         numbers = [n for n in (range(len(self.subjects)) if wanted is None else wanted) if n >= len(self.scalars)]

@@ -19,16 +19,16 @@ STEPS = 60
 
 def values(seed: int, factor: float = 1.0) -> Values:
     draw = np.random.default_rng(seed)
-    found = {
+    results = {
         (layer, tensor, statistic): np.exp(draw.normal(0, 0.1, STEPS))
         for layer in NAMES
         for tensor in ("activation", "weight")
         for statistic in ("cur_amax", "underflows%")
     }
-    found[EVIL, "weight", "cur_amax"][30:] *= factor
+    results[EVIL, "weight", "cur_amax"][30:] *= factor
     if factor != 1:
-        found["layers.3.fc", "activation", "cur_amax"][40:50] = np.inf
-    return found
+        results["layers.3.fc", "activation", "cur_amax"][40:50] = np.inf
+    return results
 
 
 def loss(off: float) -> dict[str, np.ndarray]:
@@ -98,8 +98,8 @@ def test_losses_have_their_yardsticks(look: Look, page: Path) -> None:
 @pytest.mark.slow
 def test_a_lost_loss_is_the_first_thing_on_the_page(look: Look, tmp_path: Path) -> None:
     lost = np.where(np.arange(STEPS) < 30, np.linspace(4, 1, STEPS), np.nan)
-    runs = [record(tmp_path / name, values(0), scalars={"loss": each})
-            for name, each in (("a", lost), ("b", loss(0)["loss"]))]  # fmt: skip
+    runs = [record(tmp_path / name, values(0), scalars={"loss": item})
+            for name, item in (("a", lost), ("b", loss(0)["loss"]))]  # fmt: skip
     numbers = ComparedNumbers()
     look.open(write_comparison(compare(*runs, numbers=numbers), numbers, tmp_path / "lost.html"))
     look.everything_drawn()
@@ -108,13 +108,13 @@ def test_a_lost_loss_is_the_first_thing_on_the_page(look: Look, tmp_path: Path) 
 
 
 def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
-    one = {("fc1", "weight", "cur_amax"): np.ones(20), ("fc1", "weight", "sqnr_db"): np.full(20, 30.0)}
+    first = {("fc1", "weight", "cur_amax"): np.ones(20), ("fc1", "weight", "sqnr_db"): np.full(20, 30.0)}
     other = {("fc1", "weight", "cur_amax"): np.full(20, 8.0), ("fc1", "weight", "sqnr_db"): np.full(20, 25.0)}
     numbers = ComparedNumbers()
-    result = compare(record(tmp_path / "a", one), record(tmp_path / "b", other), numbers=numbers)
+    result = compare(record(tmp_path / "a", first), record(tmp_path / "b", other), numbers=numbers)
     (parting,) = result.parted
-    found = {(each.statistic, each.unit, each.difference) for each in parting.departures}
-    assert found == {("cur_amax", "powers of two", 3.0), ("sqnr_db", "dB", -5.0)}
+    results = {(departure.statistic, departure.unit, departure.difference) for departure in parting.departures}
+    assert results == {("cur_amax", "powers of two", 3.0), ("sqnr_db", "dB", -5.0)}
     above = {curve.subject.statistic: curve.above[0] for curve in numbers.curves}
     assert above == {"cur_amax": 2.0, "sqnr_db": 33.0}, "a factor of 2, and 3 dB, count"
     assert write_comparison(result, numbers, tmp_path / "small.html", most=1).exists()
@@ -129,11 +129,11 @@ def growing(seed: int) -> np.ndarray:
 
 def loss_curve(folder: Path, *losses: np.ndarray) -> tuple[Comparison, ComparedSeries]:
     """The loss in a comparison of two runs, with the others as the floor."""
-    runs = [record(folder / str(n), values(0), scalars={"loss": each}) for n, each in enumerate(losses)]
+    runs = [record(folder / str(n), values(0), scalars={"loss": item}) for n, item in enumerate(losses)]
     a, b, *noise = runs
     numbers = ComparedNumbers()
     result = compare(a, b, noise=noise, numbers=numbers)
-    (curve,) = [each for each in numbers.curves if each.subject.statistic == "loss"]
+    (curve,) = [curve for curve in numbers.curves if curve.subject.statistic == "loss"]
     return result, curve
 
 
@@ -155,10 +155,10 @@ def test_of_equal_runs_nothing_is_apart_and_the_smallest_spread_counts(tmp_path:
 
 def test_curves_are_thinned_and_keep_the_step_of_a_departure(tmp_path: Path) -> None:
     steps = 2400
-    one, other = np.ones(steps), np.ones(steps)
+    first, other = np.ones(steps), np.ones(steps)
     other[1500:1510] = 4.0
     numbers = ComparedNumbers()
-    a, b = (record(tmp_path / name, {("fc1", "weight", "std"): each}) for name, each in (("a", one), ("b", other)))
+    a, b = (record(tmp_path / name, {("fc1", "weight", "std"): item}) for name, item in (("a", first), ("b", other)))
     compare(a, b, numbers=numbers)
     (curve,) = numbers.curves
     assert curve.every == 3

@@ -30,7 +30,11 @@ RUN = drifting(blocks=2, steps=37, histograms=False)
 
 def family_of_run(run: RecordedRun) -> FamilySeries:
     families = Subjects(run).families
-    return next(one for one in families if (one.family.statistic, one.family.tensor) == ("underflows%", "activation"))
+    return next(
+        family
+        for family in families
+        if (family.family.statistic, family.family.tensor) == ("underflows%", "activation")
+    )
 
 
 @pytest.mark.parametrize("most", [1, 5, 37, 100])
@@ -55,18 +59,18 @@ def test_families_that_are_read_in_pieces_are_whole(monkeypatch: pytest.MonkeyPa
     subjects, columns = Subjects(RUN), Columns.of(RUN, 9)
     whole = list(overviews(RUN, subjects.families, columns))
     monkeypatch.setattr("te_precision_callbacks.views.report.overview.pieces", lambda counts: pieces(counts, 100))
-    for one, other in zip(whole, overviews(RUN, subjects.families, columns), strict=True):
-        assert one.family == other.family
-        np.testing.assert_array_equal(one.cells[REDUCED], other.cells[REDUCED])
+    for first, other in zip(whole, overviews(RUN, subjects.families, columns), strict=True):
+        assert first.family == other.family
+        np.testing.assert_array_equal(first.cells[REDUCED], other.cells[REDUCED])
 
 
 @pytest.mark.processes
 def test_of_several_ranks_the_worst_counts() -> None:
     run = drifting(blocks=1, steps=6, ranks=(0, 2), statistics=("sqnr_db",), histograms=False)
     (overview, *_) = overviews(run, Subjects(run).families, Columns.of(run, 6))
-    each = [run.grid("sqnr_db", "activation", rank=rank).values for rank in (0, 2)]
+    item = [run.grid("sqnr_db", "activation", rank=rank).values for rank in (0, 2)]
     row, rank = overview.worst_rows(1)[0]
-    assert overview.worst[rank][row] == min(values.min() for values in each)
+    assert overview.worst[rank][row] == min(values.min() for values in item)
 
 
 def with_values(run: RecordedRun, change: dict[tuple[str, int], float], flags: int = 0) -> RecordedRun:
@@ -124,8 +128,8 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     assert overview.present[REDUCED].all()
     assert overview.cells[REDUCED].tolist() == [[math.inf, math.inf]]
     assert overview.worst_at[REDUCED].tolist() == [0]
-    told = page_data(run, 10**7)[0]
-    assert told["worst_layers"] == [{"family": 0, "items": [], "counted": True}]
+    stated = page_data(run, 10**7)[0]
+    assert stated["worst_layers"] == [{"family": 0, "items": [], "counted": True}]
 
 
 @pytest.mark.parametrize(
@@ -146,12 +150,12 @@ def test_a_level_is_near(values: np.ndarray, kind: str) -> None:  # type: ignore
     ends = {"linear": (float, float), "log": (np.log, np.exp), "asinh": (np.arcsinh, np.sinh)}
     place, value = (np.vectorize(function) for function in ends[kind])
     low, high = place(np.array([scale.low, scale.high]) / scale.bend)
-    found = scale.bend * value(low + (levels - 1.0) / (LEVELS - 1) * (high - low))  # as the page reads them
+    result = scale.bend * value(low + (levels - 1.0) / (LEVELS - 1) * (high - low))  # as the page reads them
     if kind == "linear":
-        assert np.abs(found - values).max() <= np.ptp(values) / (LEVELS - 1) / 2 + 1e-12
+        assert np.abs(result - values).max() <= np.ptp(values) / (LEVELS - 1) / 2 + 1e-12
     else:
         large = np.abs(values) > (scale.bend if kind == "asinh" else 0)
-        assert np.abs(found[large] / values[large] - 1).max() < 0.08
+        assert np.abs(result[large] / values[large] - 1).max() < 0.08
 
 
 def test_zero_has_a_byte_of_its_own_on_a_logarithmic_scale() -> None:
@@ -165,16 +169,16 @@ def test_zero_has_a_byte_of_its_own_on_a_logarithmic_scale() -> None:
 def test_worst_layers_leave_out_what_is_as_good_as_can_be() -> None:
     run = drifting(blocks=2, steps=20, statistics=("nonfinite_num", "numel"), histograms=False)
     made = list(overviews(run, Subjects(run).families, Columns.of(run, 20)))
-    found = worst_layers(made)
-    assert {made[one["family"]].family.statistic for one in found} == {"nonfinite_num"}, "numel has no direction"
-    assert [item["layer"] for one in found for item in one["items"]] == [5, 5, 5], "only the layer that has any"
+    result = worst_layers(made)
+    assert {made[item["family"]].family.statistic for item in result} == {"nonfinite_num"}, "numel has no direction"
+    assert [item["layer"] for first in result for item in first["items"]] == [5, 5, 5], "only the layer that has any"
 
 
 @pytest.mark.processes
 def test_histograms_are_added_up_by_column() -> None:
     run = drifting(blocks=1, steps=4)
     (series, *_) = run.select(statistic="exponent_histogram", tensor="weight")
-    family = next(one for one in Subjects(run).histograms if one.family.tensor == "weight")
+    family = next(histogram for histogram in Subjects(run).histograms if histogram.family.tensor == "weight")
     ((_, _, lowest, counts),) = histograms(run, family, Columns.of(run, 2), {series})
     expected = np.zeros((2, counts.shape[1]))
     for step, row in enumerate(run.vectors([series]).to_pylist()):

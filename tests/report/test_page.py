@@ -105,8 +105,8 @@ def test_fold_and_unfold(look: Look, report: Path) -> None:
     look.open(report, "page=heatmap")
 
     def rows() -> list[str]:
-        found: list[str] = look.plot("plot.layout.yaxis.ticktext")
-        return found
+        result: list[str] = look.plot("plot.layout.yaxis.ticktext")
+        return result
 
     assert len(rows()) == 3 * len(PARTS)
     look.go(look.page.get_by_role("button", name="Blocks"))

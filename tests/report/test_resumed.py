@@ -81,4 +81,4 @@ def test_first_steps_have_no_cell_and_no_point(resumed: Trained, look: Look) -> 
         card.locator(".plot[data-drawn=yes]").wait_for()
         assert ("from the overview" in card.inner_text()) == (most == 1)
         drawn = card.locator(".plot").evaluate("plot => plot.data.map(({name, x}) => [name, [...x]])")
-        assert next(each for each in drawn if each[0] == "gradient")[1] == [8, 12]
+        assert next(item for item in drawn if item[0] == "gradient")[1] == [8, 12]

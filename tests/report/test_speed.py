@@ -70,8 +70,8 @@ def test_the_times_are_those_of_the_command(run: RecordedRun) -> None:
     assert facts["total"]["speedup"] == speed.total.speedup
     assert facts["summary"].startswith(f"The matrix products of a step: expected {speed.total.speedup:.2f} (")
     assert facts["summary"].endswith("as fast as BF16 on NVIDIA H100 SXM; 8 layers gain nothing")
-    assert [one["text"] for one in facts["advice"]] == [one.text for one in speed.advice]
-    assert [one["saves_ms"] for one in facts["advice"]] == sorted((a.saves_ms for a in speed.advice), reverse=True)
+    assert [fact["text"] for fact in facts["advice"]] == [item.text for item in speed.advice]
+    assert [fact["saves_ms"] for fact in facts["advice"]] == sorted((a.saves_ms for a in speed.advice), reverse=True)
 
 
 @pytest.mark.parametrize(

@@ -28,31 +28,31 @@ def report(run: RecordedRun) -> Path:
 
 def test_the_page_has_the_verdict_of_diagnose(run: RecordedRun) -> None:
     verdict = diagnose(run)
-    told = page_data(run, 10**7)[0]
-    (finding,) = told["verdict"]["findings"]
-    assert told["verdict"]["summary"] == verdict.summary
-    assert [told["layers"][place]["name"] for place in finding["places"]] == [BAD]
+    stated = page_data(run, 10**7)[0]
+    (finding,) = stated["verdict"]["findings"]
+    assert stated["verdict"]["summary"] == verdict.summary
+    assert [stated["layers"][place]["name"] for place in finding["places"]] == [BAD]
     assert {name: finding[name] for name in ("rule", "seen", "remedy", "since")} == {
         name: getattr(verdict[0], name) for name in ("rule", "seen", "remedy", "since")
     }
-    assert told["verdict"]["judged_rules"] == list(verdict.judged)
-    json.dumps(told["verdict"])
+    assert stated["verdict"]["judged_rules"] == list(verdict.judged)
+    json.dumps(stated["verdict"])
 
 
 def test_the_curves_of_findings_come_first(tmp_path: Path) -> None:
     run = open_run(defective(tmp_path, steps=200))
-    told = page_data(run, 1_000)[0]
-    curves = {(one["statistic"], one["tensor"]): list(one["curves"]) for one in told["families"]}
+    stated = page_data(run, 1_000)[0]
+    curves = {(item["statistic"], item["tensor"]): list(item["curves"]) for item in stated["families"]}
     assert sum(map(len, curves.values())) <= 1
-    told = page_data(run, 40_000)[0]
-    curves = {(one["statistic"], one["tensor"]): list(one["curves"]) for one in told["families"]}
+    stated = page_data(run, 40_000)[0]
+    curves = {(item["statistic"], item["tensor"]): list(item["curves"]) for item in stated["families"]}
     assert "3:-1" in curves["std", "gradient"]
-    assert told["exact"]["curves"] < told["exact"]["series"]
+    assert stated["exact"]["curves"] < stated["exact"]["series"]
 
 
 def test_no_magnitude_is_in_the_list_of_worst_layers(run: RecordedRun) -> None:
-    told = page_data(run, 10**7)[0]
-    listed = {told["families"][each["family"]]["statistic"] for each in told["worst_layers"]}
+    stated = page_data(run, 10**7)[0]
+    listed = {stated["families"][item["family"]]["statistic"] for item in stated["worst_layers"]}
     assert listed == {"nonfinite_num"}
 
 
@@ -68,7 +68,7 @@ def test_the_first_screen_begins_with_the_verdict(look: Look, run: RecordedRun, 
     said = region.inner_text()
     for text in (verdict[0].subject, verdict[0].seen, verdict[0].remedy, "since step 0", "warning"):
         assert text in said
-    assert "Not checked: " + ", ".join(each.rule for each in verdict.not_judged) in said
+    assert "Not checked: " + ", ".join(item.rule for item in verdict.not_judged) in said
     ink, back = (region.locator(".severity").evaluate(f"node => getComputedStyle(node).{name}")
                  for name in ("color", "backgroundColor"))  # fmt: skip
     assert ink != back
@@ -81,7 +81,7 @@ def test_the_heat_map_marks_the_row_of_a_finding(look: Look, report: Path) -> No
     plot = look.page.locator(".js-plotly-plot")
     layout = plot.evaluate("node => ({shapes: node.layout.shapes, ticks: node.layout.yaxis.ticktext})")
     (row,) = [at for at, name in enumerate(layout["ticks"]) if name.startswith("● ")]
-    (shape,) = [each for each in layout["shapes"] if each["type"] == "rect"]
+    (shape,) = [item for item in layout["shapes"] if item["type"] == "rect"]
     assert (shape["y0"], shape["y1"]) == (row - 0.5, row + 0.5)
     assert shape["line"]["color"] == plot.evaluate(
         "() => getComputedStyle(document.documentElement).getPropertyValue('--warn').trim()"

@@ -102,19 +102,19 @@ def test_show_sorts_by_the_statistic(trained: Trained) -> None:
 
 
 def test_the_report_names_the_same(trained: Trained) -> None:
-    told = page_data(trained.run, 10**7)[0]
+    stated = page_data(trained.run, 10**7)[0]
     of_page = {
-        (told["families"][finding["family"]]["statistic"], told["families"][finding["family"]]["tensor"]): finding
-        for finding in told["worst_layers"]
+        (stated["families"][finding["family"]]["statistic"], stated["families"][finding["family"]]["tensor"]): finding
+        for finding in stated["worst_layers"]
     }
     for tensor in ("activation", "weight", "gradient"):
         losses, sqnr = (by_hand(trained.run, name, tensor) for name in ("underflows%", "sqnr_db"))
         items = of_page["underflows%", tensor]["items"]
-        named = [told["layers"][item["layer"]]["name"] for item in items]
+        named = [stated["layers"][item["layer"]]["name"] for item in items]
         assert named == losses[: len(named)]
         assert all(item["at"] > 0 for item in items)
         items = of_page["sqnr_db", tensor]["items"]
-        named = [told["layers"][item["layer"]]["name"] for item in items]
+        named = [stated["layers"][item["layer"]]["name"] for item in items]
         assert named == sqnr[: len(named)]
 
 

@@ -42,15 +42,15 @@ def one_line(result: Result) -> str:
 
 def test_the_latest_is_read_and_the_others_are_named(ids: list[str]) -> None:
     first, second, third = ids
-    told = f"{FOLDER} has 3 runs. The latest is read: {third}. The others, for --run: {second}, {first}."
+    stated = f"{FOLDER} has 3 runs. The latest is read: {third}. The others, for --run: {second}, {first}."
     for command in ("show", "report", "compare"):
         second_side = [FOLDER] if command == "compare" else []
         result = call(command, FOLDER, *second_side)
         assert result.exit_code == 0
-        assert one_line(result).count(told) == 1, "once, also where it is read twice"
+        assert one_line(result).count(stated) == 1, "once, also where it is read twice"
     shown = call("show", FOLDER, "--json")
     assert json.loads(shown.stdout)["run_id"] == third
-    assert told in " ".join(shown.stderr.split())
+    assert stated in " ".join(shown.stderr.split())
 
 
 def test_a_run_that_was_resumed_is_later_than_an_attempt_that_came_between(ids: list[str]) -> None:
@@ -89,12 +89,12 @@ def test_a_run_is_chosen_by_as_much_of_its_name_as_is_needed(ids: list[str]) -> 
 def test_two_runs_of_a_folder_are_compared(ids: list[str]) -> None:
     first, second, third = ids
     for both in ([FOLDER, FOLDER], [FOLDER]):
-        found = json.loads(call("compare", *both, "--run", first, "--run", second, "--json").stdout)
-        assert (found["a"], found["b"]) == (f"{FOLDER} ({first})", f"{FOLDER} ({second})")
-        assert (found["pairing"]["first"], found["pairing"]["last"]) == (0, 2)
-    found = json.loads(call("compare", FOLDER, FOLDER, "--noise", FOLDER,
-                            *(part for each in ids for part in ("--run", each)), "--json").stdout)  # fmt: skip
-    assert found["floor"]["sides"] == [f"{FOLDER} ({third})"]
+        actual = json.loads(call("compare", *both, "--run", first, "--run", second, "--json").stdout)
+        assert (actual["a"], actual["b"]) == (f"{FOLDER} ({first})", f"{FOLDER} ({second})")
+        assert (actual["pairing"]["first"], actual["pairing"]["last"]) == (0, 2)
+    actual = json.loads(call("compare", FOLDER, FOLDER, "--noise", FOLDER,
+                            *(part for item in ids for part in ("--run", item)), "--json").stdout)  # fmt: skip
+    assert actual["floor"]["sides"] == [f"{FOLDER} ({third})"]
     result = CliRunner().invoke(cli.app, ["compare", FOLDER, FOLDER, *("--run", first) * 3])
     assert result.exit_code == 2
     assert "3 runs are chosen" in " ".join(result.output.split())

@@ -38,8 +38,8 @@ from tests.runs.making import RunWriter, info, records, write_run
 
 
 def rank_folder(folder: Path, segment: int = 0) -> Path:
-    (found,) = folder.glob(f"precision_records/*/seg-{segment:03d}/rank-00000")
-    return found
+    (result,) = folder.glob(f"precision_records/*/seg-{segment:03d}/rank-00000")
+    return result
 
 
 # ---------------------------------------------------------------------- reading what was written
@@ -462,15 +462,15 @@ def test_flags(tmp_path: Path) -> None:
 def test_other_ranks_write_only_what_is_theirs(tmp_path: Path) -> None:
     """Rank 1, which does not reduce with rank 0, waits for the segment that rank 0 begins."""
     table = SeriesTable()
-    one, other = (RecordSink(tmp_path) for _ in range(2))
+    single, other = (RecordSink(tmp_path) for _ in range(2))
     other.writes_reduced = False
-    one.keys = other.keys = dist.HashStore()
-    one.start(info(tmp_path, rank=0, world=2))
+    single.keys = other.keys = dist.HashStore()
+    single.start(info(tmp_path, rank=0, world=2))
     other.start(info(tmp_path, rank=1, world=2))
     for iteration in range(2):
-        one.write(records(iteration, table, [1.0, 5.0], own=[False, True]))
+        single.write(records(iteration, table, [1.0, 5.0], own=[False, True]))
         other.write(records(iteration, table, [1.0, 6.0], own=[False, True]))
-    one.close(None)
+    single.close(None)
     other.close(None)
     run = open_run(tmp_path)
     first = [run.values([number])["value"][0].as_py() for number in range(len(run.series))]

@@ -48,13 +48,13 @@ def assigned(folder: Path, *names: str, rank: int = 0) -> None:
 def rows(folder: Path) -> dict[tuple[str, str, str, int | None], dict[int, float]]:
     """Layer, tensor, statistic and rank -> iteration -> value."""
     run = open_run(folder)
-    found: dict[tuple[str, str, str, int | None], dict[int, float]] = {}
+    results: dict[tuple[str, str, str, int | None], dict[int, float]] = {}
     for series in run.series.to_pylist():
         table = run.values([series["series"]])
         key = (series["layer"], series["tensor"], series["statistic"], series["rank"])
-        found[key] = dict(zip(table["iteration"].to_pylist(), table["value"].to_pylist(), strict=True))
-        assert (series["count"], series["first"], series["last"]) == (len(table), min(found[key]), max(found[key]))
-    return found
+        results[key] = dict(zip(table["iteration"].to_pylist(), table["value"].to_pylist(), strict=True))
+        assert (series["count"], series["first"], series["last"]) == (len(table), min(results[key]), max(results[key]))
+    return results
 
 
 def test_a_log_and_its_event_log(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_a_log_and_its_event_log(tmp_path: Path) -> None:
 )
 def test_values(tmp_path: Path, value: str, read: float | None) -> None:
     log(tmp_path, line("fc1_weight_min", 0, value) + line("fc1_weight_min", 1, 2))
-    (found,) = rows(tmp_path).values()
-    assert found[0] == read or (read is None and found[0] != found[0])
-    assert found[1] == 2.0
+    (result,) = rows(tmp_path).values()
+    assert result[0] == read or (read is None and result[0] != result[0])
+    assert result[1] == 2.0
 
 
 NAMES = {
@@ -107,7 +107,7 @@ NAMES = {
 
 def test_layer_names_with_any_characters_and_unknown_statistics(tmp_path: Path) -> None:
     log(tmp_path, "".join(line(name, it, n) for it in range(2) for n, name in enumerate(NAMES)))
-    assert rows(tmp_path) == {(*found, None): {0: n, 1: n} for n, found in enumerate(NAMES.values())}
+    assert rows(tmp_path) == {(*name, None): {0: n, 1: n} for n, name in enumerate(NAMES.values())}
     assert parse_names(["new.layer_weight_new"], ["new.layer"]) == {
         "new.layer_weight_new": ("new.layer", "weight", "new")
     }
@@ -203,11 +203,11 @@ def test_what_plain_nvidia_dlfw_inspect_writes(tmp_path: Path) -> None:
     inputs = train_plainly(
         tmp_path, statistics(tensors=["activation", "weight"]), lambda: te.Linear(32, 32, name="net.fc1")
     )
-    found = rows(tmp_path)
+    result = rows(tmp_path)
     keys = [(tensor, name) for tensor in ("activation", "weight") for name in ("l1_norm", "max")]
-    assert sorted(found) == [("net.fc1", *key, None) for key in keys]
+    assert sorted(result) == [("net.fc1", *key, None) for key in keys]
     expected = {step: batch.max().item() for step, batch in enumerate(inputs)}
-    assert found["net.fc1", "activation", "max", None] == pytest.approx(expected, abs=1e-4)
+    assert result["net.fc1", "activation", "max", None] == pytest.approx(expected, abs=1e-4)
 
 
 class Blocks(torch.nn.Module):

@@ -50,9 +50,9 @@ def train(session: InspectSession, model: torch.nn.Module, steps: int, recipe: A
 
 def scalars(run: RecordedRun, name: str) -> dict[int, float]:
     rows = run.scalars.to_pylist()
-    found = {row["iteration"]: row["value"] for row in rows if row["name"] == name}
-    assert len(found) == sum(row["name"] == name for row in rows), "each once"
-    return found
+    results = {row["iteration"]: row["value"] for row in rows if row["name"] == name}
+    assert len(results) == sum(row["name"] == name for row in rows), "each once"
+    return results
 
 
 def kinds(run: RecordedRun) -> list[str]:
@@ -86,9 +86,9 @@ def test_a_session_records_what_a_sink_gets(tmp_path: Path, keeper: Keeper) -> N
     assert len(by_gemm) == len(products)
     for product in products:
         row = by_gemm[product.layer, product.gemm, product.backward]
-        told = (row["macs"], row["precision"], row["runs"], row["reason"], row["n"], row["m"], row["k"])
+        stated = (row["macs"], row["precision"], row["runs"], row["reason"], row["n"], row["m"], row["k"])
         reason = None if product.reason is None else product.reason.name
-        assert told == (product.macs, product.precision, product.runs, reason, product.n, product.m, product.k)
+        assert stated == (product.macs, product.precision, product.runs, reason, product.n, product.m, product.k)
         own = [operand for operand in run.operands.to_pylist() if operand["gemm_id"] == row["gemm_id"]]
         assert {operand["tensor"]: operand["format"] for operand in own} == product.operands
     rows = {row["layer"]: row for row in run.layers.to_pylist()}
@@ -153,14 +153,14 @@ def test_an_overflow_a_dump_and_a_checkpoint(tmp_path: Path) -> None:
 
     with pytest.raises(ActivationOverflowError):
         run()
-    found = open_run(tmp_path)
-    by_kind = {event["kind"]: event for event in found.events.to_pylist()}
+    result = open_run(tmp_path)
+    by_kind = {event["kind"]: event for event in result.events.to_pylist()}
     assert by_kind["nonfinite"]["severity"] == "error"
     assert by_kind["nonfinite"]["iteration"] == 2
     assert json.loads(by_kind["nonfinite"]["data"])["rank"] == 0
     assert (by_kind["dump_written"]["layer"], by_kind["dump_written"]["tensor"]) == ("0", "weight")
     assert by_kind["checkpoint_saved"]["iteration"] == 2
-    assert found.segments[0].status == "failed"
+    assert result.segments[0].status == "failed"
 
 
 def test_a_contract_and_a_failure(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def layer_numbers(run: RecordedRun) -> dict[int, int]:
 
 def check(run: RecordedRun, truth: Truth) -> int:
     """Hold what is left against all that was recorded; return the iteration from which on all steps are there."""
-    assert all(each.table == "values" for each in run.thinned)
+    assert all(item.table == "values" for item in run.thinned)
     table = run.values()
     name_of = layer_numbers(run)
     columns = (table[name].to_pylist() for name in ("series", "iteration", "value", "flags"))
@@ -98,14 +98,14 @@ def check(run: RecordedRun, truth: Truth) -> int:
         left[name][iteration] = flags
     missing = [iteration for name, values in truth.items() for iteration in values if iteration not in left[name]]
     whole_from = max(missing, default=-1) + 1
-    begins = [each.first for each in run.thinned] + [whole_from]
+    begins = [item.first for item in run.thinned] + [whole_from]
     assert begins == sorted(begins)
-    for each, end in zip(run.thinned, begins[1:], strict=True):
+    for item, end in zip(run.thinned, begins[1:], strict=True):
         for name, values in truth.items():
             own, step = left[name], int(np.gcd.reduce(np.diff(sorted(values))))
-            here = [iteration for iteration in values if each.first <= iteration < end]
+            here = [iteration for iteration in values if item.first <= iteration < end]
             regular = {iteration for iteration in here if iteration in own and not own[iteration] & EXTREME}
-            wanted = {iteration for iteration in here if iteration // step % each.every == 0}
+            wanted = {iteration for iteration in here if iteration // step % item.every == 0}
             assert wanted <= regular
             assert len(regular - wanted) <= 1, "the only step of a series in its file"
     for name, values in truth.items():
@@ -127,13 +127,13 @@ def test_recent_steps_are_whole_and_the_interval_of_old_ones_doubles(
     assert max(sizes) <= limit
     run = open_run(tmp_path)
     whole_from = check(run, truth)
-    intervals = [each.every for each in run.thinned]
+    intervals = [item.every for item in run.thinned]
     assert intervals == sorted(intervals, reverse=True)
     assert {2, 4, 8} & {*intervals}
     assert 300 < 5000 - whole_from < 3000, "recent steps, and not a handful"
     spikes = {name: 1e6 + name for name in truth if 777 + name in truth[name]}
     values = {name: run.values([number])["value"].to_numpy() for number, name in layer_numbers(run).items()}
-    highs = {name: each[np.isfinite(each)].max() for name, each in values.items()}
+    highs = {name: item[np.isfinite(item)].max() for name, item in values.items()}
     assert {name: highs[name] for name in spikes} == spikes, "what happened long ago is there"
     assert run.steps["iteration"].to_pylist() == list(range(5000))
     assert len(run.scalars) == 5000, "the loss is kept whole"
@@ -179,11 +179,11 @@ def test_histograms_are_thinned_too(tmp_path: Path) -> None:
     recording.end(None)
     run = open_run(tmp_path)
     left = run.vectors()["iteration"].to_pylist()
-    assert {each.table for each in run.thinned} == {"vectors"}
-    ends = [each.first for each in run.thinned[1:]] + [run.thinned[-1].last + 1]
-    for each, end in zip(run.thinned, ends, strict=True):
-        inside = [iteration for iteration in left if each.first <= iteration < end]
-        assert inside == [iteration for iteration in range(each.first, end) if iteration % each.every == 0]
+    assert {item.table for item in run.thinned} == {"vectors"}
+    ends = [item.first for item in run.thinned[1:]] + [run.thinned[-1].last + 1]
+    for item, end in zip(run.thinned, ends, strict=True):
+        inside = [iteration for iteration in left if item.first <= iteration < end]
+        assert inside == [iteration for iteration in range(item.first, end) if iteration % item.every == 0]
     assert left[-100:] == [*range(2900, 3000)]
     assert run.notes[-1].startswith("Of the histograms of iterations ")
     assert "value of each series" not in run.notes[-1]
@@ -348,7 +348,7 @@ def test_a_kill_at_any_file_operation_leaves_each_number_once(tmp_path: Path) ->
                 numbers.pop(iteration, None)
         shutil.rmtree(folder)
     assert after > 30
-    assert {each.every for state in states for each in state} >= {2, 4}
+    assert {item.every for state in states for item in state} >= {2, 4}
 
 
 def test_a_run_that_is_thinned_after_it_was_opened_is_to_be_read_again(tmp_path: Path) -> None:
@@ -371,11 +371,11 @@ def test_a_run_is_listed_while_it_is_thinned(tmp_path: Path) -> None:
     thinned = []
 
     def data_files(folder: Path) -> Any:
-        found = listed(folder)
+        result = listed(folder)
         if not thinned and sys._getframe(2).f_code.co_name == "_rows":
             thinned.append(True)
             recording.flush()
-        return found
+        return result
 
     with mock.patch.object(reading, "data_files", data_files):
         run = open_run(tmp_path)

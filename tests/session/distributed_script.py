@@ -84,7 +84,7 @@ def coverage(rank: int, folder: Path) -> None:
 def uneven(rank: int, folder: Path) -> None:
     """Batches of other sizes on each rank, judged by a contract that does not hold."""
     net = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
-    found = Coverage()
+    result = Coverage()
     try:
         with InspectSession(statistics(), model=net, log_dir=folder, require="fp8 >= 99%") as session:
             for _ in range(4):
@@ -92,10 +92,10 @@ def uneven(rank: int, folder: Path) -> None:
                     net(torch.ones(16 + 32 * rank, 32)).sum().backward()
                 session.step()
     except PrecisionContractError as error:
-        found = error.coverage
-    products = {f"{one.layer} {one.gemm} {one.precision}": one.macs for one in found if one.macs}
-    parameters = sum(row.tensors for row in found.state if row.subject == "parameter")
-    (folder / f"{rank}.txt").write_text(repr((products, len(found), found.share("fp8"), parameters)))
+        result = error.coverage
+    products = {f"{item.layer} {item.gemm} {item.precision}": item.macs for item in result if item.macs}
+    parameters = sum(row.tensors for row in result.state if row.subject == "parameter")
+    (folder / f"{rank}.txt").write_text(repr((products, len(result), result.share("fp8"), parameters)))
 
 
 def sharded(rank: int, folder: Path) -> None:
@@ -111,7 +111,7 @@ def sharded(rank: int, folder: Path) -> None:
         with InspectSession(None, model=net, log_dir=folder / how, reduce=False, strict=True) as session:
             net(torch.ones(16, 64)).sum().backward()
             session.step()
-            macs = {f"{one.layer} {one.gemm}": one.macs for one in session.coverage() if one.macs}
+            macs = {f"{item.layer} {item.gemm}": item.macs for item in session.coverage() if item.macs}
         (folder / f"{how} {rank}.txt").write_text(repr(macs))
 
 

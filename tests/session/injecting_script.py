@@ -175,9 +175,9 @@ class Training:
 
 def everywhere(value: str) -> list[str]:
     """What each rank has, over the training's process group."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    result: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(result, value)
+    return result
 
 
 def one(folder: Path, where: str, victim: int, place: Place | None) -> tuple[dict[str, Any], Injection]:
@@ -278,19 +278,19 @@ def main(rank: int, world: int, folder: Path, every: int) -> None:
     log.addHandler(logging.FileHandler(folder / f"rank-{rank}.log"))
     log.setLevel(logging.INFO)
     log.propagate = False
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
-        found["meet again"] = meet_again(folder / "again")
-        found["strict"] = strict(folder / "strict")
-        found["slow"] = slow(folder / "slow")
-        found["places"] = []
+        results["meet again"] = meet_again(folder / "again")
+        results["strict"] = strict(folder / "strict")
+        results["slow"] = slow(folder / "slow")
+        results["places"] = []
         with (folder / f"{rank}.jsonl").open("w", buffering=1) as lines:
             for result in (result for where in WHERE for result in places(where, folder / "log", every)):
                 lines.write(f"{json.dumps(result)}\n")
-                found["places"].append(result)
+                results["places"].append(result)
     except BaseException:
-        found["failed"] = traceback.format_exc()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+        results["failed"] = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)
 

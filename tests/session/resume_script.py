@@ -58,8 +58,8 @@ def main(rank: int, folder: Path) -> None:
     if rank == 1:
         (checkpoint / "te_precision_fingerprint_rank-1.json").unlink()
     torch.distributed.barrier()
-    told = resumed(DELAYED, checkpoint, state, sharded=False, then=halve_on_one)
-    tell(rank, folder / "rank 0's alone", told)
+    stated = resumed(DELAYED, checkpoint, state, sharded=False, then=halve_on_one)
+    tell(rank, folder / "rank 0's alone", stated)
     torch.distributed.destroy_process_group()
 
 
@@ -122,17 +122,17 @@ def resumed(
     then: Callable[[Any], Any] | None = None,
 ) -> str:
     """The findings, a line each, and behind them what was logged."""
-    model, told = net(recipe, sharded=sharded, quantized=quantized), Told()
-    logging.getLogger("te_precision_callbacks.session.resume").addHandler(told)
+    model, stated = net(recipe, sharded=sharded, quantized=quantized), Told()
+    logging.getLogger("te_precision_callbacks.session.resume").addHandler(stated)
     with InspectSession(statistics(), model=model, log_dir=checkpoint / "log") as session:
         session.load_fingerprint(checkpoint)
         model.load_state_dict(state, strict=False)
         if then is not None:
             then(model)
         train(model, session, recipe, 2)
-    logging.getLogger("te_precision_callbacks.session.resume").removeHandler(told)
+    logging.getLogger("te_precision_callbacks.session.resume").removeHandler(stated)
     assert session.resume_report is not None
-    return "\n".join([*map(str, session.resume_report.findings), "logged:", *told.messages])
+    return "\n".join([*map(str, session.resume_report.findings), "logged:", *stated.messages])
 
 
 def tell(rank: int, folder: Path, text: str) -> None:

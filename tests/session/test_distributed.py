@@ -75,12 +75,12 @@ def test_scales_by_rank(two: Path, case: str, expected: dict[str, str]) -> None:
 def test_the_ranks_record_one_run(two: Path, case: str, expected: dict[int | None, dict[int, float]]) -> None:
     run = open_run(two / case)
     assert (run.notes, run.segments[0].world) == ((), 2)
-    found = {}
+    results = {}
     for row in run.series.to_pylist():
         if row["statistic"] == "max":
             table = run.values([row["series"]])
-            found[row["rank"]] = dict(zip(table["iteration"].to_pylist(), table["value"].to_pylist(), strict=True))
-    assert found == expected
+            results[row["rank"]] = dict(zip(table["iteration"].to_pylist(), table["value"].to_pylist(), strict=True))
+    assert results == expected
     assert run.steps["iteration"].to_pylist() == [0, 1, 2]
 
 
@@ -118,9 +118,9 @@ def test_errors_of_gemms_are_merged(two: Path) -> None:
     for statistic, within in (("gemm_kernel_error", 1e-6), ("gemm_error", 0.01)):  # against other squares
         expected = (1 - share) * first[statistic] ** 2 + share * second[statistic] ** 2
         assert merged[statistic] ** 2 == pytest.approx(expected, rel=within), statistic
-    found = [finding for finding in diagnose(two / "gemm errors, merged") if finding.rule.startswith("gemm-")]
-    assert [(finding.rule, finding.layers) for finding in found] == [("gemm-one-rank", ("linear",))]
-    assert "on rank 1 alone" in found[0].seen
+    results = [finding for finding in diagnose(two / "gemm errors, merged") if finding.rule.startswith("gemm-")]
+    assert [(finding.rule, finding.layers) for finding in results] == [("gemm-one-rank", ("linear",))]
+    assert "on rank 1 alone" in results[0].seen
 
 
 def test_layers_of_a_pipeline_and_experts_are_not_mixed(two: Path) -> None:
@@ -146,10 +146,10 @@ def test_layers_at_equal_paths_have_the_numbers_of_one_process(two: Path, case: 
     assert None not in names.values()
     expected = {key: value for key, value in whole.items() if key[0].startswith(tuple(in_one.values()))}
 
-    found = {(name.replace(names[name], in_one[names[name]]), step): value for (name, step), value in split.items()}
+    results = {(name.replace(names[name], in_one[names[name]]), step): value for (name, step), value in split.items()}
 
-    assert len(found) == len(split) == len(expected) >= 2 * (3 * 4 + 2 * 2)
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert len(results) == len(split) == len(expected) >= 2 * (3 * 4 + 2 * 2)
+    assert results == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_coverage_of_all_ranks(two: Path) -> None:
@@ -165,9 +165,9 @@ def test_the_coverage_of_all_ranks(two: Path) -> None:
 def test_products_of_batches_of_other_sizes_are_added_up(two: Path) -> None:
     for rank in range(2):
         products, count, share, parameters = ast.literal_eval((two / "uneven" / f"{rank}.txt").read_text())
-        one = (16 + 48) * 32 * 32
-        low = {f"0 {gemm} fp8": one for gemm in ("fprop", "wgrad")}
-        assert products == {**low, **{f"1 {gemm} fp32": one for gemm in GEMMS}}
+        first = (16 + 48) * 32 * 32
+        low = {f"0 {gemm} fp8": first for gemm in ("fprop", "wgrad")}
+        assert products == {**low, **{f"1 {gemm} fp32": first for gemm in GEMMS}}
         assert count >= len(products), "each product once, although its size differs"
         assert count <= len(products) + 1, "and dgrad of the first layer, which is not run"
         assert share == pytest.approx(2 / 5)
@@ -179,8 +179,8 @@ def test_what_a_rank_multiplies_of_split_layers(two: Path, how: str, width: int)
     """Its shard under tensor parallelism, the whole weight under fully_shard; each product once."""
     for rank in range(2):
         products = ast.literal_eval((two / "sharded" / f"{how} {rank}.txt").read_text())
-        one = 16 * 64 * width
-        assert products == {"up fprop": one, "up wgrad": one, **{f"down {gemm}": one for gemm in GEMMS}}
+        first = 16 * 64 * width
+        assert products == {"up fprop": first, "up wgrad": first, **{f"down {gemm}": first for gemm in GEMMS}}
 
 
 def test_a_rank_that_misses_a_step_mixes_no_batches(two: Path) -> None:
@@ -220,9 +220,9 @@ def test_in_which_type_gradients_are_reduced(two: Path, how: str, expected: dict
 
 
 def test_a_finding_of_one_rank_stops_all_in_one_step(two: Path) -> None:
-    told = [(two / "stopped" / f"{rank}.txt").read_text().partition(" ") for rank in range(2)]
-    assert told[0][0] == told[1][0] == "3", "the numbers of the step after it say so"
-    assert all("pp1" in text and "nonfinite" in text for _, _, text in told)
+    stated = [(two / "stopped" / f"{rank}.txt").read_text().partition(" ") for rank in range(2)]
+    assert stated[0][0] == stated[1][0] == "3", "the numbers of the step after it say so"
+    assert all("pp1" in text and "nonfinite" in text for _, _, text in stated)
 
 
 def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two: Path) -> None:
@@ -242,11 +242,11 @@ def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
     """Either by the rank's own numbers of each step, or by those that were gathered when the run has ended."""
     folder = two / f"on one rank {reduce}"
     verdict = diagnose(folder)
-    found, *consequences = verdict.wrong
+    actual, *consequences = verdict.wrong
     assert [finding.rule for finding in consequences] == ["failed-run"] * reduce, "the script raises in one of the two"
     assert verdict.rank is None
-    assert (found.rule, found.ranks, found.since, found.last_good) == ("nonfinite", (1,), 2, 1)
-    assert str(found).endswith("(nonfinite, since step 2, on rank 1)")
+    assert (actual.rule, actual.ranks, actual.since, actual.last_good) == ("nonfinite", (1,), 2, 1)
+    assert str(actual).endswith("(nonfinite, since step 2, on rank 1)")
     live = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
     assert [text.count("\nError: ") for text in live] == [0, 1]
     assert "(nonfinite, since step 2, on rank 1). What to do: " in live[1]
@@ -262,10 +262,10 @@ def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
 
 def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
     for rank in range(2):
-        step, _, told = (two / "contract" / f"{rank}.txt").read_text().partition(" ")
+        step, _, stated = (two / "contract" / f"{rank}.txt").read_text().partition(" ")
         assert step == "3", "what is found at the end of a step travels with the numbers of the next one"
-        assert "fp8 >= 100%: it is 50.0 %" in told
-        assert "pp1.linear fprop, wgrad: 50.0 % in fp32: runs inside te.autocast(enabled=False)" in told
+        assert "fp8 >= 100%: it is 50.0 %" in stated
+        assert "pp1.linear fprop, wgrad: 50.0 % in fp32: runs inside te.autocast(enabled=False)" in stated
 
 
 def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:

@@ -69,9 +69,9 @@ def test_what_is_in_the_files(tmp_path: Path) -> None:
     weight = net.weight.detach().clone()
     with InspectSession(config(tensors=TENSORS, quantized_tensor=True), model=net, log_dir=tmp_path) as session:
         step(session, net, x, recipe=Float8CurrentScaling())
-    found = files(tmp_path)
-    assert set(found) == {f"iter_000000/linear.{tensor}.safetensors" for tensor in TENSORS}
-    loaded = {tensor: dumps.load(found[f"iter_000000/linear.{tensor}.safetensors"]) for tensor in TENSORS}
+    result = files(tmp_path)
+    assert set(result) == {f"iter_000000/linear.{tensor}.safetensors" for tensor in TENSORS}
+    loaded = {tensor: dumps.load(result[f"iter_000000/linear.{tensor}.safetensors"]) for tensor in TENSORS}
     assert torch.equal(loaded["activation"].tensors["high_precision"], x.detach())
     assert torch.equal(loaded["weight"].tensors["high_precision"], weight)
     assert torch.equal(loaded["gradient"].tensors["high_precision"], torch.ones(16, 32))
@@ -103,17 +103,17 @@ def test_micro_batches_evaluations_and_recomputations(tmp_path: Path) -> None:
         session.step()
         torch.utils.checkpoint.checkpoint(net, batches[1], use_reentrant=False).sum().backward()
         session.step()
-    found = files(tmp_path)
-    assert set(found) == {
+    result = files(tmp_path)
+    assert set(result) == {
         "iter_000000/linear.activation.safetensors",
         "iter_000000/linear.activation.mb1.safetensors",
         "iter_000000/linear.weight.safetensors",
         *(f"iter_00000{i}/linear.{tensor}.safetensors" for i in (1, 2) for tensor in ("activation", "weight")),
     }
     for name, batch in (("0/linear.activation", 0), ("0/linear.activation.mb1", 1), ("1/linear.activation", 2)):
-        dump = dumps.load(found[f"iter_00000{name}.safetensors"])
+        dump = dumps.load(result[f"iter_00000{name}.safetensors"])
         assert torch.equal(dump.tensors["high_precision"], batches[batch].detach())
-    assert dumps.load(found["iter_000000/linear.activation.mb1.safetensors"]).header.micro_batch == 1
+    assert dumps.load(result["iter_000000/linear.activation.mb1.safetensors"]).header.micro_batch == 1
 
 
 def train(net: torch.nn.Module, session: InspectSession | None, steps: int, size: int = 256) -> list[torch.Tensor]:
@@ -144,12 +144,12 @@ def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, capl
     net = model()
     with InspectSession(asked, model=net, log_dir=tmp_path / "dumped") as session:
         dumped = train(net, session, 9)
-    found = files(tmp_path / "dumped")
-    written = sum(path.stat().st_size for path in found.values())
+    result = files(tmp_path / "dumped")
+    written = sum(path.stat().st_size for path in result.values())
     assert 9_000_000 < written <= 10_000_000
     (message,) = messages(caplog, "DumpTensors")
     assert "max_bytes=10,000,000 leaves no room for the next file" in message
-    for path in found.values():
+    for path in result.values():
         dumps.load(path)
     watched = config(tensors=TENSORS, quantized_tensor=True, max_files=1, start_step=10**9)
     never = model()
@@ -386,9 +386,11 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> str:
 def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
     process = run_script("killed", str(tmp_path))
     finish(process, -9)
-    found = [path for path in files(tmp_path).values() if not path.name.startswith(".")]  # a hidden file is incomplete
-    assert found
-    for path in found:
+    results = [
+        path for path in files(tmp_path).values() if not path.name.startswith(".")
+    ]  # a hidden file is incomplete
+    assert results
+    for path in results:
         dump = dumps.load(path)
         number = float(dump.header.iteration or 0)
         assert torch.equal(dump.tensors["high_precision"], torch.full((1 << 14, 64), number))
@@ -400,9 +402,9 @@ def test_a_script_that_stops_nothing_and_one_that_forks_have_all_files(tmp_path:
     finish(stopped)
     finish(forked)
     assert len(files(tmp_path / "not stopped")) == 4, "all of two steps, and what was held of a third"
-    found = {name: dumps.load(path) for name, path in files(tmp_path / "forked").items()}
-    by_process = {dump.tensors["high_precision"][0, 0].item() for dump in found.values()}
-    assert len(found) == 2
+    results = {name: dumps.load(path) for name, path in files(tmp_path / "forked").items()}
+    by_process = {dump.tensors["high_precision"][0, 0].item() for dump in results.values()}
+    assert len(results) == 2
     assert by_process == {1.0, 3.0}, "the parent's before and after the fork; a child writes into no log of its parent"
 
 
@@ -413,7 +415,7 @@ def test_two_ranks_agree_on_a_merged_statistic(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
     for rank in range(2):
         folder = tmp_path / "log" / "tensor_dumps" / f"rank_{rank}"
-        (path,) = (found for found in folder.rglob("*") if found.is_file())
+        (path,) = (path for path in folder.rglob("*") if path.is_file())
         assert str(path.relative_to(folder)) == "iter_000001/linear.activation.safetensors"
         dump = dumps.load(path)
         assert dump.header.rank == rank

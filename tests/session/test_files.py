@@ -33,10 +33,10 @@ def made(folder: Path, case: str) -> Mapping[int, list[str]]:
 @pytest.mark.parametrize(("case", "status"), [("normal", 0), ("sigterm", -signal.SIGTERM)])
 def test_rank_0_alone_makes_files(runs: Path, case: str, status: int) -> None:
     """Also at a SIGTERM in the middle of a step, at which all ranks have gathered a remainder."""
-    found = made(runs, case)
-    assert ast.literal_eval((runs / case / "ended.txt").read_text()) == [status] * len(found)
-    assert all(found[rank] == [] for rank in found if rank)
-    assert {"nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records"} <= set(found[0])
+    result = made(runs, case)
+    assert ast.literal_eval((runs / case / "ended.txt").read_text()) == [status] * len(result)
+    assert all(result[rank] == [] for rank in result if rank)
+    assert {"nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records"} <= set(result[0])
     run = open_run(runs / case / "run")
     assert run.steps["iteration"].to_pylist() == [0, 1, 2]
     assert {name for name, _ in logged_lines(runs / case / "run", 0)} >= {"linear_activation_max"}
@@ -52,13 +52,13 @@ def test_with_the_default_config_each_rank_writes_its_numbers_of_the_optimizers_
 
 
 def test_a_rank_that_fails_writes_what_it_alone_has(runs: Path) -> None:
-    found = made(runs, "failure")
-    assert found[2] == found[3] == []
-    files = {path for path in found[1] if Path(path).suffix}
+    result = made(runs, "failure")
+    assert result[2] == result[3] == []
+    files = {path for path in result[1] if Path(path).suffix}
     in_records = {path for path in files if "/seg-000/rank-00001/" in path}
     assert files - in_records == {"nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-1.log"}
     assert {Path(path).name for path in in_records} >= {"events-0001.arrow", "values-0001.arrow"}
-    assert found[1].count("fsync") < 10
+    assert result[1].count("fsync") < 10
     run = open_run(runs / "failure" / "run")
     assert {row["rank"] for row in run.series.to_pylist()} == {None, 0, 1}
     assert [event["text"] for event in run.events.to_pylist() if event["rank"] == 1] == ["ValueError: bad batch"]

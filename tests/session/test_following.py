@@ -21,7 +21,7 @@ def train(net: Any) -> None:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [found.getMessage() for found in caplog.records if found.levelno >= logging.WARNING]
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 class Net(torch.nn.Module):

@@ -31,9 +31,9 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     script = Path(__file__).with_name("injecting_script.py")
     ended = ranks(script, [[str(rank), str(world), str(folder), str(EVERY)] for rank in range(world)], LONGEST_RUN)
     assert [rank.returncode for rank in ended] == [0] * world, "\n".join(rank.stderr[-2000:] for rank in ended)
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-    assert not [rank["failed"] for rank in found if "failed" in rank]
-    return found
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    assert not [rank["failed"] for rank in results if "failed" in rank]
+    return results
 
 
 def test_no_failure_reaches_the_training(found: Found) -> None:

@@ -376,6 +376,6 @@ def test_a_folder_that_cannot_be_written_to_is_not_named_at_the_end(
     (tmp_path / "file").touch()
     run(model(), None, 1, tmp_path / "file")
     assert "writes no records, statistics log, log of events, dumps and report" in caplog.text
-    told = capfd.readouterr().err
-    assert "Not enough checked" in told
-    assert "logs:" not in told
+    stated = capfd.readouterr().err
+    assert "Not enough checked" in stated
+    assert "logs:" not in stated

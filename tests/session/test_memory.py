@@ -82,9 +82,9 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     net = model()
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
         session.step()
-        writers: list[WriterThread] = [found for found in gc.get_objects() if issubclass(type(found), WriterThread)]
+        writers: list[WriterThread] = [item for item in gc.get_objects() if issubclass(type(item), WriterThread)]
         # Those of sessions that have ended have no thread any more, which would answer.
-        threads = [found for found in writers if found._thread is not None and found._thread.is_alive()]
+        threads = [writer for writer in writers if writer._thread is not None and writer._thread.is_alive()]
         assert threads
 
         def settle() -> None:

@@ -75,7 +75,7 @@ def test_the_rules_of_gemms_that_were_never_due_are_not_judged(
     tmp_path: Path, options: dict[str, Any], session: dict[str, Any], why: str
 ) -> None:
     running = run(tmp_path, "LogGemmError", {**CHANGES, **options}, **session)
-    found = {each.rule: each.why for each in running.findings.not_judged if each.rule.startswith("gemm-")}
-    assert len(found) == 5
-    assert set(found.values()) == {f"LogGemmError has measured nothing: {why}"}
+    results = {item.rule: item.why for item in running.findings.not_judged if item.rule.startswith("gemm-")}
+    assert len(results) == 5
+    assert set(results.values()) == {f"LogGemmError has measured nothing: {why}"}
     assert diagnose(tmp_path) == running.findings

@@ -243,5 +243,5 @@ def test_the_dgrads_of_an_mlp_are_told_apart(tmp_path: Path, keeper: Keeper) -> 
     for layer, width in (("fc1", 32), ("fc2", 128)):
         assert keeper.values("numel", f"layernorm_mlp.{layer}", "dgrad") == dict.fromkeys((0, 1), 2 * 16 * width)
     of_fc2 = torch.ones(16, 32) @ net.fc2_weight.detach()
-    found = keeper.values("l1_norm", "layernorm_mlp.fc2", "dgrad")[0]
-    assert found == pytest.approx(2 * of_fc2.abs().sum().item(), rel=1e-5)
+    result = keeper.values("l1_norm", "layernorm_mlp.fc2", "dgrad")[0]
+    assert result == pytest.approx(2 * of_fc2.abs().sum().item(), rel=1e-5)

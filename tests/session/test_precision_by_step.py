@@ -182,13 +182,13 @@ def test_coverage_knows_the_span(tmp_path: Path) -> None:
     everywhere = {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": section}
     run = Fixed(tmp_path, {"high": everywhere})
     with run.session as session:
-        found = []
+        results = []
         for _ in range(5):
             run.step(1.0, 1.0)
-            found.append(session.coverage())
+            results.append(session.coverage())
         of_fprop = [[entry for entry in session.precision(at=step) if entry.gemm == "fprop"] for step in range(5)]
-    assert [round(coverage.share("fp8"), 3) for coverage in found] == [1, 0.667, 0.667, 1, 1]
-    assert [{product.why for product in coverage if not product.is_low} for coverage in found] == [
+    assert [round(coverage.share("fp8"), 3) for coverage in results] == [1, 0.667, 0.667, 1, 1]
+    assert [{product.why for product in coverage if not product.is_low} for coverage in results] == [
         *[set(), *[{"DisableFP8GEMM in the config mapping (section 'high'), steps 1 to 2"}] * 2, set(), set()]
     ]
     assert [(entry.since, entry.until) for (entry,) in of_fprop] == [(0, 0), (1, 2), (1, 2), (3, None), (3, None)]

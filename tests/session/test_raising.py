@@ -131,8 +131,8 @@ def declared() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, type[PrecisionDebugError]]:
     """All exceptions of the package, by name, but those of a front door that takes long to import."""
-    found = {name: module for name, module in declared().items() if ".transformers." not in module}
-    return {name: getattr(importlib.import_module(module), name) for name, module in found.items()}
+    results = {name: module for name, module in declared().items() if ".transformers." not in module}
+    return {name: getattr(importlib.import_module(module), name) for name, module in results.items()}
 
 
 def one(kind: type[PrecisionDebugError]) -> PrecisionDebugError:

@@ -417,7 +417,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(two: Path, case: str) -> list[tuple[list[str], str]]:
     """Of each rank the findings, and what it has logged."""
     texts = [(two / case / f"told-{rank}.txt").read_text().partition("logged:") for rank in range(2)]
-    return [(found.splitlines(), logged.strip()) for found, _, logged in texts]
+    return [(item.splitlines(), logged.strip()) for item, _, logged in texts]
 
 
 @pytest.mark.processes
@@ -433,8 +433,8 @@ def test_a_good_resume_with_fsdp2_is_silent(two: Path, case: str) -> None:
 
 @pytest.mark.processes
 def test_each_rank_tells_of_what_it_has_lost(two: Path) -> None:
-    for rank, (found, logged) in enumerate(told(two, "sharded without")):
-        assert found == [f"{MISSING}: all 2 layers."]
+    for rank, (item, logged) in enumerate(told(two, "sharded without")):
+        assert item == [f"{MISSING}: all 2 layers."]
         assert MISSING in logged
         assert ("differs on rank 1 from" in logged) == (rank == 1)
 

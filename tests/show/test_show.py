@@ -35,12 +35,12 @@ EVIL = 'fc<script>"/../\x1b[31m[bold]\u202e'
 
 def values(count: int = 6) -> Values:
     draw = np.random.default_rng(0)
-    found = {}
+    results = {}
     for number, layer in enumerate(layers(count)):
-        found[layer, "activation", "underflows%"] = number + draw.uniform(0, 0.1, STEPS)
-        found[layer, "activation", "sqnr_db"] = 30 - number + draw.uniform(0, 0.1, STEPS)
-        found[layer, "weight", "numel"] = np.full(STEPS, 4096.0)
-    return found
+        results[layer, "activation", "underflows%"] = number + draw.uniform(0, 0.1, STEPS)
+        results[layer, "activation", "sqnr_db"] = 30 - number + draw.uniform(0, 0.1, STEPS)
+        results[layer, "weight", "numel"] = np.full(STEPS, 4096.0)
+    return results
 
 
 def show(*arguments: object) -> Result:
@@ -156,14 +156,14 @@ def test_names_of_layers_do_no_harm(tmp_path: Path) -> None:
 
 def test_json_has_what_is_shown(tmp_path: Path) -> None:
     record(tmp_path, values(), scalars={"loss": np.arange(3.0)})
-    found = json.loads(show(tmp_path, "--json").output)
-    assert found["status"] == "ended"
-    assert found["scalars"]["loss"] == {"iterations": [0, 1, 2], "values": [0, 1, 2]}
-    worst = found["worst"]["sqnr_db"][0]
+    result = json.loads(show(tmp_path, "--json").output)
+    assert result["status"] == "ended"
+    assert result["scalars"]["loss"] == {"iterations": [0, 1, 2], "values": [0, 1, 2]}
+    worst = result["worst"]["sqnr_db"][0]
     curve = values()[layers(6)[-1], "activation", "sqnr_db"]
     assert (worst["layer"], worst["tensor"], worst["rank"]) == (layers(6)[-1], "activation", None)
     assert (worst["last"], worst["last_iteration"]) == (curve[-1], STEPS - 1)
-    assert found["state"] == "not enough checked"
+    assert result["state"] == "not enough checked"
 
 
 def test_equal_numbers_of_the_trainer_are_one_curve(tmp_path: Path) -> None:

@@ -244,28 +244,28 @@ def products(*, again: int = 1) -> list[Product]:
         "mlp.fc2": (HIDDEN, 4 * HIDDEN),
     }
 
-    found: list[Product] = []
+    results: list[Product] = []
 
     def one(layer: str, family: Any, gemm: Any, n: int, m: int, k: int, operands: dict[str, str]) -> Product:
-        backward = gemm in ("dgrad", "wgrad") or any(product.backward for product in found)
+        backward = gemm in ("dgrad", "wgrad") or any(product.backward for product in results)
         return Product(layer, family, gemm, backward, n, m, k, 1, again, n * m * k * again, operands)
 
     for block in ("layers.0", "layers.1"):
         for part in ("qkv", "attention", "proj", "mlp.fc1", "mlp.fc2"):
             if part == "attention":
-                found += [one(f"{block}.attention", "attention", gemm, 512, 512, 64, BF16) for gemm in ("qk", "pv")]
+                results += [one(f"{block}.attention", "attention", gemm, 512, 512, 64, BF16) for gemm in ("qk", "pv")]
             else:
                 rows, width = sizes[part]
-                found.append(one(f"{block}.{part}", "te", "fprop", TOKENS, rows, width, FP8))
-    found.append(one("head", "torch", "fprop", TOKENS, WORDS, HIDDEN, BF16))
-    found.append(one("head", "torch", "dgrad", TOKENS, HIDDEN, WORDS, BF16))
-    found.append(one("head", "torch", "wgrad", WORDS, HIDDEN, TOKENS, BF16))
+                results.append(one(f"{block}.{part}", "te", "fprop", TOKENS, rows, width, FP8))
+    results.append(one("head", "torch", "fprop", TOKENS, WORDS, HIDDEN, BF16))
+    results.append(one("head", "torch", "dgrad", TOKENS, HIDDEN, WORDS, BF16))
+    results.append(one("head", "torch", "wgrad", WORDS, HIDDEN, TOKENS, BF16))
     for block in ("layers.1", "layers.0"):
         for part in ("mlp.fc2", "mlp.fc1", "proj", "attention", "qkv"):
             if part == "attention":
-                found += [one(f"{block}.attention", "attention", gemm, 512, 512, 64, BF16) for gemm in ("pv", "qk")]
+                results += [one(f"{block}.attention", "attention", gemm, 512, 512, 64, BF16) for gemm in ("pv", "qk")]
                 continue
             rows, width = sizes[part]
-            found.append(one(f"{block}.{part}", "te", "dgrad", TOKENS, width, rows, FP8))
-            found.append(one(f"{block}.{part}", "te", "wgrad", rows, width, TOKENS, FP8))
-    return found
+            results.append(one(f"{block}.{part}", "te", "dgrad", TOKENS, width, rows, FP8))
+            results.append(one(f"{block}.{part}", "te", "wgrad", rows, width, TOKENS, FP8))
+    return results

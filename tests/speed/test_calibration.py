@@ -36,10 +36,10 @@ def test_everything_that_is_needed_is_measured(recipe: str) -> None:
     kinds = {key.split()[0] for key in table.times}
     assert kinds == {"high", "gemm", "cast"}
     times = timed(products, device, table=table)
-    assert {one.source for one in times} == {"calibrated"}
-    for one in times:
-        assert one.high_ms == table.times[high_key(one.shape)].ms
-        assert one.low_ms > 0
+    assert {time.source for time in times} == {"calibrated"}
+    for time in times:
+        assert time.high_ms == table.times[high_key(time.shape)].ms
+        assert time.low_ms > 0
     table.check_device(device)
     times_before = dict(table.times)
     assert calibrate(products, device="cpu", table=table).times == times_before, "nothing is measured twice"

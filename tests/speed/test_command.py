@@ -66,8 +66,8 @@ def run(*arguments: str) -> Result:
 def read(*arguments: str) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    actual: dict[str, Any] = json.loads(result.stdout)
+    return actual
 
 
 def write(gpus: list[str | None], *, recipe: str = "fp8_current_scaling", macs: int | None = None) -> str:
@@ -118,12 +118,12 @@ def test_a_calibrated_shape_has_its_measured_speed_up() -> None:
         table.times[cast_key(recipe, operand, *sizes, directions)] = Time(0.1, 0.002)
     table.write(Path("table.json"))
     arguments = ("speed", "logs", "--table", "table.json", "--device")
-    found = read(*arguments, "b300")
-    assert [set(one) for one in found["products"]] == [KEYS] * 3
-    assert {one["source"] for one in [*found["products"], found["total"]]} == {"calibrated"}
-    assert [one["speedup"] for one in found["products"]] == pytest.approx([0.3 / 0.4, 0.3 / 0.3, 0.3 / 0.2])
-    assert found["total"]["speedup"] == pytest.approx(1)
-    assert found["products"][0]["speedup_high"] < 1 < found["products"][2]["speedup_low"]
+    result = read(*arguments, "b300")
+    assert [set(item) for item in result["products"]] == [KEYS] * 3
+    assert {item["source"] for item in [*result["products"], result["total"]]} == {"calibrated"}
+    assert [item["speedup"] for item in result["products"]] == pytest.approx([0.3 / 0.4, 0.3 / 0.3, 0.3 / 0.2])
+    assert result["total"]["speedup"] == pytest.approx(1)
+    assert result["products"][0]["speedup_high"] < 1 < result["products"][2]["speedup_low"]
     assert device_named("b300").title in run(*arguments, "b300").output
     with pytest.raises(PrecisionDebugError, match="measured on 'NVIDIA B300 SXM6 AC', not on NVIDIA H200"):
         raise_of(*arguments, "h200")
@@ -209,10 +209,10 @@ PLAN = ("check", "empty.yaml", "--model", "speed_models:build", "--recipe", "fp8
 
 
 def test_a_plan_and_its_patch() -> None:
-    found = read(*PLAN, "--speed", "--device", "h200")["speed"]
-    assert {one["layer"] for one in found["products"]} == {"big", "small", "head"}
-    assert {one["recipe"] for one in found["products"] if one["layer"] == "head"} == {None}
-    keep = next(one for one in found["advice"] if one["text"].startswith("keep small in BF16"))
+    result = read(*PLAN, "--speed", "--device", "h200")["speed"]
+    assert {item["layer"] for item in result["products"]} == {"big", "small", "head"}
+    assert {item["recipe"] for item in result["products"] if item["layer"] == "head"} == {None}
+    keep = next(item for item in result["advice"] if item["text"].startswith("keep small in BF16"))
     assert "estimated for te.autocast(enabled=False)" in keep["note"]
     Path("patched.yaml").write_text(keep["patch"])
     again = run("check", "patched.yaml", *PLAN[2:], "--json")
@@ -220,7 +220,7 @@ def test_a_plan_and_its_patch() -> None:
     [row] = [row for row in json.loads(again.stdout)["plan"] if row["layers"] == ["small"]]
     assert row["gemms"]["fprop"]["precision"] == "bf16"
     patched = read("check", "patched.yaml", *PLAN[2:], "--speed", "--device", "h200")["speed"]
-    assert found["total"]["low_ms"] - patched["total"]["low_ms"] == pytest.approx(keep["saves_ms"])
+    assert result["total"]["low_ms"] - patched["total"]["low_ms"] == pytest.approx(keep["saves_ms"])
     assert (
         "keep small in BF16: low precision makes it slower; saves" in run(*PLAN, "--speed", "--device", "h200").output
     )

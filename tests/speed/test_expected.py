@@ -35,16 +35,16 @@ def layer(
     reason: Reason = Reason.SECTION,
 ) -> list[Product]:
     """The products of a linear layer of ``sizes``: in_features and out_features."""
-    found = []
+    results = []
     for gemm, (n, m, k) in gemm_sizes(tokens, *sizes).items():
         formats = [f"FP8 {text}" for text in LOW[gemm]] if gemm in low else ["BF16", "BF16"]
-        found.append(
+        results.append(
             Product(
                 name, family, gemm, gemm != "fprop", n, m, k, 1, calls, n * m * k * calls,  # type: ignore[arg-type]
                 dict(zip("ab", formats, strict=True)), reason=None if gemm in low else reason,
             )
         )  # fmt: skip
-    return found
+    return results
 
 
 def expected(products: list[Product], recipe: str, device: Device) -> list[ProductTime]:
@@ -62,8 +62,8 @@ def test_the_input_the_weight_and_the_gradient_are_cast_once() -> None:
     assert fprop.cast_ms == pytest.approx((moved["activation"] + moved["weight"]) / rate + (4 * 4 + 4) * launch)
     assert dgrad.cast_ms == pytest.approx(moved["gradient"] / rate + 4 * 4 * launch)
     assert wgrad.cast_ms == 0
-    for one in (fprop, dgrad, wgrad):
-        assert one.high_ms == pytest.approx(4 * 2 * 8192 * 4096 * 1024 / (989e9 * H200.fitted.kernel["bf16"]))
+    for item in (fprop, dgrad, wgrad):
+        assert item.high_ms == pytest.approx(4 * 2 * 8192 * 4096 * 1024 / (989e9 * H200.fitted.kernel["bf16"]))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_input_the_weight_and_the_gradient_are_cast_once() -> None:
 def test_only_directions_that_are_read_are_written(low: tuple[str, ...], bytes_of: Mapping[str, int]) -> None:
     """1024 tokens, 1024 in, 2048 out: 2^20 elements of the input, twice as many of the weight and the gradient."""
     device = H200.model_copy(update={"constants": H200.fitted.model_copy(update={"launch_ms": 0.0})})
-    times = {one.gemm: one for one in expected(layer("fc", 1024, (1024, 2048), low=low), CURRENT, device)}
+    times = {item.gemm: item for item in expected(layer("fc", 1024, (1024, 2048), low=low), CURRENT, device)}
     rate = H200.bandwidth_tbs * 1e9 * H200.fitted.cast[CURRENT]
     moved = {gemm: time.cast_ms * rate for gemm, time in times.items() if time.cast_ms}
     assert moved == pytest.approx(bytes_of)
@@ -87,10 +87,10 @@ def test_only_directions_that_are_read_are_written(low: tuple[str, ...], bytes_o
 def test_attention_counts_without_its_mask() -> None:
     attention = Product("core", "attention", "qk", False, 512, 512, 64, 32, 1, 512 * 512 * 64 * 32, {"q": "BF16"})
     causal = replace(attention, mask_share=513 / 1024)
-    [whole], [half] = (expected([one], CURRENT, H200) for one in (attention, causal))
+    [whole], [half] = (expected([item], CURRENT, H200) for item in (attention, causal))
     assert half.high_ms / whole.high_ms == pytest.approx(513 / 1024)
-    rows = [layer_rows(estimate_step(Step(Coverage([one]), CURRENT), H200)) for one in (attention, causal)]
-    assert [[row.why for row in found] for found in rows] == [
+    rows = [layer_rows(estimate_step(Step(Coverage([item]), CURRENT), H200)) for item in (attention, causal)]
+    assert [[row.why for row in item] for item in rows] == [
         [("counted in full: mask unknown",)],
         [("counted at 50.1 %: causal mask",)],
     ]
@@ -142,13 +142,13 @@ def test_what_is_not_known_is_in_no_figure() -> None:
 
 
 def test_the_interval_of_many_shapes_is_narrower() -> None:
-    one = total(expected(layer("fc", 8192, (4096, 4096)), CURRENT, B300), B300)
+    first = total(expected(layer("fc", 8192, (4096, 4096)), CURRENT, B300), B300)
     more = total(
         expected([p for k in range(1, 9) for p in layer(f"fc{k}", 8192, (4096, 1024 * k))], CURRENT, B300), B300
     )
     alike = total(expected([p for k in range(8) for p in layer(f"fc{k}", 8192, (4096, 4096))], CURRENT, B300), B300)
-    assert alike.interval == pytest.approx(one.interval), "layers of one shape err together"
-    assert math.log(more.interval[1] / more.interval[0]) < math.log(one.interval[1] / one.interval[0])
+    assert alike.interval == pytest.approx(first.interval), "layers of one shape err together"
+    assert math.log(more.interval[1] / more.interval[0]) < math.log(first.interval[1] / first.interval[0])
 
 
 PRODUCTS = st.lists(
@@ -175,18 +175,18 @@ def test_the_total_is_the_sum_of_the_products(
         products += layer(f"l{number}", tokens, (k, n), low=low, reason=reason, calls=calls)
     device = device_named(name)
     speed = estimate_step(Step(Coverage(products), CURRENT), device)
-    assert speed.total.low_ms == pytest.approx(sum(one.low_ms for one in speed.times), rel=1e-9)
-    assert speed.total.high_ms == pytest.approx(sum(one.high_ms for one in speed.times), rel=1e-9)
+    assert speed.total.low_ms == pytest.approx(sum(time.low_ms for time in speed.times), rel=1e-9)
+    assert speed.total.high_ms == pytest.approx(sum(time.high_ms for time in speed.times), rel=1e-9)
 
 
 def test_advice_names_the_section_and_its_steps() -> None:
     ref = "DisableFP8GEMM in config.yaml, line 8 (section 'tail'), steps 85000 on"
     products = [
-        *(replace(one, reason_ref=ref) for one in layer("fc1", 8192, (4096, 4096), low=())),
+        *(replace(item, reason_ref=ref) for item in layer("fc1", 8192, (4096, 4096), low=())),
         *layer("fc2", 8192, (4096, 4096)),
     ]
-    found = [one.text for one in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice]
-    assert f"fc1 ({ref}): take the GEMM or the layer out of that section" in found
+    results = [item.text for item in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice]
+    assert f"fc1 ({ref}): take the GEMM or the layer out of that section" in results
 
 
 def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
@@ -196,11 +196,11 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
         *layer("head", 8192, (8192, 32000), low=(), family="torch", reason=Reason.NOT_TE, calls=2),
     ]
     step = Step(Coverage(products), CURRENT)
-    found = estimate_step(step, B300).advice
-    saved = [one.saves_ms for one in found]
+    result = estimate_step(step, B300).advice
+    saved = [item.saves_ms for item in result]
     assert saved == sorted(saved, reverse=True)
-    texts = {one.text: one for one in found}
-    kept = next(one for text, one in texts.items() if text.startswith("keep small.0 in BF16"))
+    texts = {item.text: item for item in result}
+    kept = next(item for text, item in texts.items() if text.startswith("keep small.0 in BF16"))
     (tmp_path / "patch.yaml").write_text(kept.patch)
     assert [section.name for section in load_config(tmp_path / "patch.yaml").sections] == ["keep_in_high_precision"]
     assert "small\\\\.0" in kept.patch
@@ -225,7 +225,9 @@ def test_advice_is_in_the_order_of_milliseconds(tmp_path: Path) -> None:
 def test_sizes_that_are_refused_are_padded() -> None:
     products = layer("fc", 8192, (8192, 8200), low=(), reason=Reason.NOT_TE)
     [advice] = [
-        one for one in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice if "padded" in one.text
+        item
+        for item in estimate_step(Step(Coverage(products), ""), H200, recipe=CURRENT).advice
+        if "padded" in item.text
     ]
     assert advice.text.startswith(f"fc: {REMEDIES[Reason.NOT_TE]}, padded from")
     assert "8200 to 8208" in advice.text

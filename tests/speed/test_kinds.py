@@ -74,6 +74,6 @@ def test_the_kernels_of_libraries() -> None:
 
 def test_operators_of_torch() -> None:
     kinds = {"addmm": "gemm", "_scaled_mm": "gemm", "convolution": "gemm", "copy_": "other", "add": "other"}
-    found = {name: kind_of_operator(f"aten::{name}") for name in kinds}
-    assert found == {name: (kind, "") for name, kind in kinds.items()}
+    results = {name: kind_of_operator(f"aten::{name}") for name in kinds}
+    assert results == {name: (kind, "") for name, kind in kinds.items()}
     assert kind_of_operator("_LayerNormLinear") == ("other", "")

@@ -80,7 +80,7 @@ def test_linear(recipe: str) -> None:
     if recipe == "fp8_delayed_scaling":
         expected["scaling_state"] = (5 * 1025 * 4, 0)
     memory = planned(linear(), recipe, CAPABILITIES.get(recipe, (9, 0)))
-    assert {kind: tuple(found) for kind, found in memory.by_kind().items()} == expected
+    assert {kind: tuple(value) for kind, value in memory.by_kind().items()} == expected
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])

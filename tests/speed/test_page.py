@@ -40,8 +40,8 @@ def test_a_session_and_its_run(
     names: dict[str, Any] = {}
     exec(blocks(PAGE, "python", "import pandas")[0], names)
     speed = names["speed"]
-    assert [one.as_json() for one in speed.times] == [one.as_json() for one in live.times]
-    assert {one.recipe for one in speed.times} == {"fp8_current_scaling", ""}
+    assert [time.as_json() for time in speed.times] == [time.as_json() for time in live.times]
+    assert {time.recipe for time in speed.times} == {"fp8_current_scaling", ""}
     assert "keep" in capsys.readouterr().out
 
 
@@ -54,7 +54,7 @@ def test_a_device_file(tmp_path: Path) -> None:
 def test_the_table_of_devices_is_that_of_the_data() -> None:
     text = PAGES[PAGE].read_text(encoding="utf-8")
     for name, device in known_devices().items():
-        names = ", ".join(f"`{each}`" for each in (name, *device.other_names))
+        names = ", ".join(f"`{item}`" for item in (name, *device.other_names))
         figures = [device.bf16_tflops, device.fp8_tflops, device.fp4_tflops, device.bandwidth_tbs]
         cells = " | ".join("" if figure is None else f"{figure:g}" for figure in figures).replace("|  |", "| |")
         shown = next(line for line in text.splitlines() if line.startswith(f"| {names} |"))

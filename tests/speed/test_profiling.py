@@ -165,9 +165,9 @@ def test_other_layers_have_their_gemms_too(tmp_path: Path) -> None:
 
     trained(tmp_path, step, model, 5, profile="3-4")
     measured = measure(read_trace(only_trace(tmp_path)))
-    found = {(row.layer, row.gemm) for row in measured.products if row.kind == "gemm" and row.layer}
+    results = {(row.layer, row.gemm) for row in measured.products if row.kind == "gemm" and row.layer}
     layers = ("operations.0", "operations.2", "experts", "late")  # one kernel may run all experts
-    assert found == {("conv", ""), *((layer, gemm) for layer in layers for gemm in GEMMS)}
+    assert results == {("conv", ""), *((layer, gemm) for layer in layers for gemm in GEMMS)}
     convolutions = {(row.layer, row.of_pass) for row in measured.products if row.kind == "gemm" and row.layer == "conv"}
     assert convolutions == {("conv", "forward"), ("conv", "backward")}
     assert sum(row.calls for row in measured.products if row.kind == "gemm" and not row.layer) == 3, "of compiled"
@@ -225,8 +225,8 @@ def test_a_profiler_of_the_users_own_gets_the_ranges(
     if when != "before":
         own.stop()
     own.export_chrome_trace(str(tmp_path / "own.json"))
-    told = [record.getMessage() for record in caplog.records if "another profiler of torch" in record.getMessage()]
-    assert len(told) == 1
+    stated = [record.getMessage() for record in caplog.records if "another profiler of torch" in record.getMessage()]
+    assert len(stated) == 1
     (run,) = list_runs(tmp_path)
     assert traces_of(tmp_path / FOLDER / run) == []
     step_ = measure(read_trace(tmp_path / "own.json"))
@@ -282,11 +282,11 @@ def test_iterations_that_the_run_does_not_have(
         for _ in range(begins, 4):
             step()
             session.step()
-    told = [record.getMessage() for record in caplog.records if "profile= asked" in record.getMessage()]
-    assert len(told) == bool(said)
-    assert said in "".join(told)
+    stated = [record.getMessage() for record in caplog.records if "profile= asked" in record.getMessage()]
+    assert len(stated) == bool(said)
+    assert said in "".join(stated)
     known = CliRunner().invoke(app, ["speed", str(tmp_path), "--device", "h200", "--json"])
-    assert [note for note in json.loads(known.stdout)["notes"] if "profile= asked" in note] == told
+    assert [note for note in json.loads(known.stdout)["notes"] if "profile= asked" in note] == stated
     (run,) = list_runs(tmp_path)
     names = [path.name for path in traces_of(tmp_path / FOLDER / run)]
     numbers = "" if ran is None else "-".join(f"{int(number):06d}" for number in ran.split("-"))

@@ -36,22 +36,22 @@ def test_the_page_has_the_tables_of_the_script(model: ModuleType) -> None:
 def test_the_cells_that_nothing_was_fitted_to(model: ModuleType) -> None:
     cells = model.cells(model.constants()["b300"])
     assert len(cells) == 20
-    errors = [abs(one.error) for one in cells]
+    errors = [abs(cell.error) for cell in cells]
     assert statistics.median(errors) < 0.10
     assert max(errors) < 0.30
-    low = [one for one in cells if one.recipe != "bf16"]
-    assert all(one.interval[0] <= one.measured_speedup <= one.interval[1] for one in low)
+    low = [cell for cell in cells if cell.recipe != "bf16"]
+    assert all(item.interval[0] <= item.measured_speedup <= item.interval[1] for item in low)
 
 
 def test_the_attention_output_is_not_resolved(model: ModuleType) -> None:
     """Measured: 0.307 ms in BF16, 0.317 in current scaling."""
-    [one] = [
+    [first] = [
         cell
         for cell in model.cells(model.constants()["b300"])
         if (cell.layer, cell.recipe) == ("attention output", model.CURRENT)
     ]
-    assert one.measured_speedup == pytest.approx(0.97, abs=0.005)
-    assert one.interval[0] < 1 < one.interval[1]
+    assert first.measured_speedup == pytest.approx(0.97, abs=0.005)
+    assert first.interval[0] < 1 < first.interval[1]
 
 
 def test_the_transfer_to_another_device(model: ModuleType) -> None:
@@ -63,11 +63,11 @@ def test_the_transfer_to_another_device(model: ModuleType) -> None:
 def test_the_order_of_recipes_on_layer_totals(model: ModuleType) -> None:
     device = model.device_named("b300")
     measured = {recipe: sum(sums.values()) for recipe, sums in model.SUMS["b300"].items()}
-    found = {
+    results = {
         recipe: sum(model.expected(shape, recipe, device) for shapes in model.SHAPES.values() for shape in shapes)
         for recipe in measured
     }
-    assert sorted(found, key=found.__getitem__) == sorted(measured, key=measured.__getitem__)
+    assert sorted(results, key=results.__getitem__) == sorted(measured, key=measured.__getitem__)
 
 
 def test_the_fit_does_not_read_the_cells(model: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,27 +37,34 @@ def show(*arguments: str) -> Result:
 def read(*arguments: str) -> dict[str, Any]:
     result = show(*arguments, "--json")
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    actual: dict[str, Any] = json.loads(result.stdout)
+    return actual
 
 
 def write(gpu: str | None, *, inside: str = "") -> Path:
     """The run of the planted model, and where its traces lie."""
     with RunWriter.begin("logs", gpu=gpu, world=1) as writer:
         gemms, operands = [], []
-        for number, one in enumerate(products()):
-            layer = f"{inside}.{one.layer}" if inside else one.layer
-            sizes = {"n": one.n, "m": one.m, "k": one.k, "batch": 1, "calls": one.calls, "macs": one.macs}
+        for number, product in enumerate(products()):
+            layer = f"{inside}.{product.layer}" if inside else product.layer
+            sizes = {
+                "n": product.n,
+                "m": product.m,
+                "k": product.k,
+                "batch": 1,
+                "calls": product.calls,
+                "macs": product.macs,
+            }
             gemms.append(
                 {
-                    "gemm_id": number, "scope": "", "layer": layer, "gemm": one.gemm, "family": one.family,
-                    "backward": one.backward, **sizes, "runs": "seen", "precision": one.precision, "since": 0,
-                    "recipe": "fp8_current_scaling" if one.is_low else "",
+                    "gemm_id": number, "scope": "", "layer": layer, "gemm": product.gemm, "family": product.family,
+                    "backward": product.backward, **sizes, "runs": "seen", "precision": product.precision, "since": 0,
+                    "recipe": "fp8_current_scaling" if product.is_low else "",
                 }
             )  # fmt: skip
             operands += [
-                {"gemm_id": number, "layer": layer, "gemm": one.gemm, "tensor": tensor, "format": text, "since": 0}
-                for tensor, text in one.operands.items()
+                {"gemm_id": number, "layer": layer, "gemm": product.gemm, "tensor": tensor, "format": text, "since": 0}
+                for tensor, text in product.operands.items()
             ]
         writer.put_facts("gemms", gemms)
         writer.put_facts("operands", operands)
@@ -71,9 +78,9 @@ def test_measured_gemms_stand_beside_expected_ones() -> None:
     planted = Planted()
     planted.write(write(H100))
     truth: dict[str, float] = defaultdict(float)
-    for one in planted.truth:
-        if one.kind in ("gemm", "cast"):
-            truth[one.layer] += one.us / 1e3
+    for item in planted.truth:
+        if item.kind in ("gemm", "cast"):
+            truth[item.layer] += item.us / 1e3
     known = run_speed(open_run("logs"), estimate_step)
     assert known.expected is not None
     rows = {row.layers: row.measured_ms for row in layer_rows(known.expected, known.measured_layers)}
@@ -81,10 +88,10 @@ def test_measured_gemms_stand_beside_expected_ones() -> None:
     both = ("layers.0.qkv", "layers.1.qkv")
     assert rows[both] == pytest.approx(sum(truth[layer] for layer in both))
     assert rows["layers.0.attention", "layers.1.attention"] is None
-    found = read()
-    gemms = [row for row in found["measured"]["products"] if row["kind"] == "gemm"]
+    result = read()
+    gemms = [row for row in result["measured"]["products"] if row["kind"] == "gemm"]
     assert len({(row["layer"], row["gemm"]) for row in gemms}) == 25
-    assert found["measured"]["device"] == H100
+    assert result["measured"]["device"] == H100
     text = show().output
     for words in (" measured ", "Measured in the trace"):
         assert words in text
@@ -92,12 +99,12 @@ def test_measured_gemms_stand_beside_expected_ones() -> None:
 
 def test_a_trace_of_another_device_is_not_compared() -> None:
     Planted().write(write(None))
-    found = read("--device", "h200")
-    assert found["products"]
-    assert any("not comparable" in note for note in found["notes"])
-    found = read()
-    assert found["products"] == [], "no device is known, so nothing is expected"
-    assert found["measured"]["wall_ms"] > 0
+    result = read("--device", "h200")
+    assert result["products"]
+    assert any("not comparable" in note for note in result["notes"])
+    result = read()
+    assert result["products"] == [], "no device is known, so nothing is expected"
+    assert result["measured"]["wall_ms"] > 0
 
 
 def test_a_run_without_records_has_the_trace_in_its_log_folder() -> None:
@@ -118,9 +125,9 @@ def test_a_run_without_records_has_the_trace_in_its_log_folder() -> None:
 def test_a_damaged_trace_is_left_out_where_it_was_not_asked_for() -> None:
     trace = write(H100)
     trace.write_bytes(b"not a trace")
-    found = read()
-    assert found["measured"] is None
-    assert any("own trace is not used" in note for note in found["notes"])
+    result = read()
+    assert result["measured"] is None
+    assert any("own trace is not used" in note for note in result["notes"])
     with pytest.raises(TraceError):
         raise show("--trace", str(trace)).exception or AssertionError
 

@@ -13,9 +13,9 @@ from tests.conftest import Keeper
 def write_found(keeper: Keeper, path: Path) -> None:
     """Write the statistics of the first layer by step, on rank 0."""
     if torch.distributed.get_rank() == 0:
-        found = {
+        results = {
             f"{tensor} {key}": keeper.values(key, "net.0", tensor)
             for tensor in ("activation", "gradient")
             for key in ("max", "l1_norm")
         }
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(results))

@@ -22,7 +22,7 @@ def in_one_process() -> dict[str, dict[str, float]]:
     """The activation and the gradient of the first layer over the batches of both ranks, in steps of plain torch."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for step in range(STEPS):
         gradients: list[torch.Tensor] = []
         batches = [batch_of(2 * step + rank) for rank in range(2)]
@@ -35,16 +35,16 @@ def in_one_process() -> dict[str, dict[str, float]]:
         # DDP and fully_shard average what each rank's own mean gives.
         for tensor, parts in (("activation", batches), ("gradient", [2 * part for part in gradients])):
             seen = torch.cat(parts).double()
-            found.setdefault(f"{tensor} max", {})[str(step)] = seen.max().item()
-            found.setdefault(f"{tensor} l1_norm", {})[str(step)] = seen.abs().sum().item()
-    return found
+            results.setdefault(f"{tensor} max", {})[str(step)] = seen.max().item()
+            results.setdefault(f"{tensor} l1_norm", {})[str(step)] = seen.abs().sum().item()
+    return results
 
 
 def assert_numbers(folder: Path, cases: Iterable[str]) -> None:
     expected = in_one_process()
     for case in cases:
-        found = json.loads((folder / f"{case}.json").read_text())
-        assert found == {name: pytest.approx(of_step, rel=1e-5) for name, of_step in expected.items()}, case
+        result = json.loads((folder / f"{case}.json").read_text())
+        assert result == {name: pytest.approx(of_step, rel=1e-5) for name, of_step in expected.items()}, case
 
 
 @pytest.mark.slow

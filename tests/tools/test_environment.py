@@ -49,18 +49,18 @@ def environment() -> ModuleType:
 
 def needed(extra: str) -> set[str]:
     """The names of all that an extra needs on this machine, from what is installed."""
-    found: set[tuple[str, str]] = set()
-    wanted = [("te-precision-callbacks", one) for one in ("", extra)]
+    results: set[tuple[str, str]] = set()
+    wanted = [("te-precision-callbacks", item) for item in ("", extra)]
     while wanted:
         entry = wanted.pop()
-        if entry in found:
+        if entry in results:
             continue
-        found.add(entry)
+        results.add(entry)
         for text in distribution(entry[0]).requires or []:
-            one = Requirement(text)
-            if one.marker is None or one.marker.evaluate({"extra": entry[1]}):
-                wanted += [(canonicalize_name(one.name), asked) for asked in ("", *one.extras)]
-    return {name for name, _ in found} - {"te-precision-callbacks"}
+            first = Requirement(text)
+            if first.marker is None or first.marker.evaluate({"extra": entry[1]}):
+                wanted += [(canonicalize_name(first.name), asked) for asked in ("", *first.extras)]
+    return {name for name, _ in results} - {"te-precision-callbacks"}
 
 
 def pins() -> set[str]:
@@ -70,14 +70,14 @@ def pins() -> set[str]:
 
 def test_every_package_is_pinned_and_every_pin_is_needed() -> None:
     try:
-        found = needed("dev")
+        results = needed("dev")
     except PackageNotFoundError as error:
         pytest.skip(f"an environment that 'make install' did not make: {error}")
-    found = {
-        name for name in found if not name.startswith(("nvidia-", "cuda-"))
+    results = {
+        name for name in results if not name.startswith(("nvidia-", "cuda-"))
     }  # what a build of torch for GPUs brings
     if sys.version_info[:2] == (3, 11):
-        assert found == pins()
+        assert results == pins()
 
 
 @pytest.fixture

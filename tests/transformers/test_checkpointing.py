@@ -65,8 +65,8 @@ def fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def warnings_of_checkpoints(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    return [text for text in found if text.startswith("Gradient checkpointing")]
+    results = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return [text for text in results if text.startswith("Gradient checkpointing")]
 
 
 def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
@@ -95,9 +95,9 @@ def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
         ("NT", False, 7),
     ):
         assert run.count((kind, in_fp8)) - head.count((kind, in_fp8)) == count, (kind, in_fp8)
-    told = list(made.debug_session.precision)
-    assert len(told) == 8 * 3
-    for entry in told:
+    stated = list(made.debug_session.precision)
+    assert len(stated) == 8 * 3
+    for entry in stated:
         checkpointed = "FP8 E4M3 -> BF16" if entry.gemm == "fprop" else "BF16"
         if entry.layer == "lm_head":
             assert all(text.startswith("FP8 ") and "BF16" not in text for text in entry.operands.values()), entry

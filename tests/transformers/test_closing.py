@@ -61,8 +61,8 @@ def test_what_the_failed_step_had_gathered_reaches_the_integrations(tmp_path: Pa
     with pytest.raises(ValueError, match="a bad batch"):
         made.train()
     (events,) = tmp_path.rglob("events.out.tfevents*")
-    found = board_scalars(events.parent)["te.net.0/activation/max"]
-    assert found == {step + 1: model.largest(step) for step in range(3)}
+    result = board_scalars(events.parent)["te.net.0/activation/max"]
+    assert result == {step + 1: model.largest(step) for step in range(3)}
 
 
 # ---------------------------------------------------------------------- where the trainer is not known

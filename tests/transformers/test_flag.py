@@ -178,7 +178,7 @@ def test_a_filtered_loss_is_not_checked_for_nan(tmp_path: Path, filters: bool) -
     callback = PrecisionDebugTrainerCallback(statistics())
     trainer(arguments(tmp_path, logging_nan_inf_filter=filters), callback, kind=OwnBackward).train()
     for verdict in (callback.session.findings, diagnose(tmp_path)):
-        reasons = {each.rule: each.why for each in verdict.not_judged}
+        reasons = {item.rule: item.why for item in verdict.not_judged}
         assert ("logging_nan_inf_filter=False" in reasons.get("nonfinite-loss", "")) == filters
         assert not (filters and verdict.healthy)
 
@@ -205,7 +205,7 @@ def test_an_overflow_ends_the_training_before_the_weights_are_touched(tmp_path: 
     assert made.state.global_step == 2
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     hooks = [module._forward_hooks or module._forward_pre_hooks for module in model.modules()]
-    assert [len(found) for found in hooks if found] == [1], "the one of the model itself"
+    assert [len(hook) for hook in hooks if hook] == [1], "the one of the model itself"
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 def trained_on(folder: Path, rank: int) -> list[list[int]]:
     """The samples of each forward."""
-    found: list[list[int]] = ast.literal_eval((folder / f"trained_on_{rank}.txt").read_text())
-    return found
+    result: list[list[int]] = ast.literal_eval((folder / f"trained_on_{rank}.txt").read_text())
+    return result
 
 
 def test_two_ranks_have_one_set_of_statistics(tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def assert_own_numbers(folder: Path, rank: int, *, steps: list[int]) -> None:
 
 def test_an_overflow_of_one_rank_ends_both_in_the_same_step(tmp_path: Path) -> None:
     ended = launched(SCRIPT, [str(tmp_path), "overflow"])
-    for rank, found in enumerate(ended):
-        assert found.returncode != 0
-        assert "ActivationOverflowError:" in found.stderr
-        assert "net.1: LayerNormLinear: input[0]" in found.stderr
+    for rank, item in enumerate(ended):
+        assert item.returncode != 0
+        assert "ActivationOverflowError:" in item.stderr
+        assert "net.1: LayerNormLinear: input[0]" in item.stderr
         assert len(trained_on(tmp_path, rank)) == 4, "both looked before the second step of the optimizer"
         assert (tmp_path / f"finite_{rank}.txt").read_text() == "True"

@@ -124,9 +124,9 @@ def test_a_histogram_is_a_histogram(tmp_path: Path) -> None:
     (events,) = tmp_path.rglob("events.out.tfevents*")
     board = EventAccumulator(str(events), size_guidance={"histograms": 0})  # type: ignore[no-untyped-call]
     board.Reload()  # type: ignore[no-untyped-call]
-    found = board.Histograms("te.net.0/activation/exponent_histogram")  # type: ignore[no-untyped-call]
-    assert [event.step for event in found] == [1, 2]
-    assert found[0].histogram_value.num == 8 * 32
+    result = board.Histograms("te.net.0/activation/exponent_histogram")  # type: ignore[no-untyped-call]
+    assert [event.step for event in result] == [1, 2]
+    assert result[0].histogram_value.num == 8 * 32
     assert not [tag for tag in board.Tags()["scalars"] if "histogram" in tag]  # type: ignore[no-untyped-call]
 
 

@@ -181,7 +181,7 @@ def test_an_evaluation_before_each_save(
 
     shutil.rmtree(tmp_path / "checkpoint-4")
     callback = resumed(tmp_path, llama(of_te=False))
-    found = findings(callback.session.resume_report)
-    assert [text.startswith("The checkpoint has no scales and amax histories") for text in found] == [True] * (
+    result = findings(callback.session.resume_report)
+    assert [text.startswith("The checkpoint has no scales and amax histories") for text in result] == [True] * (
         not in_fp8
     )

@@ -24,7 +24,7 @@ def net() -> Net:
 
 
 def test_a_compiled_model_has_the_numbers_of_the_model(tmp_path: Path) -> None:
-    found = {}
+    results = {}
     for compiles in (False, True):
         torch._dynamo.reset()
         counters.clear()
@@ -35,10 +35,10 @@ def test_a_compiled_model_has_the_numbers_of_the_model(tmp_path: Path) -> None:
         trainer(args, callback, model=net()).train()
         assert bool(counters["frames"]["ok"]) == compiles
         assert callback.session.coverage().macs()
-        found[compiles] = [[(r.layer, r.tensor, r.statistic, r.value) for r in records] for records in keeper.steps]
-    assert len(found[True]) == 3
-    assert all(found[True])
-    assert found[True] == found[False]
+        results[compiles] = [[(r.layer, r.tensor, r.statistic, r.value) for r in records] for records in keeper.steps]
+    assert len(results[True]) == 3
+    assert all(results[True])
+    assert results[True] == results[False]
 
 
 def test_each_trial_of_a_search_is_a_run(tmp_path: Path) -> None:

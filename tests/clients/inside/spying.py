@@ -146,8 +146,8 @@ class Spy:
 
     def _is_primary(self, quantized: Any) -> bool:
         """Whether this is a weight that is kept in FP8 only: what it was made of is no tensor of training."""
-        found = (self._primary.get(part.data_ptr()) for part in codes(quantized))
-        return any(alive is not None and alive() is not None for alive in found)
+        results = (self._primary.get(part.data_ptr()) for part in codes(quantized))
+        return any(alive is not None and alive() is not None for alive in results)
 
     def _gemm(self, gemm: Any) -> Any:
         def spied(A: Any, transA: bool, B: Any, transB: bool, D: Any, *arguments: Any, **keywords: Any) -> Any:

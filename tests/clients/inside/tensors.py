@@ -143,11 +143,11 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """A hash of types, numbers of columns and bytes."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for tensor in tensors:
-        found.update(f"{tensor.dtype} {tensor.numel()} {tensor.shape[-1] if tensor.ndim else 1};".encode())
-        found.update(content(tensor))
-    return found.hexdigest()[:16]
+        result.update(f"{tensor.dtype} {tensor.numel()} {tensor.shape[-1] if tensor.ndim else 1};".encode())
+        result.update(content(tensor))
+    return result.hexdigest()[:16]
 
 
 def losses_of_quantization(array: np.ndarray, tensor: Any) -> dict[str, float] | None:
