@@ -28,7 +28,7 @@ from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.config.steps import EarlySteps, read_early_steps, with_early_steps
 from te_precision_callbacks.diagnosis.engine import OnFinding, reads_stop
 from te_precision_callbacks.layers.naming import Scope, check_scope
-from te_precision_callbacks.runs.run_files import Records, record_limit
+from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, LEAST_LIMIT
 from te_precision_callbacks.sinks.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT as LOG_LIMIT
 from te_precision_callbacks.sinks.step_records import Sink
@@ -46,6 +46,29 @@ StatisticsLogRanks = Literal["rank0", "all", "off"]
 
 StatisticsLogValue = StatisticsLogRanks | bool | int | str
 """Values of ``statistics_log=``: the only bool is False, as which YAML reads ``off``."""
+
+Records = bool | int | str
+
+
+def record_limit(records: object) -> int:
+    """Return the most bytes that a rank records, or 0 without records; raises OptionError."""
+    if isinstance(records, bool):
+        return DEFAULT_LIMIT if records else 0
+    word = records.strip().lower() if isinstance(records, str) else ""
+    if word in ("on", "off"):
+        return DEFAULT_LIMIT if word == "on" else 0
+    try:
+        limit = size_in_bytes(records)
+    except ValueError:
+        limit = 0
+    if limit >= LEAST_LIMIT:
+        return limit
+    if limit:
+        raise OptionError(
+            f"records={records!r} leaves {limit:,} bytes for a run, which is too little to keep anything. Give a"
+            " size of at least 1MiB, such as '64GiB', or 'off'."
+        )
+    raise OptionError(f"records= must be 'on' or True, 'off' or False, or a size such as '64GiB', not {records!r}.")
 
 
 class LogChoice(NamedTuple):

@@ -72,6 +72,7 @@ class ScriptWatch:
         self._options = options
         self._models: list[torch.nn.Module] = []
         self._called: set[str] = set()
+        self._in_evaluation = False
         self._waiting: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -190,6 +191,7 @@ class ScriptWatch:
                 return original(module, *args, **keywords)
             self._has_called = True
             if not module.training or not torch.is_grad_enabled():
+                self._in_evaluation |= torch.is_grad_enabled()
                 return original(module, *args, **keywords)
             self._guard(self._consider)(module)
             try:
@@ -350,6 +352,8 @@ class ScriptWatch:
         )
         if self.session is None:
             called = ", ".join(sorted(self._called)) or "no module with trainable parameters"
+            if self._in_evaluation and not self._called:
+                called += ", but modules in evaluation mode: call model.train() before the training"
             seen = f"no model was found whose parameters an optimizer holds. Called in training mode: {called}"
         else:
             seen = "no optimizer of the model has stepped"

@@ -10,7 +10,6 @@ from typing import Any
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
-from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import (
     NO_CONFIG,
@@ -128,7 +127,8 @@ class Diagnosis:
         if judge.why_not:
             return judge.why_not
         layers = self._facts.layers.values()
-        if layers and not any(layer.is_of_te for layer in layers) and NO_CONFIG in rule.collect:
+        ran = [layer for layer in layers if layer.low or layer.reasons]
+        if ran and not any(layer.is_of_te for layer in ran) and NO_CONFIG in rule.collect:
             return "the model has no Transformer Engine layers, and only their GEMMs have statistics"
         if layers and not any(layer.rows or layer.forward is not None for layer in layers):
             if refused := next((layer.refused for layer in layers if layer.refused), ""):
@@ -313,6 +313,8 @@ def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
         )
     for name in names:
         if name not in known:
+            from te_precision_callbacks.config.problems import suggestion
+
             raise OptionError(f"on_finding={on_finding!r}: there is no rule {name!r}.{suggestion(name, known)}")
     if not names:
         return lambda finding: finding.severity != "note"

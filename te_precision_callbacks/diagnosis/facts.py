@@ -46,6 +46,7 @@ class LayerFacts:
         low: the GEMMs in low precision.
         never: GEMM -> why it did not run.
         rows: n of its forward product, the rows of its input in a call; 0 if unknown.
+        since: the first iteration in which its forward product runs as now.
         refused: why it, or some of its forwards, are not observed; empty if they are.
         is_quantized_only: whether its weights exist in quantized form only (``te.quantized_model_init``).
     """
@@ -62,6 +63,7 @@ class LayerFacts:
     low: frozenset[str] = frozenset()
     never: Mapping[str, str] = field(default_factory=dict)
     rows: int = 0
+    since: int = 0
     is_of_te: bool = False
     refused: str = ""
     is_quantized_only: bool = False
@@ -160,7 +162,7 @@ class Facts:
         for row in gemms:
             known, gemm = of(row["layer"]), row["gemm"]
             if gemm == "fprop":
-                known |= {"shape": (row["m"], row["k"]), "rows": row.get("n") or 0}
+                known |= {"shape": (row["m"], row["k"]), "rows": row.get("n") or 0, "since": row.get("since") or 0}
             known["recipe"] = row["recipe"] or known.get("recipe", "")
             known["module_class"] = known.get("module_class") or row["family"] or ""
             known["is_of_te"] = row["family"] in ("te", "te_ops")

@@ -135,9 +135,10 @@ class ObservationFailures:
         text = str(error).removesuffix(".")
         if self._leads():
             logger.error(
-                "%s: the ranks no longer exchange statistics. %s. Training goes on. Until all call attach() again,"
-                " rank %d alone writes its own numbers, which are marked as such. If a rank has ended, its output says"
-                " why. If ranks cannot connect, %s=<interface> names the network interface to use.",
+                "The ranks no longer exchange statistics (%s): %s. Training goes on. Until they reconnect, rank %d"
+                " alone writes its own numbers, which are marked as such. Call step() on all ranks, after the same"
+                " optimizer steps. If a rank has ended, its output says why. If ranks cannot connect, %s=<interface>"
+                " names the network interface to use.",
                 where,
                 text,
                 self._rank,

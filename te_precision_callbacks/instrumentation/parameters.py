@@ -450,14 +450,15 @@ class ParameterWatch:
             form_of(parameter.name) for parameter in self._parameters.values() if parameter.has_gradient and without
         )
         for parameter, gap in without:
-            may_idle = similar[form_of(parameter.name)] and gap.called < WITHOUT_GRADIENT - 1
+            trains = parameter.weight.requires_grad
+            may_idle = trains and similar[form_of(parameter.name)] and gap.called < WITHOUT_GRADIENT - 1
             if parameter.has_gradient:
                 if gap.called >= max(LOST, 2 * parameter.longest):
                     yield Problem("lost_gradient", parameter.name, gap.since, gap.steps)
                 elif not gap.called and gap.steps >= max(MOST_IDLE, 4 * parameter.longest):
                     yield Problem("left_out", parameter.name, gap.since, gap.steps)
             elif gap.steps >= (MOST_IDLE if may_idle else WITHOUT_GRADIENT):
-                what = "no_gradient" if parameter.weight.requires_grad else "frozen_held"
+                what = "no_gradient" if trains else "frozen_held"
                 yield Problem(what, parameter.name, gap.since, gap.steps)
         for parameter in self._parameters.values():
             if parameter.checks or parameter.moves:

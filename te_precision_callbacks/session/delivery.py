@@ -14,10 +14,10 @@ import torch
 from te_precision_callbacks.base.ranks import has_other_ranks, own_rank
 from te_precision_callbacks.base.ranks.meeting import next_keys, shared_store
 from te_precision_callbacks.dumps.header import Header
-from te_precision_callbacks.options import read_statistics_log
+from te_precision_callbacks.options import read_statistics_log, record_limit
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs.reading import list_runs, open_run
-from te_precision_callbacks.runs.run_files import FOLDER, Place, new_trace_file, record_limit
+from te_precision_callbacks.runs.run_files import FOLDER, Place, new_trace_file
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog

@@ -176,15 +176,14 @@ class LoopChecks:
 
     def _warn_of_forgotten_step(self, optimizer: torch.optim.Optimizer, count: int, ignored: str) -> None:
         if own_rank() == 0 and self._model.is_trained_by(optimizer) and self._notices.first("forgotten"):
-            logger.warning(
-                "%s has stepped %d times without a step() of precision debugging, so all of that belongs to debug"
-                " iteration %d. %s%s",
-                type(optimizer).__name__,
-                count,
-                self._context.iteration,
-                _REMEDIES.get(self._context.loop.front_door, _REMEDY),
-                f" {ignored}" if ignored else "",
+            iteration = self._context.iteration
+            text = (
+                f"{type(optimizer).__name__} has stepped {count} times without a step() of precision debugging, so all"
+                f" of that belongs to debug iteration {iteration}."
+                f" {_REMEDIES.get(self._context.loop.front_door, _REMEDY)}"
             )
+            self._context.events.append(Event("observation_failed", text, iteration, "warning"))
+            logger.warning("%s", f"{text} {ignored}".rstrip())
 
 
 class BackwardLoss:

@@ -178,6 +178,7 @@ def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
     for verdict in (session.findings, diagnose(tmp_path)):
         unobserved = "all observed layers are in evaluation mode, so nothing is observed: call model.train()"
         assert unobserved in verdict.summary
+        assert "no Transformer Engine layers" not in verdict.summary
         assert "config" not in verdict.summary
 
 
@@ -195,8 +196,50 @@ def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -
             optimizer.zero_grad()
             session.step()
     for verdict in (session.findings, diagnose(tmp_path)):
-        severities = [item.severity for item in verdict if item.rule == "no-low-precision"]
-        assert severities == ["note" if explicit else "warning"]
+        assert [
+            (item.rule, item.severity, item.since) for item in verdict if item.rule in ("hole", "no-low-precision")
+        ] == ([("no-low-precision", "note", None)] if explicit else [("hole", "warning", 12)])
+
+
+def test_layers_that_leave_low_precision_without_a_majority_of_alike_ones(tmp_path: Path) -> None:
+    net = torch.nn.ModuleList([te.Linear(32, 32) for _ in range(4)])
+    optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for step in range(16):
+            out = torch.randn(16, 32)
+            for number, layer in enumerate(net):
+                with (
+                    te.autocast(recipe=Float8CurrentScaling()) if step < 10 or number < 2 else contextlib.nullcontext()
+                ):
+                    out = layer(out)
+            out.pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    for verdict in (session.findings, diagnose(tmp_path)):
+        (finding,) = verdict.wrong
+        assert (finding.rule, finding.layers, finding.since) == ("hole", ("2", "3"), 10)
+        assert "it runs in high precision, after steps in low precision: runs outside of te.autocast" in finding.seen
+
+
+def test_a_parameter_without_requires_grad_in_the_optimizer(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(*[te.Linear(32, 32) for _ in range(4)])
+    net[2].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
+        for _ in range(12):
+            with te.autocast(recipe=Float8CurrentScaling()):
+                out = net(torch.randn(16, 32))
+            out.pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.log({"loss": out.detach().pow(2).mean()})
+            session.step()
+    for verdict in (session.findings, diagnose(tmp_path)):
+        assert verdict.state == "no problems found"
+        assert [
+            "an optimizer contains 2.weight" in item.seen for item in verdict if item.rule == "missing-gradient"
+        ] == [True]
 
 
 def test_a_model_that_stays_in_evaluation_mode_from_some_step_on(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from transformer_engine.debug.features.api import TEConfigAPIMapper
 
 from te_precision_callbacks import PrecisionDebugCallback
 from te_precision_callbacks.config.contract import read_contract
-from te_precision_callbacks.options import LogChoice, SessionKeywords, SessionOptions, read_statistics_log
-from te_precision_callbacks.runs.run_files import record_limit
+from te_precision_callbacks.options import LogChoice, SessionKeywords, SessionOptions, read_statistics_log, record_limit
 from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT
 from tests.conftest import Keeper, statistics
 from tests.lightning.models import Plain, loader, logged_lines

@@ -21,13 +21,14 @@ import pytest
 import torch.distributed as dist
 
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.options import record_limit
 from te_precision_callbacks.runs import (
     NotARunError,
     RunError,
     open_run,
     writing,
 )
-from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, record_limit
+from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT
 from te_precision_callbacks.runs.sink import RecordingError, RecordSink
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.sinks import writer_thread

@@ -29,9 +29,14 @@ _CHOSEN = frozenset({Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.
 
 
 class Hole(Judge):
-    """A layer in high precision among alike layers in low precision."""
+    """A layer in high precision among alike layers in low precision, or after steps in low precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._low: set[str] = set()
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
+        yield from self._left_low_precision(facts)
         forms: dict[str, list[LayerFacts]] = {}
         for layer in facts.layers.values():
             if layer.reasons or layer.low:
@@ -40,7 +45,7 @@ class Hole(Judge):
         for unordered in forms.values():
             alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
             low = [layer for layer in alike if "fprop" in layer.low]
-            holes = [layer for layer in alike[1:-1] if _is_hole(layer)]
+            holes = [layer for layer in alike[1:-1] if _is_hole(layer) and layer.name not in self._low]
             outside = [layer for layer in holes if layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST"]
             if low and len(outside) >= len(low):
                 count = f"{len(alike) - len(low)} of {len(alike)} alike layers run outside of te.autocast"
@@ -51,11 +56,22 @@ class Hole(Judge):
                 continue
             for reason in dict.fromkeys(layer.reasons["fprop"] for layer in holes):
                 with_reason = [layer.name for layer in holes if layer.reasons["fprop"] == reason]
-                text = Reason[reason[0]].value if reason[0] in Reason.__members__ else reason[0]
-                exactly = f" ({reason[1]})" if reason[1] and reason[1] != text else ""
                 count = f"{len(low)} alike layers are in low precision, such as {in_sentence(low[0].name)}"
-                seen = f"it runs in high precision: {text}{exactly}; {count}"
+                seen = f"it runs in high precision: {_in_words(*reason)}; {count}"
                 yield Sighting(tuple(with_reason), "", "", seen, None, key=f"{form_of(with_reason[0])} {reason[0]}")
+
+    def _left_low_precision(self, facts: Facts) -> Iterator[Sighting]:
+        left = [layer for layer in facts.layers.values() if layer.name in self._low and _is_hole(layer)]
+        self._low |= {layer.name for layer in facts.layers.values() if "fprop" in layer.low}
+        for reason, since in dict.fromkeys((layer.reasons["fprop"], layer.since) for layer in left):
+            names = [layer.name for layer in left if (layer.reasons["fprop"], layer.since) == (reason, since)]
+            seen = f"it runs in high precision, after steps in low precision: {_in_words(*reason)}"
+            yield Sighting(tuple(names), "", "", seen, since, key=f"left {reason[0]} {since}")
+
+
+def _in_words(reason: str, exactly: str) -> str:
+    text = Reason[reason].value if reason in Reason.__members__ else reason
+    return f"{text} ({exactly})" if exactly and exactly != text else text
 
 
 def _is_hole(layer: LayerFacts) -> bool:
@@ -91,10 +107,10 @@ class NoLowPrecision(Judge):
 
     def _ended(self, facts: Facts) -> Iterator[Sighting]:
         of_te = [layer for layer in facts.layers.values() if layer.is_of_te and layer.reasons]
-        if self._has_low and of_te and not any(layer.low for layer in facts.layers.values()):
-            is_meant = all(layer.is_explicit for layer in of_te)
+        ends_in_high = self._has_low and of_te and not any(layer.low for layer in facts.layers.values())
+        if ends_in_high and all(layer.is_explicit for layer in of_te):  # else the rule hole names the layers
             seen = "the last steps run in high precision, and earlier ones ran in low precision"
-            yield Sighting((), "", "", seen, None, "note" if is_meant else "warning")
+            yield Sighting((), "", "", seen, None, "note")
 
     def _sighting(self, facts: Facts) -> Iterator[Sighting]:
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
@@ -187,7 +203,8 @@ RULES = (
             f"the forward product of a layer runs in high precision, and those of at least {LEAST_LOW} layers"
             f" whose names"
             " differ from its name in numbers alone, and of more than there are such layers, run in low precision. A"
-            " note where at least as many of them run outside of te.autocast"
+            " note where at least as many of them run outside of te.autocast. Or the layer itself ran in low precision"
+            " in earlier steps"
         ),
         silent=(
             "layers that a section of the config, the recipe or te.autocast(enabled=False) keeps in high"
