@@ -1,4 +1,4 @@
-"""The namespace API ``transformer_engine``: brings the calls of Transformer Engine's modules to features.
+"""The namespace API ``transformer_engine``: passes the calls of Transformer Engine's modules to features.
 
 It replaces Transformer Engine's own API, even if that folder of features is listed too, before or after this one. Read
 from Transformer Engine 2.20.2 (``debug/features/api.py``) and nvidia-dlfw-inspect 0.2.2 (``base.py``). The differences:

@@ -23,7 +23,7 @@ logger = logging.getLogger("te_precision_callbacks.features")
 
 @own_feature()
 class DumpTensors(ScheduledFeature):
-    """Dumps activations, weights, gradients, outputs, wgrads and dgrads: in high precision, quantized, and decoded.
+    """Writes activations, weights, gradients, outputs, wgrads and dgrads to files: in high precision, quantized, and decoded.
 
     The keys are those of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``), those of its pull
     request 2645 (``dump_quantized_internals``), and further ones in docs/features.md. The files are safetensors files,
