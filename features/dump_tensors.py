@@ -23,7 +23,7 @@ logger = logging.getLogger("te_precision_callbacks.features")
 
 @own_feature()
 class DumpTensors(ScheduledFeature):
-    """Writes activations, weights, gradients, outputs, wgrads and dgrads to files: in high precision, quantized, and decoded.
+    """Writes activations, weights, outputs and all gradients to files: in high precision, quantized, and decoded.
 
     The keys are those of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``), those of its pull
     request 2645 (``dump_quantized_internals``), and further ones in docs/features.md. The files are safetensors files,
@@ -52,7 +52,7 @@ class DumpTensors(ScheduledFeature):
         ]
 
     def due(self, options: Wanted, iteration: int) -> tuple[bool, int | None]:
-        """Return whether a dump is due, and the next due iteration; never after the budget is used up.
+        """Return whether a dump is due, and the next due iteration; none is due without budget.
 
         With several ranks the schedule alone decides: a layer that is looked at gathers its tensors with other
         collectives than one that is not, so a budget that is used up on one rank must not change the answer there.
