@@ -25,9 +25,9 @@ logger = logging.getLogger("te_precision_callbacks.features")
 class DumpTensors(ScheduledFeature):
     """Writes activations, weights, outputs and all gradients to files: in high precision, quantized, and decoded.
 
-    The keys are those of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``), those of its pull
-    request 2645 (``dump_quantized_internals``), and further ones in docs/features.md. The files are safetensors files,
-    which Transformer Engine's are not.
+    It has the keys of Transformer Engine's feature (2.20.2, ``debug/features/dump_tensors.py``) and of its pull request
+    2645 (``dump_quantized_internals``), and further keys in docs/features.md. The files are safetensors files, unlike
+    Transformer Engine's.
     """
 
     def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
@@ -54,8 +54,8 @@ class DumpTensors(ScheduledFeature):
     def due(self, options: Wanted, iteration: int) -> tuple[bool, int | None]:
         """Return whether a dump is due, and the next due iteration; none is due without budget.
 
-        With several ranks the schedule alone decides: a layer that is looked at gathers its tensors with other
-        collectives than one that is not, so a budget that is used up on one rank must not change the answer there.
+        With several ranks the schedule alone decides: an observed layer gathers its tensors with other collectives
+        than an unobserved layer, so a budget that is used up on one rank must not change the answer there.
         """
         if self.observation.recorder.stopped(options.limits) and not is_distributed(None):
             return False, None
