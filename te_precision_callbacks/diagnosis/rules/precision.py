@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import by_key, many
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
@@ -37,10 +37,8 @@ class Hole(Judge):
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         yield from self._left_low_precision(facts)
-        forms: dict[str, list[LayerFacts]] = {}
-        for layer in facts.layers.values():
-            if layer.reasons or layer.low:
-                forms.setdefault(form_of(layer.name), []).append(layer)
+        ran = (layer for layer in facts.layers.values() if layer.reasons or layer.low)
+        forms = by_key((form_of(layer.name), layer) for layer in ran)
         self.judged |= bool(forms)
         for unordered in forms.values():
             alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
@@ -49,22 +47,21 @@ class Hole(Judge):
             outside = [layer for layer in holes if layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST"]
             if low and len(outside) >= len(low):
                 count = f"{len(alike) - len(low)} of {len(alike)} alike layers run outside of te.autocast"
-                names = tuple(layer.name for layer in outside)
-                yield Sighting(names, "", "", count, None, severity="note", key=form_of(low[0].name))
+                names = [layer.name for layer in outside]
+                yield Sighting(tuple(names), "", "", count, None, severity="note", key=form_of(low[0].name))
                 continue
             if len(low) < LEAST_LOW or len(holes) >= len(low):
                 continue
-            for reason in dict.fromkeys(layer.reasons["fprop"] for layer in holes):
-                with_reason = [layer.name for layer in holes if layer.reasons["fprop"] == reason]
+            for reason, names in by_key((layer.reasons["fprop"], layer.name) for layer in holes).items():
                 count = f"{len(low)} alike layers are in low precision, such as {in_sentence(low[0].name)}"
                 seen = f"it runs in high precision: {_in_words(*reason)}; {count}"
-                yield Sighting(tuple(with_reason), "", "", seen, None, key=f"{form_of(with_reason[0])} {reason[0]}")
+                yield Sighting(tuple(names), "", "", seen, None, key=f"{form_of(names[0])} {reason[0]}")
 
     def _left_low_precision(self, facts: Facts) -> Iterator[Sighting]:
         left = [layer for layer in facts.layers.values() if layer.name in self._low and _is_hole(layer)]
         self._low |= {layer.name for layer in facts.layers.values() if "fprop" in layer.low}
-        for reason, since in dict.fromkeys((layer.reasons["fprop"], layer.since) for layer in left):
-            names = [layer.name for layer in left if (layer.reasons["fprop"], layer.since) == (reason, since)]
+        groups = by_key(((layer.reasons["fprop"], layer.since), layer.name) for layer in left)
+        for (reason, since), names in groups.items():
             seen = f"it runs in high precision, after steps in low precision: {_in_words(*reason)}"
             yield Sighting(tuple(names), "", "", seen, since, key=f"left {reason[0]} {since}")
 
