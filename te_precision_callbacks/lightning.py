@@ -295,7 +295,6 @@ class HealthyCheckpoint(ModelCheckpoint):
         return self._precision is not None and bool(self._precision.session.findings.wrong)
 
     def _all_healthy(self, trainer: Trainer) -> bool:
-        """All ranks save a checkpoint, or none."""
         healthy: bool = trainer.strategy.reduce_boolean_decision(not self._has_findings)
         return healthy
 

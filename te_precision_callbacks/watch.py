@@ -132,7 +132,6 @@ class ScriptWatch:
             session.stop(error)
 
     def _end_training(self) -> None:
-        """Stop the session; the next training is a new run."""
         session, self.session = self.session, None
         self._models, self._iterations = [], 0
         self._waiting.clear()
@@ -180,7 +179,6 @@ class ScriptWatch:
     # ------------------------------------------------------------------ the model
 
     def _begin_search(self) -> None:
-        """Check calls of modules, except inside a trained module's call: those are not outermost."""
         if self._search:
             return
         original = torch.nn.Module.__call__

@@ -73,7 +73,6 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -35,8 +35,6 @@ ACTIVATION_OVERFLOW = debug_values.ACTIVATION_OVERFLOW
 
 
 class EventCondition(Enum):
-    """A condition without a statistic."""
-
     NONFINITE = NONFINITE
 
     ACTIVATION_OVERFLOW = ACTIVATION_OVERFLOW

@@ -78,8 +78,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Words:
-    """A description of valid values, where the type is not enough."""
-
     text: str
 
 
@@ -206,7 +204,6 @@ def is_list(field: FieldInfo) -> bool:
 
 
 def names(field: FieldInfo) -> tuple[str, ...]:
-    """Return the names that a field accepts, alone or in a list; empty for other fields."""
     kind = _type_of_entry(field.annotation)
     return get_args(kind) if get_origin(kind) is Literal else ()
 

@@ -70,7 +70,6 @@ class Nested:
         return next(((*path, key) for path in given), self.here)
 
     def merged(self) -> dict[str, Any]:
-        """Return the effective options; a level that chooses tensors replaces an outer choice."""
         effective: dict[str, Any] = {}
         for _, level in self.levels:
             outer = (

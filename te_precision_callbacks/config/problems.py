@@ -58,7 +58,6 @@ class Problems:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Collect the problems of a :class:`ConfigError` raised in a block."""
         try:
             yield
         except ConfigError as error:

@@ -74,8 +74,6 @@ tensor_statistics:
 
 
 class LogFp8TensorStatsItem(Fp8Statistics, LoggedTensor[OperandName]):
-    """One tensor of LogFp8TensorStats."""
-
     def requests_for(self, *, is_quantized: bool) -> tuple[Request, ...]:
         """With ``only_quantized`` and no quantized tensor, return only statistics that name a recipe."""
         if is_quantized or not self.only_quantized:

@@ -234,7 +234,6 @@ def _broken_state(contract: Contract, state: Iterable[StateRow], *, all_seen: bo
 
 
 def require_layers(contract: Contract, names: Iterable[str]) -> None:
-    """Raise a ConfigError if a pattern matches no layer of any rank."""
     known = list(names)
     for pattern in contract.layers:
         if not any(re.search(pattern, name) for name in known):

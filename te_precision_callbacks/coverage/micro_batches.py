@@ -231,7 +231,6 @@ class ModelCalls:
         return False
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
-        """Begin a backward; returns its call, a counted one if possible."""
         here = self.here  # a backward inside of a call, as in a training step that optimizes by itself
         waiting = list(_calls_in(roots)) if here is None else [here]
         known = set(map(id, waiting))
@@ -248,7 +247,6 @@ class ModelCalls:
 
     @property
     def has_wishes(self) -> bool:
-        """Return whether calls of the next step are to be counted, of forms that were met."""
         return self._left > 0 and any(form.is_wanted for form in self._forms.values())
 
     def end_step(self) -> list[ModelCall]:

@@ -133,13 +133,11 @@ class PrecisionAudit:
         self._now.clear()
 
     def abandon(self) -> None:
-        """Drop the notes of this iteration, which an error ended halfway."""
         self._unseen.clear()
         self._now.clear()
 
     @property
     def lacks_backward(self) -> bool:
-        """Return whether layers ran forward in this iteration, and no backward is known."""
         return bool(self._now) and not self._had_backward
 
     def note_backward(self) -> None:
@@ -189,7 +187,6 @@ class PrecisionAudit:
         return {operand: formats[operand] for operand, fact in facts.items() if fact is None or not fact.is_left_out}
 
     def plan(self, formats: Mapping[LayerOperand, Format], *, excluded: bool = False) -> None:
-        """Note formats that quantizers make, of operands of GEMMs that run unseen."""
         for operand, made in formats.items():
             notes = self._now[operand.layer]
             notes.excluded |= excluded and not made.recipe

@@ -103,7 +103,6 @@ class _Failed:
 
 
 def _explanation(place: _Failed) -> str | None:
-    """A sentence with the GEMM and the dimension if a shape is not supported."""
     module: Any = place.named.module
     if not module.fp8:
         return None
@@ -209,7 +208,6 @@ def _sizes(place: _Failed) -> list[tuple[int, int, int]]:
 
 
 def layer_features(module: Any) -> list[tuple[int, int]]:
-    """in_features and out_features of each layer of a module of Transformer Engine, on this rank."""
     if hasattr(module, "fc1_weight"):
         sizes = (weight.shape for weight in (module.fc1_weight, module.fc2_weight))
         return [(in_features, out_features) for out_features, in_features in sizes]

@@ -203,7 +203,6 @@ class Diagnosis:
     def _keep(
         self, of: tuple[Rule, Judge], sighting: Sighting, iteration: int, rank: int | None
     ) -> tuple[_Key, Finding, bool]:
-        """Keep a sighting; return the finding, and whether it is new or worse than before."""
         rule, judge = of
         key = (rule.id, sighting.tensor, sighting.key)
         known = self._findings.get(key)

@@ -217,7 +217,6 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def _grid(part: Stored) -> tuple[object, ...]:
-    """Return the layout; codes and scales of tensors in one layout are compared one by one."""
     scale_format = None if part.scale_format is None else part.scale_format.name
     return (part.element_format.name, scale_format, part.transposed, part.block, part.matrix_shape)
 

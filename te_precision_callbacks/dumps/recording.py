@@ -160,7 +160,6 @@ class Recorder:
         self._report_failure()
 
     def take_written(self) -> list[Header]:
-        """Return the headers of the dumps written since the last call, at most the last 10,000."""
         written = self._writer.written
         return [written.popleft() for _ in range(len(written))]
 

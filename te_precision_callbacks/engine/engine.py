@@ -257,7 +257,6 @@ class StatisticsEngine:
         return plan
 
     def flush(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        """Return the statistics since the last flush, and reset."""
         measurements = self.collect(reduce=reduce, stamp=stamp)
         self.forget()
         return measurements

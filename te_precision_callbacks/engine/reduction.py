@@ -400,7 +400,6 @@ class _Block:
 
     @functools.cached_property
     def _cells(self) -> npt.NDArray[np.intp]:
-        """Place of each column in the message: [segments, columns]."""
         entry = self.pieces[0][0].entry  # all have the same columns
         sums_at, maxima_at = np.array([(piece.sums_at, piece.maxima_at) for piece, _ in self.pieces], dtype=np.intp).T
         return np.concatenate(
@@ -465,6 +464,5 @@ class _Picked(NamedTuple):
 
 
 def _places(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:
-    """Concatenate the integers of all ranges: int64."""
     before = np.cumsum(widths) - widths
     return torch.from_numpy(np.repeat(starts - before, widths) + np.arange(widths.sum()))

@@ -95,7 +95,6 @@ class _Device:
         return before
 
     def current(self) -> _Vectors:
-        """Return the current stream's vectors, with room for all segments."""
         stream = current_stream(self._device)
         sums, maxima = self.used
         for vectors in self._vectors:
@@ -107,7 +106,6 @@ class _Device:
         return made
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums and maxima of all vectors, for the current stream."""
         if not self._vectors:
             self.current()
         for vectors in self._vectors:

@@ -221,7 +221,6 @@ class Answers:
         return is_debug_iter
 
     def make_no_debug_features_active(self, upstream: Any) -> Any:
-        """Return the replacement of ``no_debug_features_active``, which a forward calls once it has its quantizers."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
         from transformer_engine.debug.pytorch.utils import any_feature_enabled
 
@@ -379,7 +378,6 @@ def stale_shares(module: Any, layers: tuple[str, ...], frame: Any) -> Iterator[t
 
 @torch.no_grad()
 def _share(weight: torch.Tensor, codes: Any) -> torch.Tensor | None:
-    """Return a number on the weight's device; None if the weight is not in low precision."""
     name = (name_of_format(codes) or "").partition(" ")[0]
     weight = getattr(weight, "_local_tensor", weight)
     if name not in _ROUNDING or name_of_format(weight) is not None:

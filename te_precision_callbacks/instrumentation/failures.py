@@ -131,7 +131,6 @@ class ObservationFailures:
             )
 
     def _report_apart(self, where: str, error: BaseException) -> None:
-        """Report, on the first rank, that the ranks no longer exchange messages."""
         text = str(error).removesuffix(".")
         if self._leads():
             logger.error(

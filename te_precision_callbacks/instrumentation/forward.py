@@ -156,13 +156,11 @@ class ForwardHooks:
         self.arm()
 
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
-        """See :meth:`ModelProducts.watch_model`."""
         self.padding.names = names
         self.products.watch_model(model, names, self._tap.operations.layers)
         self._listen()
 
     def arm(self) -> None:
-        """Make every module query its features in its next forward."""
         self._watched.arm_all()
         self._listen()
 
@@ -180,7 +178,6 @@ class ForwardHooks:
         self._listen()
 
     def _listen(self) -> None:
-        """Install the tap while modules are armed."""
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
         self._audit.enter(TEDebugState.get_iteration())

@@ -140,7 +140,6 @@ class GemmErrors:
 
     @property
     def why_nothing(self) -> str:
-        """Reason why no selected GEMM was measured; empty if one was, or none was selected."""
         return "" if self._measured else next(iter(self.not_measured.values()), "")
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
@@ -351,7 +350,6 @@ def why_not_seen(event: GemmEvent, before: Any) -> str:
 
 
 def added(event: GemmEvent) -> dict[str, Any]:
-    """Return the bias, and the tensor that the product was added to."""
     taken = event.arguments
     bias = taken.get("bias")
     bias = bias[event.expert] if isinstance(bias, (list, tuple)) and event.expert is not None else bias

@@ -94,7 +94,6 @@ def _matrices(operand: Any) -> Sequence[Any]:
 
 
 def is_grouped_tensor(operand: Any) -> bool:
-    """Return whether a tensor has operands of several GEMMs, with sizes on the device."""
     return hasattr(operand, "split_into_quantized_tensors")
 
 

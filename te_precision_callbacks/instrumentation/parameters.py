@@ -249,7 +249,6 @@ class ParameterWatch:
             self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> list[_Held]:
-        """Return the model's parameters in an optimizer; searched again when it gets more."""
         if not self._parameters:
             self._refresh()
         count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -326,7 +325,6 @@ class ParameterWatch:
         gap.ran = False
 
     def _sample(self, optimizer: Optimizer, all_held: list[_Held]) -> None:
-        """Sample master weights; compare weights with their first samples until they change."""
         iteration, batches = self._iteration, self._batches
         masters = [(held, view(master)) for held in all_held if (master := _master(optimizer, held)) is not None]
         before = copies([master for _, master in masters])
@@ -434,7 +432,6 @@ class ParameterWatch:
         return bool(self._optimizer_steps) or any(parameter.has_gradient for parameter in self._parameters.values())
 
     def _without_gradient(self) -> list[tuple[_Parameter, _Gap]]:
-        """Return the parameters in optimizers that have no gradient; without a known optimizer, all of them."""
         held = self._held_parameters()
         gaps = [(parameter, parameter.gap) for parameter in self._parameters.values() if parameter.gap is not None]
         return (

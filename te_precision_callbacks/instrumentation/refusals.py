@@ -295,11 +295,9 @@ class RefusedLayers:
             self.in_graphs[id(module)] = module
 
     def why(self, layer: str) -> str:
-        """Return why a layer or some of its forwards are refused; empty if they are not."""
         return "; ".join(map(str, self._refused.get(layer, ())))
 
     def warn(self, log: Callable[[str], None]) -> bool:
-        """Log newly refused layers; return whether there are any."""
         items = ((layer, refusal) for layer, refusals in self._refused.items() for refusal in refusals)
         news = [item for item in items if self._notices.first(item)]
         for name, refusal in news:
@@ -350,7 +348,6 @@ def in_graph(why_not: str) -> DebugRefusal:
 
 
 def _graphed(model: Model) -> Iterator[tuple[int, DebugRefusal]]:
-    """Yield ids of modules in CUDA graphs that cannot be bypassed, with the refusal."""
     for _, root in named_roots(model) or ():
         for module in root.modules():
             if why_not := why_not_bypassed(module):

@@ -49,7 +49,6 @@ class AutocastRegions:
         return self._entered != 0
 
     def end_step(self) -> bool:
-        """Return whether the step entered other regions than the step before."""
         before, self._before, self._entered = self._before, self._entered, 0
         self.excludes_more = self._disabled > self._disabled_before
         self._disabled_before, self._disabled = self._disabled, 0

@@ -66,7 +66,6 @@ class UpdateWatch:
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, *, is_due: bool) -> None:
-        """Check gradients and sample weights, if ``is_due``."""
         self._before.clear()
         try:
             rate = max((float(group.get("lr") or 0.0) for group in optimizer.param_groups), default=0.0)

@@ -380,7 +380,6 @@ class Inspector:
             self._debug_api.DEBUG_MANAGER = self._manager
 
     def log_local_buffers(self) -> None:
-        """Let users' features log this rank's statistics, without a collective."""
         self._api.log_local_buffers()
 
     def stop(self) -> None:

@@ -43,7 +43,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight's elements, or a quantized weight's codes."""
     own: Any = local(weight)
     if is_quantized(own):
         names = ("_data", "_rowwise_data", "_transpose", "_columnwise_data")
@@ -162,7 +161,6 @@ def alike(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Te
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors, in one call per shape and dtype."""
     result = list(tensors)
     for places, stack in alike(tensors):
         for place, copy in zip(places, stack, strict=True):

@@ -33,8 +33,6 @@ def outside_of_dynamo(function: FunctionT) -> FunctionT:
 
 
 class ForwardKind(enum.Enum):
-    """The handling of a forward pass by a session."""
-
     OBSERVED = "features act, tensors are observed in it and in its backward"
     SILENT = "as observed, bit for bit, but nothing is recorded: the other half of a recomputed forward is"
     EVALUATION = "features that change precision act, nothing is observed"
@@ -66,7 +64,6 @@ class ForwardClassifier:
         self.was_paused = self._paused
 
     def end(self) -> None:
-        """Treat every forward from now on as without a session."""
         self.abandoned = lambda: True
 
     @property

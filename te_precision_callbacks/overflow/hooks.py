@@ -43,7 +43,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def class_name(module: torch.nn.Module) -> str:
-    """Return the name of a module's original class, without the classes of ``torch.compile`` and ``fully_shard``."""
     module = getattr(module, "_orig_mod", module)
     names = [base.__name__ for base in type(module).__mro__]
     return names[names.index("FSDPModule") + 1] if "FSDPModule" in names[:-1] else names[0]

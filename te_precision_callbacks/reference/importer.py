@@ -124,7 +124,6 @@ def _pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
 
 
 def _load_framework_extension(framework: str) -> None:
-    """Replaces Transformer Engine's function of this name: the finder gives torch's part."""
     if framework != "torch":
         raise ImportError(f"The reference backend is for PyTorch; it has no extension for {framework!r}.")
 

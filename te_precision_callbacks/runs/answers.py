@@ -103,7 +103,6 @@ def format_status(run: RecordedRun) -> str:
 
 
 def outcome_notes(run: RecordedRun) -> list[str]:
-    """Return what ended the last segment early; empty if nothing did."""
     status = run.segments[-1].status if run.segments else "unknown"
     if status == "stopped without an end":
         return ["The run stopped without an end: its process is gone, and has not closed the records."]
@@ -144,7 +143,6 @@ _FROM_OUTSIDE = {
 
 
 def broken_in_short(message: str) -> str:
-    """Shorten a message about a broken contract to one line, without the products."""
     heading, *lines = message.splitlines() or [""]
     clauses = [line[2:] for line in itertools.takewhile(lambda line: line.startswith("- "), lines)]
     return " ".join([heading, *clauses])

@@ -140,7 +140,6 @@ class Fingerprint:
         return None if layer.recipe is None else self.recipes[layer.recipe]
 
     def to_text(self) -> str:
-        """Return the fingerprint as JSON text."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
@@ -254,7 +253,6 @@ def _flat(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bool | int |
 
 
 def _states(module: torch.nn.Module, direction: str, layers: int) -> list[ScalingState | None]:
-    """Return the state of each layer of a module; quantizers are ordered by layer."""
     state = delayed_state(vars(module).get("fp8_meta"), direction)
     if state is None:
         return [None] * layers

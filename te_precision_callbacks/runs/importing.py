@@ -150,7 +150,6 @@ def _lines_of(file: Path, advance: Callable[[int], None] = lambda read: None) ->
 
 
 def _read_events(logs: Logs) -> tuple[list[str], pa.Table]:
-    """Read the names of layers, in the order of the model, and warnings and errors."""
     layers: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
     for rank, file in logs.events.items():
@@ -221,7 +220,6 @@ def _by_statistic(name: str) -> tuple[str, str, str]:
 
 
 def _assemble(rows: dict[int, list[_Rows]], names: list[str], layers: Iterable[str]) -> tuple[SeriesIndex, pa.Table]:
-    """Number the series, and return all values, sorted by series and iteration."""
     by_name: dict[int, list[tuple[int, _Rows]]] = {}  # name -> rank and rows
     for rank, parts in rows.items():
         rank_rows = np.concatenate(parts) if parts else np.empty(0, _ROW)

@@ -121,7 +121,6 @@ def _columns(subjects: list[Subject]) -> list[list[str]]:
 
 
 def in_order(table: pa.Table) -> pa.Table:
-    """Sort rows by series and iteration; the sort is stable."""
     series, iterations = table["series"].to_numpy(), table["iteration"].to_numpy()
     if not len(series):
         return table

@@ -330,14 +330,12 @@ class _Reader:
         self._note(f"{path} cannot be read, and its rows are missing: {lines[0]}", unread=True)
 
     def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
-        """Join the valid rows of all segments, by iteration; lower ranks come first."""
         return _sorted(schema, [self._that_count(number, table) for number, table in tables], "iteration")
 
     def _that_count(self, segment: int, table: pa.Table) -> pa.Table:
         return table.filter(pc.less(table["iteration"], pa.scalar(self.ends[segment], pa.int64())))
 
     def _rows(self, folders: Iterable[tuple[int, Path]], name: str, schema: pa.Schema) -> list[_Rows]:
-        """List the files of a large table, and add their series to the index."""
         listed = []
         columns = [column for column in schema.names if column != "segment"]
         for segment, folder in folders:
@@ -451,7 +449,6 @@ def _whole(value: object, otherwise: int) -> int:
 
 
 def _translated(series: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.ChunkedArray:
-    """Map series of a file to series of the run; null for series not in ``numbers``."""
     rows = pc.index_in(series, pa.array([*numbers], pa.int32()))
     return pc.take(pa.array([*numbers.values()], pa.int32()), rows)
 
@@ -462,7 +459,6 @@ def _first_of_each(table: pa.Table, column: str) -> pa.Table:
 
 
 def _renumber(tables: dict[str, pa.Table], gemms: int) -> int:
-    """Renumber the products of a folder within the run, and return how many there are."""
     own = np.unique(np.concatenate([tables[name]["gemm_id"].to_numpy() for name in ("gemms", "operands")]))
     for name in ("gemms", "operands"):
         table = tables[name]

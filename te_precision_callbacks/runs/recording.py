@@ -168,7 +168,6 @@ class Recording:
     # ------------------------------------------------------------------ to the disk
 
     def flush(self) -> None:
-        """Write everything to disk, and show readers that the process lives."""
         self.writer.flush()
         if self._run.rank == 0:
             self.writer.show_life()

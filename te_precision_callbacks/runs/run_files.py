@@ -127,7 +127,6 @@ def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raises OSError or ValueError."""
     facts = json.loads(path.read_bytes())
     if not isinstance(facts, dict):
         raise ValueError("no JSON object")
@@ -211,7 +210,6 @@ def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, la
 
 
 def traces_of(run: Path) -> list[Path]:
-    """Return the profiles in the folder of a run, in order."""
     return _traces_in(run / _TRACES)
 
 

@@ -80,7 +80,6 @@ class SizeLimit:
         self._folders.append(writer.own)
 
     def follow(self, writer: RunWriter) -> None:
-        """Continue with another segment of this process."""
         self._writer = writer
         self._folders.append(writer.own)
 

@@ -218,7 +218,6 @@ _ROW_GROUP = 1 << 17
 
 
 def write_table(table: pa.Table, path: Path) -> int:
-    """Write a Parquet file atomically, and return its size."""
     names = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
     replace_whole(
         path,

@@ -125,7 +125,6 @@ class RunFacts:
         return {why: folded(of_reason) for why, of_reason in names.items()}
 
     def _settings(self) -> Row:
-        """The fields of :class:`te_precision_callbacks.diagnosis.facts.Settings`."""
         layers, reduces = self._model.layers, self._options.reduce
         computed = computing(layers.modules, layers.operations)
         several = reduces and is_distributed(self._options.process_group)

@@ -52,7 +52,6 @@ _VERSIONED = ("torch", "transformer_engine", "nvdlfw_inspect", "te-precision-cal
 
 @functools.cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """The versions of the packages that affect the numbers."""
     return tuple((name, importlib.metadata.version(name)) for name in _VERSIONED)
 
 
@@ -107,7 +106,6 @@ class ResumeAudit:
                 self._failures.report("writing", f"a fingerprint into {folder}", error)
 
     def end(self) -> None:
-        """End a comparison that is still running, and release the model."""
         self._forget()
         if self._model is not None:
             self._config = config_hash(self._model.flat_config)
@@ -187,7 +185,6 @@ class ResumeAudit:
             self._forget()
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Read the restored state before the first forward of the model, or of a wrapper."""
         model = self._model
         if model is None or not model.holds(module, *module._modules.values()):
             return

@@ -359,7 +359,6 @@ class Run:
                 self._rules.event(event)
 
     def _send_pending(self, *, at_last: bool = False) -> None:
-        """Send the events, failures and trainer's scalars of a step."""
         self._send(*(Event("observation_failed", text, at, "error") for at, text in self.context.failures.take()))
         self._send_scalars(self._trainer_scalars.take(at_once=at_last) if self._may_read_device else ())
         self._send()
@@ -447,7 +446,6 @@ class Run:
                     stack.callback(self._try, doing, of, call)
 
     def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
-        """Report a failure; raise only errors of options such as ``strict``."""
         try:
             call()
         except ASKED_FOR:
@@ -516,7 +514,6 @@ class Run:
             self._send()
 
     def _note_unended(self) -> None:
-        """Record the products of a run without any step."""
         results, before = self.context.results, self.context.results.coverage.changes
         self.model.note_order()
         self.model.note_products()

@@ -50,7 +50,6 @@ def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
 
 
 def has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Return whether a parameter has a gradient that is not 0; waits once for each device."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if any(gradient.layout != torch.strided for gradient in gradients) or is_capturing():
         return bool(gradients)

@@ -164,11 +164,9 @@ class MetricSelection:
         self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
 
     def __call__(self, records: StepRecords) -> dict[str, float]:
-        """Return the metrics of a step: name -> value, chosen once for all loggers."""
         return dict(self._chosen(records))
 
     def histograms(self, records: StepRecords) -> dict[str, tuple[float, ...]]:
-        """Return the histograms of a step that go to the loggers: name -> counts by exponent."""
         self._chosen(records)
         prefix = prefix_of(self._prefix, local=records.local)
         named = {
@@ -301,7 +299,6 @@ def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: in
 
 
 def wandb_histogram(counts: Sequence[float]) -> Any:
-    """Return the counts of exponents as a ``wandb.Histogram`` over powers of two."""
     import numpy
     import wandb
 

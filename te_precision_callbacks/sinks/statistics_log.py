@@ -115,7 +115,6 @@ class StatisticsLog:
             raise failure
 
     def _lines(self, records: StepRecords, at: str, names: Sequence[str]) -> Iterator[str]:
-        """Yield the lines of a step, many at once, in the log's own thread."""
         if records is self._last:  # again, if Ctrl-C came when it was handed over
             return
         self._last = records

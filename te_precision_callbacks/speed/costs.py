@@ -62,7 +62,6 @@ class Shape(NamedTuple):
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions."""
         return 2 * self.m * self.k * self.n * self.batch
 
     def __str__(self) -> str:
@@ -138,7 +137,6 @@ def gemm_ms(shape: Shape, recipe: str, device: Device) -> float:
 
 
 def padded(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
-    """Return the shape padded to sizes that the recipe's GEMM accepts."""
     # The table uses cuBLAS's terms: m are the columns of the result, n the rows.
     of = {"m": "n", "n": "m", "k": "k", "lda": "k", "ldb": "k"}
     sizes = shape._asdict()

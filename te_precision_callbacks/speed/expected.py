@@ -63,7 +63,6 @@ class Times:
 
     @property
     def speedup(self) -> float:
-        """The speed-up over BF16."""
         return self.high_ms / self.low_ms if self.low_ms else math.nan
 
     @property
@@ -96,7 +95,6 @@ class ProductTime(Times):
 
     @property
     def is_low(self) -> bool:
-        """Return whether the product runs in low precision at a known cost."""
         return bool(self.recipe) and not math.isnan(self.low_ms)
 
     @property

@@ -101,7 +101,6 @@ class Request:
         return replace(self, label=f"{self.label}_max_over_orientations", blocks=replace(self.blocks, both=True))
 
     def is_same(self, other: Request) -> bool:
-        """Return whether both requests mean the same value, in any spelling of the recipe."""
         return replace(self, label=other.label) == other
 
     def under(self, recipe: str) -> Request:

@@ -43,7 +43,6 @@ class Family:
 
     @property
     def worse(self) -> Worse | None:
-        """The direction of worse values; None for a custom statistic."""
         return None if self.request is None else self.request.statistic.worse
 
     @property
@@ -168,7 +167,6 @@ class Measured:
         return len(self.series) + len(self.histograms)
 
     def value(self, layer: str, tensor: str, statistic: str) -> float | None:
-        """The value of a statistic by its name in logs; None if missing."""
         number = self.table.find(layer, tensor, statistic)
         return None if number is None else self._by_series.get(number)
 

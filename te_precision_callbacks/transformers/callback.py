@@ -294,7 +294,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
-        """End the session. The integrations got their last event before, and may be closed."""
         if self._reporting is not None:
             self._reporting.is_open = False
         self._close(None)

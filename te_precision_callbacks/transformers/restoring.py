@@ -83,7 +83,6 @@ def _saved(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    """Return the files with the model's weights; none for the formats of FSDP and DeepSpeed."""
     for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if (checkpoint / whole).is_file():
             return [checkpoint / whole]

@@ -49,7 +49,6 @@ class ActivationOverflowCallback(DebugCallback):
         model: torch.nn.Module,
         **keywords: Any,
     ) -> None:
-        """Hook the model, after ``accelerator.prepare`` has replaced layers."""
         from te_precision_callbacks.overflow import DebugActivationOverflow
 
         self.close()

@@ -166,12 +166,10 @@ def scaling_mode(tensor: Any) -> str | None:
 
 
 def fp8_format(thing: Any) -> FloatFormat:
-    """Return the element format, E4M3 or E5M2, of an FP8 tensor, its storage or a quantizer."""
     return fp8_format_of(fp8_dtype(thing))
 
 
 def fp8_dtype(thing: Any) -> Any:
-    """Return Transformer Engine's dtype of an FP8 tensor, its storage or a quantizer."""
     dtype = getattr(thing, "_fp8_dtype", None)
     return getattr(thing, "dtype", None) if dtype is None else dtype
 
@@ -267,7 +265,6 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _per_tensor_data(tensor: Any, *, columnwise: bool) -> tuple[torch.Tensor | None, bool]:
-    """Return the codes of per-tensor FP8, and whether they are transposed."""
     transpose = None if tensor._transpose_invalid else tensor._transpose
     transposed = tensor._data is None or (columnwise and transpose is not None)
     return (transpose if transposed else tensor._data), transposed

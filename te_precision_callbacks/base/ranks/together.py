@@ -199,7 +199,6 @@ class Ranks:
 
     @property
     def losses_are_wanted(self) -> bool:
-        """Return whether rank 0 has asked for the losses of all ranks in this step."""
         requested = None if self.messages is None else self.messages.requested
         return requested is not None and requested.losses
 

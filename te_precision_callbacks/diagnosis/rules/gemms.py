@@ -105,8 +105,6 @@ def _seen(beside: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column,
 
 
 class Quantizer(_OfGemms):
-    """Codes or scales that differ from the format's."""
-
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for operand in "ab":
             for statistic, most, text in (
@@ -128,8 +126,6 @@ class Quantizer(_OfGemms):
 
 
 class Excess(_OfGemms):
-    """Products with a far larger error than their operands."""
-
     needed = EXCESS_STEPS
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:

@@ -40,8 +40,6 @@ STOP_GROWTH = (
 
 
 class DeadGradient(Judge):
-    """A layer that runs with a zero or missing gradient."""
-
     needed = DEAD_STEPS
 
     def __init__(self) -> None:
@@ -145,8 +143,6 @@ class ZerosInWgrad(Judge):
 
 
 class Growth(Judge):
-    """A tensor with an amax that has grown far above the first steps."""
-
     needed = 1 + GROWTH_STEPS
 
     def __init__(self) -> None:

@@ -45,8 +45,6 @@ WEIGHT_JUMP, STEADY = 4.0, 1.0
 
 
 class DivergingLoss(Judge):
-    """A loss of the training that rises far above its own noise."""
-
     needed, _kind_of_step = 3, "logged loss value"
 
     def __init__(self) -> None:
@@ -182,8 +180,6 @@ class GradientJump(Judge):
 
 
 class NonfiniteGradientNorm(Judge):
-    """A gradient norm that is inf or nan, where no scaler skips such steps."""
-
     _kind_of_step = "logged gradient norm"
 
     def __init__(self) -> None:
@@ -213,8 +209,6 @@ class NonfiniteGradientNorm(Judge):
 
 
 class WeightJump(Judge):
-    """Weights that change their size at once in many layers, after steady steps."""
-
     needed = 3
 
     def __init__(self) -> None:

@@ -99,7 +99,6 @@ class Nonfinite(Judge):
 def _where_it_began(
     broken: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts
 ) -> Sighting:
-    """Describe the origin of inf and nan by the first step with any."""
     weights = sum(tensor == "weight" for _, tensor in broken)
     if before is not None and weights > 1:  # an optimizer's step has spread it, so the first layer is only the first
         first = before + 1
@@ -146,8 +145,6 @@ class FromZero:
 
 
 class Overflow(_OfQuantized):
-    """Elements above the range of their format, in several collection steps in a row."""
-
     needed = OVERFLOW_STEPS
 
     def __init__(self) -> None:

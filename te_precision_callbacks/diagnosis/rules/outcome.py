@@ -40,8 +40,6 @@ class BrokenContract(Judge):
 
 
 class FailedObservation(Judge):
-    """A failure of the observation: values may be missing after it."""
-
     applies = False
     why_not = ""
 

@@ -131,8 +131,6 @@ def _remedy(reason: Reason) -> str:
 
 
 class Recomputed(Judge):
-    """A backward in high precision, because a checkpoint recomputes the forward outside of te.autocast."""
-
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self.judged |= facts.has_run
         layers = [

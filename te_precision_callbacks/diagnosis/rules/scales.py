@@ -130,8 +130,6 @@ _REMEDY_OF_GRADIENT = (
 
 
 class StaleScale(_OfScaleAndAmax):
-    """The range of a scale of delayed scaling, compared with the amax of the same step."""
-
     needed = TOO_SMALL_STEPS
 
     def __init__(self) -> None:

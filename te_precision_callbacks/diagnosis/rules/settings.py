@@ -10,8 +10,6 @@ from te_precision_callbacks.diagnosis.rule import Judge, Rule, Sighting
 
 
 class LossScaling(Judge):
-    """A GradScaler where nothing is in float16."""
-
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         settings = facts.settings
         if settings is None or not facts.has_run:
@@ -33,8 +31,6 @@ def _has_float16(facts: Facts) -> bool:
 
 
 class AmaxReduction(Judge):
-    """Amaxes of delayed scaling that are not reduced over all ranks that share a layer."""
-
     applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
@@ -61,8 +57,6 @@ class AmaxReduction(Judge):
 
 
 class IgnoredArgument(Judge):
-    """Arguments of recipes that Transformer Engine accepts and does not use."""
-
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         settings = facts.settings
         if settings is None or not facts.has_run:

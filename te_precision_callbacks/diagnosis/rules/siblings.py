@@ -45,8 +45,6 @@ _FLOWS = frozenset({"activation", "gradient", "dgrad", "output"})
 
 
 class Sibling(Judge):
-    """Tensors that are far from the same tensor of alike layers."""
-
     needed = FAR_STEPS
 
     def __init__(self) -> None:
@@ -215,8 +213,6 @@ def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool) -> npt.NDArray
 
 
 def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> npt.NDArray[np.bool_]:
-    """[layers of the column]: whether more of the tensor is lost than in most layers."""
-
     def most(least: float, lost: Column) -> float:
         return max(least, 4 * float(np.median(lost.values)))
 

@@ -48,8 +48,6 @@ class _Point(NamedTuple):
 
 
 class NonfiniteLoss(Judge):
-    """A loss of the training that is inf or nan, whatever statistics are collected."""
-
     _kind_of_step = "logged step"
 
     def __init__(self) -> None:

@@ -158,7 +158,6 @@ def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """See :func:`te_precision_callbacks.engine.kernels.add`."""
     for tensor in pending:
         for name, part in _columns(tensor).items():
             place = getattr(tensor.places, name)

@@ -34,7 +34,6 @@ _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL = range(len(COMPARISON_SUMS))
 
 
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
-    """See :func:`te_precision_callbacks.engine.kernels.add`; for the block columns of one tensor."""
     if pending.in_blocks is None:
         raise ValueError("in_blocks: must be given.")
     places = destinations(pending)
@@ -135,7 +134,6 @@ def _needs_comparison(wanted: Collection[Of]) -> bool:
 
 
 def needs_blocks(wanted: Collection[Of]) -> bool:
-    """Return blocks to inspect, for losses or for a meaningful scale."""
     return not _BY_BLOCK.isdisjoint(wanted)
 
 

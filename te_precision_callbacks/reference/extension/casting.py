@@ -95,7 +95,6 @@ class Casting(ABC):
         device: torch.device,
         pin_memory: bool = False,
     ) -> QuantizedTensor:
-        """A tensor of the quantizer's kind, of the nominal type ``dtype``, with unwritten buffers."""
         shape = list(shape)
         arguments = self.settings(quantizer, shape)
         for name, buffer in self.buffers(quantizer, shape).items():

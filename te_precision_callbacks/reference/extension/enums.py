@@ -143,22 +143,16 @@ class NVTEScalingMode(IntEnum):
 
 
 class CommOverlapType(IntEnum):
-    """Collectives that overlap with a GEMM."""
-
     RS = 0
     AG = 1
 
 
 class NVTERoutingMapFormat(IntEnum):
-    """Storage of a router's choices."""
-
     BYTEMAP = 0
     BITMAP_U8 = 1
 
 
 class NVTEQBHistogramMode(IntEnum):
-    """Computation of a router's histogram."""
-
     TWO_KERNEL = 0
     FUSED_ATOMIC = 1
 
@@ -176,10 +170,8 @@ _FP8: dict[int, FloatFormat] = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2
 
 
 def torch_dtype(dtype: SupportsInt) -> torch.dtype:
-    """torch's element type for the extension's."""
     return _TORCH[int(dtype)]
 
 
 def fp8_format(dtype: SupportsInt) -> FloatFormat:
-    """The FP8 format for the extension's element type."""
     return _FP8[int(dtype)]

@@ -160,6 +160,5 @@ def fp8_transpose(input: torch.Tensor, dtype: SupportsInt, *, out: torch.Tensor 
 
 @torch.no_grad()
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The first two dimensions exchanged, contiguous."""
     result = tensor.transpose(0, 1).contiguous()
     return result if out is None else out.copy_(result.view(out.shape))

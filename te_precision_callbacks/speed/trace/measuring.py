@@ -268,7 +268,6 @@ class MeasuredStep:
 
     @property
     def work_ms(self) -> float:
-        """Milliseconds of all kernels."""
         return sum(row.ms for row in self.products)
 
     def by_kind(self) -> dict[tuple[str, str], float]:
@@ -355,7 +354,6 @@ def _notes(trace: Trace, work: Mapping[TraceEvent, NamedKernel]) -> Iterable[str
 
 
 def show(step: MeasuredStep) -> None:
-    """Print kinds of kernels by pass, layers by time, and notes."""
     iterations = step.iterations
     of = f"iteration {iterations[0]}"
     if len(iterations) > 1:

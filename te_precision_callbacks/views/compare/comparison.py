@@ -130,7 +130,6 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _settings(run: RecordedRun) -> dict[str, str]:
-    """The facts of the last process start, with the options of the config by their path."""
     facts = readable(run.segments[-1].facts) if run.segments else {}
     config = yaml.safe_load(facts.pop("config_text", None) or "{}")
     return {**dict(_flat("config", config)), **dict(_flat("", facts))}

@@ -174,8 +174,6 @@ def _fitted(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], C
 
 
 class FamilyOnPage:
-    """A heat map with packed arrays."""
-
     def __init__(self, overview: Overview, packed: Packed) -> None:
         self.overview = overview
         family, request = overview.family, overview.family.request
@@ -267,7 +265,6 @@ def _by_interest(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
 
 
 def _histograms(run: RecordedRun, subjects: Subjects, packed: Packed, worst: Collection[int]) -> list[dict[str, Any]]:
-    """Pack the histograms, first of some layers, in a third of the room that is left."""
     families = [family for family in subjects.histograms if (family.layer >= 0).all()]
     content: list[dict[str, Any]] = [
         {

@@ -127,7 +127,6 @@ class Overview:
         self.worst[rank][row], self.worst_at[rank][row] = values[worst], iterations[worst]
 
     def without_empty_columns(self) -> Overview:
-        """Drop the columns without a value: the page draws their neighbours over them."""
         chosen = np.flatnonzero(np.any([present.any(0) for present in self.present.values()], 0))
         self.columns = self.columns.take(chosen)
         self.cells = {rank: cells[:, chosen] for rank, cells in self.cells.items()}

@@ -124,7 +124,6 @@ def steps_between(iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
 
 
 def narrowed(values: Floats) -> npt.NDArray[Any]:
-    """The numbers as float32 if that changes none of them."""
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
     return narrow if np.array_equal(narrow.astype(np.float64), values, equal_nan=True) else values

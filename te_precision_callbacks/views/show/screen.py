@@ -105,7 +105,6 @@ def _facts(view: RunView) -> str:
 
 
 def _coverage(coverage: dict[str, float], width: int, blocks: str) -> Iterator[Text]:
-    """A bar of the shares, each of the next block, and their numbers."""
     bar, names = Text(), Text()
     for (name, share), block in zip(coverage.items(), itertools.cycle(blocks)):
         style = _COLOURS.get(name, "dim")
@@ -162,7 +161,6 @@ def _statistic(statistic: str, worst: tuple[WorstSeries, ...], width: int, names
 
 
 def _name(series: WorstSeries) -> tuple[str, str]:
-    """The layer, which may be shortened, and what follows it."""
     subject = series.subject
     rank = "" if subject.rank is None else f"rank {subject.rank}"
     return visible(subject.layer), visible("".join(f" {part}" for part in (subject.tensor, rank) if part))

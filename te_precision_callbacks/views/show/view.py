@@ -218,7 +218,6 @@ _Group = dict[Subject, _Series]
 
 
 def _groups(run: RecordedRun) -> dict[str, _Group]:
-    """Statistic -> its series: losses first, statistics without a worse direction last. Without histograms."""
     columns = (run.series[name].to_pylist() for name in ("worst", "worst_at", "count"))
     groups: dict[str, _Group] = {}
     for number, (subject, worst, at, count) in enumerate(zip(run.subjects, *columns, strict=True)):
