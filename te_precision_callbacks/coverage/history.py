@@ -32,9 +32,6 @@ class Kept:
     feature: str
     schedules: tuple[Schedule, ...]
 
-    def acts_in(self, iteration: int) -> bool:
-        return any(schedule.at(iteration)[0] for schedule in self.schedules)
-
 
 @dataclass(frozen=True)
 class HighPrecisionFacts:
@@ -250,7 +247,9 @@ def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Rea
     if entry.recipe == HIGH_PRECISION:
         return Reason.NO_AUTOCAST, _EXCLUDED if entry.excluded else Reason.NO_AUTOCAST.value
     kept = () if facts is None else facts.kept.get(entry.gemm, ())
-    keeping = next((feature for feature in kept if feature.acts_in(entry.since)), None)
+    keeping = next(
+        (feature for feature in kept if any(schedule.at(entry.since)[0] for schedule in feature.schedules)), None
+    )
     if keeping is not None:
         return Reason.SECTION, keeping.feature
     if facts is not None and facts.backward_override and entry.gemm != "fprop":

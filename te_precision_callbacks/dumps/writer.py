@@ -119,7 +119,8 @@ class Writer:
         budget = self._budget
         if budget is None:
             budget = self._budget = Budget(rank_folder(self.folder, header.rank))
-        refusal = budget.refuses(_most_bytes(dump), limits)
+        most_bytes = dump.nbytes + len(json.dumps(dump.header.to_json())) + 500 + 200 * len(dump.tensors)
+        refusal = budget.refuses(most_bytes, limits)
         if refusal is not None:
             return refusal
         nbytes = write_new(dump, iteration_folder(self.folder, header.rank, header.iteration or 0))
@@ -128,7 +129,3 @@ class Writer:
         self.nbytes += nbytes
         self.written.append(header)
         return None
-
-
-def _most_bytes(dump: Dump) -> int:
-    return dump.nbytes + len(json.dumps(dump.header.to_json())) + 500 + 200 * len(dump.tensors)

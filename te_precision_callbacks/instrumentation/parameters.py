@@ -420,12 +420,13 @@ class ParameterWatch:
         problems = [problem for problem in self._problems() if (problem.what, problem.name) not in self._reported]
         self._reported.update((problem.what, problem.name) for problem in problems)
         without = [parameter for parameter, _ in self._without_gradient()]
-        if self._trains and all(parameter.has_gradient or self._reports_missing(parameter) for parameter in without):
+        if self._trains and all(
+            parameter.has_gradient
+            or any((what, parameter.name) in self._reported for what in ("no_gradient", "frozen_held"))
+            for parameter in without
+        ):
             self.checked.add("missing-gradient")
         return problems
-
-    def _reports_missing(self, parameter: _Parameter) -> bool:
-        return any((what, parameter.name) in self._reported for what in ("no_gradient", "frozen_held"))
 
     @property
     def _trains(self) -> bool:

@@ -210,6 +210,7 @@ def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, la
 
 
 def traces_of(run: Path) -> list[Path]:
+    """Return the profiles in the folder of a run, in order."""
     return _traces_in(run / _TRACES)
 
 

@@ -52,23 +52,3 @@ def test_like_transformer_engines_own_torch(
         results.append((out.detach().double(), x.grad.double()))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
-
-
-@pytest.mark.parametrize("layout", [tex.NVTE_QKV_Format.NVTE_SBHD, tex.NVTE_QKV_Format.NVTE_BSHD])
-def test_query_key_and_value_in_one(layout: int) -> None:
-    torch.manual_seed(0)
-    # Two groups of three query heads.
-    qkv, splits = torch.randn(4, 4, 2, 5 * 8), [24, 8, 8]
-    freqs = RotaryPositionEmbedding(8)(4)
-    query, key, value = tex.fused_qkv_rope_forward(qkv, freqs, freqs, None, splits, layout, False, 1, 0)
-    parts = torch.split(qkv, splits, dim=-1)
-
-    def rotated(tensor: torch.Tensor) -> torch.Tensor:
-        return tex.fused_rope_forward(tensor, freqs, None, layout, False, None, 1, 0)
-
-    assert torch.equal(query, rotated(parts[0].reshape(4, 4, 6, 8)))
-    assert torch.equal(key, rotated(parts[1]))
-    assert torch.equal(value, parts[2])
-    # The rotation is orthogonal: its gradient takes it back.
-    grad = tex.fused_qkv_rope_backward(query, key, value, freqs, freqs, splits, layout, False, 1, 0)
-    torch.testing.assert_close(grad, qkv, rtol=1e-5, atol=1e-6)

@@ -83,7 +83,7 @@ def columns(tensor: InBlocks, values: torch.Tensor | None, wanted: Collection[Of
         band = matrix if matrix is None else in_blocks(matrix[of_rows], tensor.block)
         its_factors = factors[of_blocks].reshape(-1, 1)
         compared = occupied = None
-        if band is not None and _needs_comparison(wanted):
+        if band is not None and (Of.QUANTIZED in wanted or Of.LOSSES in wanted):
             elements = in_blocks(part.elements(of_rows), tensor.block, 0.0)
             compared = _compared(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
         elif needs_blocks(wanted):
@@ -127,10 +127,6 @@ class Scales(NamedTuple):
     stored: torch.Tensor
     low: float
     high: float
-
-
-def _needs_comparison(wanted: Collection[Of]) -> bool:
-    return Of.QUANTIZED in wanted or Of.LOSSES in wanted
 
 
 def needs_blocks(wanted: Collection[Of]) -> bool:

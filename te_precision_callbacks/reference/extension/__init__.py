@@ -121,12 +121,7 @@ from te_precision_callbacks.reference.extension.quantization import (
     split_quantize,
     swap_first_dims,
 )
-from te_precision_callbacks.reference.extension.rope import (
-    fused_qkv_rope_backward,
-    fused_qkv_rope_forward,
-    fused_rope_backward,
-    fused_rope_forward,
-)
+from te_precision_callbacks.reference.extension.rope import fused_rope_backward, fused_rope_forward
 from te_precision_callbacks.reference.extension.versions import (
     device_supports_multicast,
     get_cublasLt_version,

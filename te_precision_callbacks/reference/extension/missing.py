@@ -28,6 +28,10 @@ MISSING: dict[str, tuple[str, ...]] = {
         "thd_second_half_lse_correction",
         "thd_sequence_order_to_cp_rank_order",
     ),
+    "rotary embedding of query, key and value in one tensor": (
+        "fused_qkv_rope_backward",
+        "fused_qkv_rope_forward",
+    ),
     "userbuffers": (
         "bulk_overlap_ag_with_external_gemm",
         "create_nvshmem_tensor",

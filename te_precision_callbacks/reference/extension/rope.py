@@ -7,7 +7,6 @@ dimensions, or each even one with the next odd one (``interleaved``), and negate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -59,59 +58,6 @@ def fused_rope_backward(
     """Gradient of :func:`fused_rope_forward`: the reverse rotation, with the same arguments."""
     angles = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
     return _rotate(output_grads, angles, interleaved, backward=True)
-
-
-@torch.no_grad()
-def fused_qkv_rope_forward(
-    qkv_input: torch.Tensor,
-    q_freqs: torch.Tensor,
-    k_freqs: torch.Tensor,
-    start_positions: torch.Tensor | None,
-    qkv_split_arg_list: Sequence[int],
-    qkv_format: int,
-    interleaved: bool,
-    cp_size: int,
-    cp_rank: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split query, key and value, and rotate query and key; other arguments as in :func:`fused_rope_forward`.
-
-    Args:
-        qkv_input: [sequence, batch, groups, query + key + value], or with sequence and batch swapped.
-        qkv_split_arg_list: dimensions of query (all heads of the group), key and value.
-
-    Returns:
-        query [..., heads, head size], key and value [..., groups, head size].
-    """
-    head_size = qkv_split_arg_list[1]
-    query, key, value = torch.split(qkv_input.detach(), list(qkv_split_arg_list), dim=-1)
-    query = query.reshape(*query.shape[:2], -1, head_size)
-    rotated = [
-        fused_rope_forward(part, freqs, start_positions, qkv_format, interleaved, None, cp_size, cp_rank)
-        for part, freqs in ((query, q_freqs), (key, k_freqs))
-    ]
-    return rotated[0], rotated[1], value.contiguous()
-
-
-@torch.no_grad()
-def fused_qkv_rope_backward(
-    q_grad_out: torch.Tensor,
-    k_grad_out: torch.Tensor,
-    v_grad_out: torch.Tensor,
-    q_freqs: torch.Tensor,
-    k_freqs: torch.Tensor,
-    qkv_split_arg_list: Sequence[int],
-    qkv_format: int,
-    interleaved: bool,
-    cp_size: int,
-    cp_rank: int,
-) -> torch.Tensor:
-    """Gradient of :func:`fused_qkv_rope_forward`, [..., groups, query + key + value]."""
-    query, key = (
-        fused_rope_backward(grad, freqs, None, qkv_format, interleaved, None, cp_size, cp_rank)
-        for grad, freqs in ((q_grad_out, q_freqs), (k_grad_out, k_freqs))
-    )
-    query = query.reshape(*key.shape[:-1], qkv_split_arg_list[0])
-    return torch.cat([query, key, v_grad_out.detach()], dim=-1)
 
 
 def _angles(
