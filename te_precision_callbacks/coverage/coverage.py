@@ -31,6 +31,8 @@ _ORDER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32", "fp64")
 
 
 class Reason(enum.Enum):
+    """Reasons for high precision."""
+
     SECTION = "a feature of the config"
     NOT_TE = "not a TE layer"
     NOT_CONVERTED = "left out by the trainer's conversion"

@@ -141,7 +141,6 @@ class PrecisionAudit:
         return bool(self._now) and not self._had_backward
 
     def note_backward(self) -> None:
-        """Record that a backward ran; expected GEMMs that were not seen were then not reached."""
         self._had_backward = True
 
     @property

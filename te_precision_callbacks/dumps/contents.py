@@ -83,10 +83,12 @@ class Dump:
         return dataclasses.replace(self, tensors=tensors, events=tuple(events))
 
     def wait(self) -> None:
+        """Wait until the device has computed the tensors."""
         for event in self.events:
             event.synchronize()
 
     def part(self, *, columnwise: bool) -> Stored | None:
+        """Return one direction of the quantized tensor, if the dump has it."""
         quantized = self.header.quantized
         direction = None if quantized is None else quantized.direction(columnwise)
         return None if direction is None else _part(direction, columnwise, self.tensors)

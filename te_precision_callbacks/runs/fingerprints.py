@@ -140,6 +140,7 @@ class Fingerprint:
         return None if layer.recipe is None else self.recipes[layer.recipe]
 
     def to_text(self) -> str:
+        """Return the fingerprint as JSON text."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod

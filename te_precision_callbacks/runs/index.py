@@ -64,7 +64,6 @@ class SeriesIndex:
         values: npt.NDArray[np.float64] | None = None,
         flags: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """Add rows of values, or of histograms without ``values`` and ``flags``."""
         self._grow()
         summaries = self._summaries
         summaries["count"] += np.bincount(series, minlength=len(summaries))

@@ -85,6 +85,7 @@ class InspectSession:
 
     @classmethod
     def from_options(cls, options: SessionOptions, model: Model | None = None) -> InspectSession:
+        """Make a session from options that were checked before."""
         session = cls.__new__(cls)
         session._begin(options, model)
         return session

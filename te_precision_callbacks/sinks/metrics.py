@@ -167,6 +167,7 @@ class MetricSelection:
         return dict(self._chosen(records))
 
     def histograms(self, records: StepRecords) -> dict[str, tuple[float, ...]]:
+        """Return the histograms of a step that go to the loggers: name -> counts by exponent."""
         self._chosen(records)
         prefix = prefix_of(self._prefix, local=records.local)
         named = {
@@ -299,6 +300,7 @@ def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: in
 
 
 def wandb_histogram(counts: Sequence[float]) -> Any:
+    """Return the counts of exponents as a ``wandb.Histogram`` over powers of two."""
     import numpy
     import wandb
 

@@ -62,6 +62,7 @@ class Shape(NamedTuple):
 
     @property
     def operations(self) -> int:
+        """Multiplications and additions."""
         return 2 * self.m * self.k * self.n * self.batch
 
     def __str__(self) -> str:

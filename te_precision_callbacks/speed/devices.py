@@ -177,6 +177,7 @@ def _why_not(recipe: str, capability: tuple[int, int]) -> str:
 
 @functools.cache
 def known_devices() -> Mapping[str, Device]:
+    """Return the devices of this package by name."""
     return {name: Device.model_validate(fields) for name, fields in _read("devices.yaml").items()}
 
 

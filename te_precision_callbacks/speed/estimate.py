@@ -54,6 +54,7 @@ class Step:
 
     @classmethod
     def of(cls, coverage: Coverage, precision: Iterable[GemmPrecision]) -> Step:
+        """Return the step of a session, from its coverage and ``precision``."""
         return cls(coverage, {gemm.layer: gemm.recipe for gemm in precision if gemm.recipe})
 
 

@@ -95,6 +95,7 @@ class ProductTime(Times):
 
     @property
     def is_low(self) -> bool:
+        """Return whether the product runs in low precision at a known cost."""
         return bool(self.recipe) and not math.isnan(self.low_ms)
 
     @property

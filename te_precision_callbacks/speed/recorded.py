@@ -28,6 +28,7 @@ from te_precision_callbacks.speed.trace import MeasuredStep, TraceError, measure
 
 
 def step_of_run(run: RecordedRun) -> Step:
+    """Return the last step of a run; raises SpeedError for a run without products."""
     rows = list(recorded_products(at_the_end(run.gemms), at_the_end(run.operands)))
     products = [product for _, product in rows]
     scopes = {row["scope"] or "" for row, _ in rows if row["macs"]}

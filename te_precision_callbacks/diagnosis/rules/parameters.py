@@ -127,7 +127,6 @@ class ParameterRule(Judge):
 
 
 def layers_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules of parameters; a parameter outside of modules counts as its own."""
     return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names if name))
 
 

@@ -268,6 +268,7 @@ class MeasuredStep:
 
     @property
     def work_ms(self) -> float:
+        """Milliseconds of all kernels."""
         return sum(row.ms for row in self.products)
 
     def by_kind(self) -> dict[tuple[str, str], float]:

@@ -119,7 +119,6 @@ def _packed(values: npt.NDArray[Any]) -> str:
 
 
 def steps_between(iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """The first iteration and the differences to the one before: numbers that repeat."""
     return np.diff(iterations, prepend=0).astype(np.int32)
 
 

@@ -71,7 +71,6 @@ class PageTemplate:
 
 
 def _visible(content: Any) -> Any:
-    """JSON values without control characters, in texts of several lines but for their ends."""
     if isinstance(content, dict):
         return {name: _visible(value) for name, value in content.items()}
     if isinstance(content, list):
