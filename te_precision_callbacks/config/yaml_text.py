@@ -33,8 +33,6 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Formats places of the keys of a config; ``marks`` is empty for a mapping."""
-
     name: str
     marks: Mapping[KeyPath, Mark] = field(default_factory=dict)
 

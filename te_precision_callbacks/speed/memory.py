@@ -405,6 +405,7 @@ def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool = Tru
 
 
 def show(memory: Memory) -> None:
+    """Print the bytes by kind, compared with high precision, and notes."""
     tokens = "unknown tokens" if memory.tokens is None else f"{memory.tokens:,} tokens a forward"
     if memory.tokens is None and memory.bytes(lives="to_backward").high:
         tokens = "the tokens of a batch"
