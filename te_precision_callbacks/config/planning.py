@@ -120,7 +120,6 @@ def draft(
     *,
     layer_names: LayerNames | None = None,
 ) -> Draft:
-    """Take the arguments of :meth:`Config.plan`, and collect problems; raises ConfigError for unknown features."""
     problems = Problems()
     resolved: list[NamespacedFeatures] = []
     for section in sections:

@@ -318,6 +318,7 @@ def high_of(kept: GemmOperands, layer: str, operand: GemmOperand) -> torch.Tenso
 
 @contextmanager
 def quiet(device: torch.device) -> Iterator[None]:
+    """Disable gradients and autocast, which would round thin products."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 

@@ -140,7 +140,6 @@ def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
 
 
 def _lines_of(file: Path, advance: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
-    """Yield whole lines, many at once, without an incomplete line at the end."""
     with file.open("rb") as log:
         while lines := log.readlines(_PIECE):
             advance(sum(map(len, lines)))

@@ -76,6 +76,7 @@ class WriterThread(Generic[JobT]):
 
     @property
     def queued(self) -> int:
+        """The number of values in memory: of jobs that wait, or are being taken."""
         return 0 if self.failure is not None else self._given - self._taken
 
     def put(self, job: JobT, count: int = 0) -> bool:

@@ -169,7 +169,6 @@ def examine(log_dir: Path) -> Machine:
 
 
 def log_folder(folder: Path) -> LogFolder:
-    """Write a file in the folder, or where the folder would be made, and remove it."""
     path = folder.expanduser().absolute()
     place = next(parent for parent in (path, *path.parents) if parent.exists())
     why_not_writable = ""

@@ -355,6 +355,7 @@ def _notes(trace: Trace, work: Mapping[TraceEvent, NamedKernel]) -> Iterable[str
 
 
 def show(step: MeasuredStep) -> None:
+    """Print kinds of kernels by pass, layers by time, and notes."""
     iterations = step.iterations
     of = f"iteration {iterations[0]}"
     if len(iterations) > 1:

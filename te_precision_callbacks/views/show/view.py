@@ -206,8 +206,6 @@ def _in_short(facts: Any, world: int) -> dict[str, str]:
 
 
 class _Series(NamedTuple):
-    """A row of the table of series, with its worst number that counts; None without any."""
-
     number: int
     family: Family
     worst: float | None
