@@ -165,7 +165,7 @@ def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-MOST_LINES = 8
+MOST_LINES = 9
 
 _QUIET = "TE_PRECISION_QUIET"
 
@@ -247,7 +247,9 @@ def closing_lines(
         other_steps: a line for steps that ran in another precision than the last one.
         ended_by: the error that ended the run, shown first.
     """
-    places = {"logs": str(log_dir or ""), "trace": trace, "speed": speed, "page": page}
+    diagnose = "" if log_dir is None else f"te-precision diagnose {shlex.quote(str(log_dir))}"
+    remedy = diagnose if page and verdict.wrong else ""
+    places = {"what to do": remedy, "logs": str(log_dir or ""), "trace": trace, "speed": speed, "page": page}
     ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []
     last = [f"  {what}: {where}" for what, where in places.items() if where]
     repeated = f"ended by {ended_by}".rstrip(":. ")
@@ -255,11 +257,9 @@ def closing_lines(
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []
     room = MOST_LINES - 1 - len(first) - bool(ran) - len(last)
     shown = findings if len(findings) <= room else findings[: room - 1]
-    everywhere = log_dir is not None and page and verdict.rank is not None
-    all_ranks = f" For all ranks: te-precision diagnose {shlex.quote(str(log_dir))}" if everywhere else ""
+    all_ranks = f" For all ranks: {diagnose}" if diagnose and page and verdict.rank is not None else ""
     lines = [*first, f"te-precision: {verdict.summary}{all_ranks}"]
     lines += [f"  {finding.severity}: {finding}" for finding in shown]
     if len(shown) < len(findings):
-        command = "" if log_dir is None else f": te-precision diagnose {shlex.quote(str(log_dir))}"
-        lines.append(f"  and {len(findings) - len(shown)} more{command}")
+        lines.append(f"  and {len(findings) - len(shown)} more{'' if remedy or not diagnose else f': {diagnose}'}")
     return [visible(line) for line in (*lines, *ran, *last)]

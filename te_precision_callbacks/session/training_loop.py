@@ -136,15 +136,15 @@ class LoopChecks:
         if list(self._gaps) != [gap] * _ALIKE or len(set(gap)) != 1 or gap[0] == "forward":
             return
         if self._notices.first("further steps"):
-            nothing = gap[0] == "nothing"
-            logger.warning(
-                "%s: %d debug iterations for each step of the optimizer, so iterations and schedules count %d times as"
-                " fast. Call it once, after the optimizer's step.%s",
-                _AGAIN if nothing else _IN_MICRO_BATCHES,
-                len(gap) + 1,
-                len(gap) + 1,
-                "" if nothing else " Ignore this warning if a micro-batch is to be an iteration.",
+            is_mistake, count = gap[0] == "nothing", len(gap) + 1
+            text = (
+                f"{_AGAIN if is_mistake else _IN_MICRO_BATCHES}: {count} debug iterations for each step of the"
+                f" optimizer, so iterations and schedules count {count} times as fast. Call it once, after the"
+                " optimizer's step."
             )
+            if is_mistake:
+                self._context.events.append(Event("observation_failed", text, self._context.iteration, "warning"))
+            logger.warning("%s%s", text, "" if is_mistake else " Ignore this warning if a micro-batch is to be one.")
 
     def _has_new_gradient(self, *, search: bool) -> bool:
         """Return whether the gradient of one parameter has changed since the last call."""
