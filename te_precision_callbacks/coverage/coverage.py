@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -264,16 +264,17 @@ class Coverage(tuple[Product, ...]):
             return "; ".join(["No matrix product has been seen", *left])
         held = f" in {self.steps}" if self.steps else ""
         held += ", an estimate" if self.is_estimate else ""
-        low: dict[str, dict[str, int]] = {}
+        low: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        wholes = Counter(dict.fromkeys((*GEMMS, "attention", "other products"), 0))
         for product in self:
+            part = _PARTS.get(product.gemm, product.gemm)
+            wholes[part] += product.macs
             if product.macs and product.is_low:
-                low.setdefault(product.format_name, defaultdict(int))[product.gemm] += product.macs
+                low[product.format_name][part] += product.macs
         texts = []
         for name in sorted(low, key=_LOW_NAMES.index) or ["FP8"]:
-            by_gemm = low.get(name, {})
-            share = percent(sum(by_gemm.values()) / whole)
-            wholes = {gemm: self.macs(gemm=gemm) for gemm in GEMMS}
-            apart = [f"{gemm} {percent(by_gemm.get(gemm, 0) / macs)}" for gemm, macs in wholes.items() if macs]
+            share = percent(sum(low[name].values()) / whole)
+            apart = [f"{part} {percent(low[name][part] / macs)}" for part, macs in wholes.items() if macs]
             listed = f" ({', '.join(apart)})" if apart else ""
             texts.append(f"{name} in {share} % of the multiply-adds{held}{listed}")
         high = self.in_high_precision
@@ -282,6 +283,9 @@ class Coverage(tuple[Product, ...]):
             share = percent(sum(product.macs for product in products) / whole)
             texts.append(f"{share} % in {precision.upper()}: {', '.join(_causes(products))}")
         return "; ".join([*texts, *left])
+
+
+_PARTS = {"qk": "attention", "pv": "attention", "other": "other products"}
 
 
 def list_uncounted(coverage: Coverage) -> list[str]:

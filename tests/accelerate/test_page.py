@@ -65,7 +65,7 @@ def test_the_example_runs_and_shows_what_came_out(
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.5
     coverage = " ".join(shown.partition("FP8 in ")[2].split())
-    assert re.match(r"[\d.]+ % of the multiply-adds \(fprop [\d.]+, dgrad 100, wgrad 100\)", coverage)
+    assert re.match(r"[\d.]+ % of the multiply-adds \(fprop [\d.]+, dgrad 100, wgrad 100, attention 0\)", coverage)
     assert "% in BF16: model.layers.{0-1}.mlp.down_proj (DisableFP8GEMM in" in coverage
     board = board_scalars(tmp_path / "board")
     assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses, 1)}
