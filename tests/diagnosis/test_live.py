@@ -219,7 +219,7 @@ def test_layers_that_leave_low_precision_without_a_majority_of_alike_ones(tmp_pa
     for verdict in (session.findings, diagnose(tmp_path)):
         (finding,) = verdict.wrong
         assert (finding.rule, finding.layers, finding.since) == ("hole", ("2", "3"), 10)
-        assert "it runs in high precision, after steps in low precision: runs outside of te.autocast" in finding.seen
+        assert "ran in high precision, after steps in low precision: runs outside of te.autocast" in finding.seen
 
 
 def test_a_parameter_without_requires_grad_in_the_optimizer(tmp_path: Path) -> None:

@@ -412,7 +412,7 @@ def test_a_hole() -> None:
     finding = only(verdict, "hole")
     assert (finding.layers, finding.since) == (("h.4.fc2",), None)
     assert finding.seen == (
-        "it runs in high precision: runs outside of te.autocast; 9 alike layers are in low precision, such as h.0.fc2"
+        "ran in high precision: runs outside of te.autocast; 9 alike layers are in low precision, such as h.0.fc2"
     )
 
 

@@ -54,7 +54,7 @@ class Hole(Judge):
                 continue
             for reason, names in by_key((layer.reasons["fprop"], layer.name) for layer in holes).items():
                 count = f"{len(low)} alike layers are in low precision, such as {in_sentence(low[0].name)}"
-                seen = f"it runs in high precision: {_in_words(*reason)}; {count}"
+                seen = f"ran in high precision: {_in_words(*reason)}; {count}"
                 yield Sighting(tuple(names), "", "", seen, None, key=f"{form_of(names[0])} {reason[0]}")
 
     def _left_low_precision(self, facts: Facts) -> Iterator[Sighting]:
@@ -62,7 +62,7 @@ class Hole(Judge):
         self._low |= {layer.name for layer in facts.layers.values() if "fprop" in layer.low}
         groups = by_key(((layer.reasons["fprop"], layer.since), layer.name) for layer in left)
         for (reason, since), names in groups.items():
-            seen = f"it runs in high precision, after steps in low precision: {_in_words(*reason)}"
+            seen = f"ran in high precision, after steps in low precision: {_in_words(*reason)}"
             yield Sighting(tuple(names), "", "", seen, since, key=f"left {reason[0]} {since}")
 
 
@@ -195,16 +195,13 @@ RULES = (
         needs="the precision of each product, which every session has",
         collect=_COLLECT,
         condition=(
-            f"the forward product of a layer runs in high precision, and those of at least {LEAST_LOW} layers"
-            f" whose names"
-            " differ from its name in numbers alone, and of more than there are such layers, run in low precision. A"
-            " note where at least as many of them run outside of te.autocast. Or the layer itself ran in low precision"
-            " in earlier steps"
+            "a layer's forward GEMM runs in high precision. Either the layer ran in low precision in earlier steps, or"
+            f" at least {LEAST_LOW} layers with the same name but for numbers, and more than run in high precision, run"
+            " in low precision. A note if most of them run outside of te.autocast"
         ),
         silent=(
-            "layers that a section of the config, the recipe or te.autocast(enabled=False) keeps in high"
-            " precision, and the"
-            " first and the last of alike layers"
+            "layers that a section of the config, the recipe or te.autocast(enabled=False) keeps in high precision; the"
+            " first and the last of layers with the same name but for numbers"
         ),
         severity="warning",
         source="ours",
