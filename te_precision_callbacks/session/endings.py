@@ -210,6 +210,7 @@ class ClosingReport:
             self._coverage,
             self._results.log_dir if has_folder else None,
             self._files.page,
+            lost_folder=self._context.failures.lost_folder,
             other_steps=self._other_steps,
             trace="" if trace is None else str(trace),
             speed="" if trace is None else self._files.speed_command(),
@@ -235,6 +236,7 @@ def closing_lines(
     log_dir: Path | None,
     page: str,
     *,
+    lost_folder: Path | None = None,
     other_steps: Sequence[str] = (),
     trace: str = "",
     speed: str = "",
@@ -243,13 +245,20 @@ def closing_lines(
     """Return the verdict, findings, coverage, and paths of a run: at most :data:`MOST_LINES` lines and ``other_steps``.
 
     Args:
+        lost_folder: a folder that could not be written to.
         page: the page, or the command that makes it; empty if there is nothing for a page.
         other_steps: a line for steps that ran in another precision than the last one.
         ended_by: the error that ended the run, shown first.
     """
     diagnose = "" if log_dir is None else f"te-precision diagnose {shlex.quote(str(log_dir))}"
     remedy = diagnose if page and verdict.wrong else ""
-    places = {"what to do": remedy, "logs": str(log_dir or ""), "trace": trace, "speed": speed, "page": page}
+    places = {
+        "what to do": remedy,
+        "logs": f"none, since {lost_folder} cannot be written to" if lost_folder else str(log_dir or ""),
+        "trace": trace,
+        "speed": speed,
+        "page": page,
+    }
     ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []
     last = [f"  {what}: {where}" for what, where in places.items() if where]
     repeated = f"ended by {ended_by}".rstrip(":. ")
