@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, is_initialized
+from accelerate.state import is_initialized
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
@@ -16,14 +15,11 @@ from te_precision_callbacks.accelerate import PrecisionDebugger, convert_to_te
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.views.compare import compare
-from tests.accelerate.loops import Torch, prepared, run
+from tests.accelerate.loops import Torch, fresh, run
 
 
 def recorded(folder: Path, precision: str, model: torch.nn.Module) -> Path:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    accelerator = Accelerator(mixed_precision=precision)
-    loop = prepared(accelerator, model, batches=6, size=16)
+    accelerator, *loop = fresh(model, size=16, mixed_precision=precision)
     with PrecisionDebugger(accelerator, loop[0], log_dir=folder / precision, quiet=True) as debugger:
         run(accelerator, debugger, *loop)
     return folder / precision

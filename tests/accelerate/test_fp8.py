@@ -15,9 +15,10 @@ from accelerate.utils import TERecipeKwargs
 from torch.nn import LayerNorm, Linear, ModuleList, Sequential
 
 from te_precision_callbacks.accelerate import PrecisionDebugger, unconverted_layers
-from tests.accelerate.loops import Torch, prepared, run, sample
+from tests.accelerate.loops import Torch, prepared, run
 from tests.conftest import Keeper
 from tests.docs.pages import blocks
+from tests.lightning.models import batch_of
 
 STATISTICS: dict[str, Any] = {
     "stats": {
@@ -45,7 +46,7 @@ def test_the_layers_that_accelerate_makes_run_in_fp8(tmp_path: Path, keeper: Kee
     model, optimizer, loader = prepared(prepares, Torch(), batches=4, size=16)
     with PrecisionDebugger(prepares, model, STATISTICS, log_dir=tmp_path, sinks=[keeper]) as debugger:
         run(prepares, debugger, model, optimizer, loader)
-    batches = [torch.stack([sample(index) for index in range(16 * step, 16 * step + 16)]) for step in range(4)]
+    batches = [batch_of(step, 16) for step in range(4)]
     assert keeper.values("max", "fc1") == {step: batch.max().item() for step, batch in enumerate(batches)}
     amaxes = [batch.abs().max().item() for batch in batches]
     scales = keeper.values("scale_inv_max", "fc1")
@@ -138,10 +139,8 @@ def test_the_debugger_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.L
         debugger.step()
     assert debugger.unconverted == {"head": "32 x 10: 10 is no multiple of 16"}
     (said,) = [record.message for record in caplog.records if "unconverted" in record.message]
-    assert said == (
-        "Accelerate left 1 layer unconverted, which runs without FP8: 7.25 % of the weights that are multiplied."
-        " head: 32 x 10: 10 is no multiple of 16."
-    )
+    assert "1 layer unconverted, which runs without FP8: 7.25 % of the weights" in said
+    assert "head: 32 x 10: 10 is no multiple of 16." in said
     (product,) = (item for item in debugger.session.coverage() if (item.layer, item.gemm) == ("head", "fprop"))
     assert "32 x 10: 10 is no multiple of 16" in product.why
 

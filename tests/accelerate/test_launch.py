@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.accelerate.loops import Plain, batch_of
+from tests.accelerate.loops import Plain
 from tests.forked import executable
-from tests.lightning.models import board_scalars, log_of, logged_lines
-
-ROOT = Path(__file__).parents[2]
-
-
-def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in two processes; the launcher starts torchrun with this option, whatever the device is."""
-    options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
-    command = [executable(whole=True), "-m", "accelerate.commands.launch", *options.split(), "--main_process_port", "0"]
-    command += [str(Path(__file__).with_name("launch_script.py")), str(folder), *arguments]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+from tests.lightning.models import batch_of, board_scalars, log_of, logged_lines
+from tests.reference import processes
 
 
 class InOneProcess:
@@ -63,7 +50,10 @@ class InOneProcess:
 
 @pytest.mark.processes
 def test_two_processes_log_one_set_of_numbers(tmp_path: Path) -> None:
-    result = launch(tmp_path)
+    # With --multi_gpu the launcher starts torchrun, whatever the device is.
+    options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    command = [executable(whole=True), "-m", "accelerate.commands.launch", *options.split(), "--main_process_port", "0"]
+    result = processes.run([*command, str(Path(__file__).with_name("launch_script.py")), str(tmp_path)])
     assert result.returncode == 0, result.stderr
     first, second = (logged_lines(tmp_path / part) for part in ("first", "second"))
     for part in ("first", "second"):
