@@ -211,9 +211,8 @@ def test_what_no_schema_could_tell_is_an_error_where_it_happens(
     stated = (
         rf"PerTensorScaling quantized {tensors[0]} of 'linear' for fprop, which {forbidding} keeps in high precision"
     )
-    with plain(features, tmp_path / "plain", classes=[Forbids]):
-        with pytest.raises(FeatureError, match=stated):
-            train(linear())
+    with plain(features, tmp_path / "plain", classes=[Forbids]), pytest.raises(FeatureError, match=stated):
+        train(linear())
     if forbidding == "Forbids":
         net = te.Linear(32, 32)
         config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
