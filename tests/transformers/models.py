@@ -10,11 +10,13 @@ import transformer_engine.pytorch as te
 import transformers
 from torch.utils.data import Dataset
 
+from tests.lightning.models import sample
+
 SIZE = 32
 
 
 class Vectors(Dataset[dict[str, torch.Tensor]]):
-    """Sample ``i`` is drawn from seed ``i``, so that a test can make it again."""
+    """The samples of tests/lightning/models.py."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -24,10 +26,6 @@ class Vectors(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"inputs": sample(index), "labels": torch.tensor(index)}
-
-
-def sample(index: int) -> torch.Tensor:
-    return torch.randn(SIZE, generator=torch.Generator().manual_seed(index))
 
 
 class Net(torch.nn.Module):
@@ -111,20 +109,3 @@ def trainer(
     for callback in callbacks:
         made.add_callback(callback)
     return made  # type: ignore[no-any-return]
-
-
-FP8_STATISTICS: dict[str, Any] = {
-    "stats": {
-        "enabled": True,
-        "layers": {"layer_types": ["all"]},
-        "transformer_engine": {
-            "LogFp8TensorStats": {
-                "enabled": True,
-                "tensors": ["activation", "gradient"],
-                "stats": ["underflows%", "sqnr_db"],
-                "freq": 1,
-            },
-            "LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["nonfinite_num"], "freq": 1},
-        },
-    }
-}

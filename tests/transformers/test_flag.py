@@ -26,7 +26,7 @@ from te_precision_callbacks.session import SessionError
 from te_precision_callbacks.transformers import PrecisionDebugOption, Trainer, TrainingArguments
 from te_precision_callbacks.transformers.callback import DataParallelError
 from tests.conftest import statistics
-from tests.lightning.models import logged_lines
+from tests.lightning.models import largest_inputs, logged_lines
 from tests.transformers.models import Net, arguments, llama, trainer
 
 OVERFLOW, PRECISION = PrecisionDebugOption
@@ -131,7 +131,8 @@ def test_te_precision_without_a_config_is_statistics_of_every_layer(tmp_path: Pa
     with pytest.raises(SessionError, match="debug='te_precision'"):
         _ = trainer(arguments(tmp_path), kind=Trainer).debug_session
     made.train()
-    assert len(made.debug_session.layers) == 8  # type: ignore[attr-defined]
+    names = [layer.name for layer in made.debug_session.layers]  # type: ignore[attr-defined]
+    assert (names[0], names[-1], len(names)) == ("model.layers.0.self_attn.q_proj", "lm_head", 8)
     of_tensors = 8 * 3 * 6  # min, max, mean, std, cur_amax, nonfinite_num of three tensors
     steps = 3  # 0, and of the early steps 1 and 2
     assert len(logged_lines(tmp_path)) == steps * (of_tensors + 1), "and gradients_below_eps%"
@@ -270,17 +271,11 @@ def test_options_of_the_trainer_add_to_the_arguments(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(json.dumps(statistics()))  # JSON is YAML
     args = arguments(tmp_path, TrainingArguments, debug=["te_precision"], te_precision_config="none.yaml")
     model = Net()
-    made: Any = trainer(
-        args,
-        model=model,
-        kind=Trainer,
-        debug="activation_overflow",
-        te_precision_config=str(tmp_path / "my.yaml"),
-    )
+    keywords = {"debug": "activation_overflow", "te_precision_config": str(tmp_path / "my.yaml")}
+    made: Any = trainer(args, model=model, kind=Trainer, **keywords)
     made.train()
     assert (args.debug, made.args.debug) == ([PRECISION], [PRECISION, OVERFLOW])
-    largest = {step: value for (name, step), value in logged_lines(tmp_path).items() if name == "net.0_activation_max"}
-    assert largest == {step: model.largest(step) for step in range(4)}
+    assert largest_inputs(tmp_path) == {step: model.largest(step) for step in range(4)}
 
 
 @pytest.mark.parametrize("debug", ["activation_overflow", "te_precision"])

@@ -33,14 +33,21 @@ CONFIG = {
 }
 
 
-class Printed(transformers.PrinterCallback):
-    """What is printed."""
+class Custom(transformers.TrainerCallback):
+    """A user's own integration; keeps the names of what it is given."""
 
     def __init__(self) -> None:
-        self.logs: list[dict[str, float]] = []
+        self.logs: dict[int, list[str]] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        self.logs.append(dict(logs))
+        self.logs.setdefault(state.global_step, []).extend(logs)
+
+    def has_statistics(self) -> bool:
+        return any(name.startswith(("te/", "te.")) for names in self.logs.values() for name in names)
+
+
+class Printed(Custom, transformers.PrinterCallback):
+    """What is printed."""
 
 
 class StopsAt(transformers.TrainerCallback):
@@ -113,7 +120,8 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     for names in (metrics, {name for name, _ in history}):
         assert of_the_model <= set(names)
         assert not [name for name in names if name.startswith("train/te")], "not in the group of the loss"
-    assert not any(name.startswith(("te/", "te.")) for logs in printed.logs for name in logs), "never to the printer"
+    assert printed.logs
+    assert not printed.has_statistics(), "never to the printer"
 
 
 def test_a_histogram_is_a_histogram(tmp_path: Path) -> None:
@@ -154,16 +162,6 @@ def test_an_integration_that_raises_is_reported_once_and_dropped(
     assert sorted(board_scalars(events[0])["te.net.0/activation/max"]) == [1, 2, 3, 4], "the other one goes on"
 
 
-class Custom(transformers.TrainerCallback):
-    """A user's own integration."""
-
-    def __init__(self) -> None:
-        self.logs: dict[int, list[str]] = {}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        self.logs.setdefault(state.global_step, []).extend(logs)
-
-
 def test_a_custom_callback_gets_statistics_once_it_is_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +169,7 @@ def test_a_custom_callback_gets_statistics_once_it_is_registered(
     alone, registered = Custom(), Custom()
     trainer(arguments(tmp_path, max_steps=2), alone, PrecisionDebugTrainerCallback(statistics())).train()
     assert sorted(alone.logs) == [1, 2]
-    assert not any(name.startswith(("te/", "te.")) for names in alone.logs.values() for name in names)
+    assert not alone.has_statistics()
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "custom", Custom)
     trainer(arguments(tmp_path, max_steps=2), registered, PrecisionDebugTrainerCallback(statistics())).train()
     assert all("te.net.0/activation/max" in names for names in registered.logs.values())
