@@ -69,9 +69,6 @@ def test_the_example_runs_and_shows_what_came_out(
     assert "% in BF16: model.layers.{0-1}.mlp.down_proj (DisableFP8GEMM in" in coverage
     board = board_scalars(tmp_path / "board")
     assert board["loss"] == {step: pytest.approx(loss) for step, loss in enumerate(losses, 1)}
-    lines = logged_lines(tmp_path)
-    assert {0, 2, 4, 6} <= {iteration for _, iteration in lines}
+    assert "te/worst_underflows%" in board
+    assert {0, 2, 4, 6} <= {iteration for _, iteration in logged_lines(tmp_path)}
     assert "No problems found" in shown
-    for (name, iteration), value in lines.items():
-        if match := re.fullmatch(r"(.*)_(activation|weight|gradient)_(.*)", name):  # the optimizer's have no tensor
-            assert board["te.{}/{}/{}".format(*match.groups())][iteration + 1] == pytest.approx(value)

@@ -209,28 +209,6 @@ def test_an_overflow_ends_the_training_before_the_weights_are_touched(tmp_path: 
     assert [len(hook) for hook in hooks if hook] == [1], "the one of the model itself"
 
 
-@pytest.mark.parametrize(
-    ("debug", "scaled"), [("activation_overflow", True), ("activation_overflow te_precision", False)]
-)
-def test_a_scaled_loss_may_overflow_in_backward(tmp_path: Path, debug: str, scaled: bool) -> None:
-    """The trainer's scaler skips such a step, and scales less in the next one."""
-
-    class Large(Net):
-        def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-            return {"loss": 2.0**20 * super().forward(inputs, labels)["loss"]}
-
-    made = trainer(arguments(tmp_path, max_grad_norm=0.0, learning_rate=0.0), model=Large(), kind=Trainer, debug=debug)
-    if not scaled:
-        made.accelerator.backward = lambda loss, **_: (loss * 2.0**127).backward()
-        with pytest.raises(ActivationOverflowError, match="grad"):
-            made.train()
-        return
-    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    made.train()
-    assert made.state.global_step == 4
-    assert made.accelerator.scaler.get_scale() < 2.0**127
-
-
 def test_the_callback_alone_takes_the_option_too(tmp_path: Path) -> None:
     callback = PrecisionDebugTrainerCallback(statistics(), debug="activation_overflow")
     made = trainer(arguments(tmp_path), callback, model=Overflows(at=1))
