@@ -75,7 +75,7 @@ def plain(
         snapshot.restore()
 
 
-def in_session(features: dict[str, Any], log_dir: Path, steps: int = 1, **keywords: Any) -> InspectSession:
+def in_session(features: dict[str, Any], log_dir: Path, steps: int = 1, /, **keywords: Any) -> InspectSession:
     """Train a layer under a session with these features, for so many steps."""
     net = te.Linear(32, 32)
     with InspectSession(config_of(features), model=net, log_dir=log_dir, **keywords) as session:

@@ -16,9 +16,8 @@ from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.features import base
 from te_precision_callbacks.features.base import matching_options
 from te_precision_callbacks.instrumentation.upstream import Snapshot
-from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.statistics.schedule import Schedule
-from tests.features.plain import linear, plain, train
+from tests.features.plain import in_session, linear, plain, train
 
 TENSORS = ["activation", "weight", "gradient"]
 GEMMS = ["fprop", "dgrad", "wgrad"]
@@ -96,22 +95,18 @@ def weights_minimum() -> Iterator[type]:
     before.restore()
 
 
-@pytest.mark.parametrize("in_session", [False, True])
+@pytest.mark.parametrize("alone", [True, False])
 def test_a_feature_that_derives_from_one_of_ours_has_its_keys(
-    tmp_path: Path, in_session: bool, weights_minimum: type
+    tmp_path: Path, alone: bool, weights_minimum: type
 ) -> None:
     features = {"WeightsMinimum": {"enabled": True, "tensors": "weight", "stats": "min", "freq": 2}}
-    if not in_session:
+    if alone:
         with plain(features, tmp_path, classes=[weights_minimum]) as logged:
             train(linear(), 3)
         assert logged.iterations("linear_weight_min") == [0, 2]
         return
-    net = te.Linear(32, 32)
-    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
-    keywords: dict[str, Any] = {"log_dir": tmp_path, "features": [weights_minimum], "strict": True}
-    with InspectSession(config, model=net, **keywords) as session:
-        train(net, 3, session)
+    session = in_session(features, tmp_path, 3, features=[weights_minimum], strict=True)
     assert [row.statistic for row in session.last_statistics] == ["min"]
     features["WeightsMinimum"]["frequency"] = 3
     with pytest.raises(ConfigError, match=r"'WeightsMinimum' has no key 'frequency'.*Did you mean 'freq'"):
-        InspectSession(config, model=net, **keywords).start()
+        in_session(features, tmp_path, features=[weights_minimum])

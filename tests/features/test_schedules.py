@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformer_engine.pytorch as te
 
-from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper
-from tests.features.plain import OURS, THEIRS, linear, plain, train
+from tests.features.plain import OURS, THEIRS, in_session, linear, plain, train
 
 
-def stats(name: str = "LogTensorStats", **options: Any) -> dict[str, dict[str, Any]]:
-    """The feature on activations, unless the options say something else."""
-    defaults = {"tensors": ["activation"], "stats": ["max" if name == "LogTensorStats" else "mse"]}
-    if "tensors_struct" in options:
-        del defaults["tensors"]
-    return {name: {"enabled": True, **defaults, **options}}
+def stats(**options: Any) -> dict[str, dict[str, Any]]:
+    """Activations, unless the options say something else."""
+    tensors = {} if "tensors_struct" in options else {"tensors": ["activation"]}
+    return {"LogTensorStats": {"enabled": True, "stats": ["max"], **tensors, **options}}
 
 
 def acted(features: dict[str, Any], steps: int, log_dir: Path, **keywords: Any) -> dict[str, list[int]]:
@@ -46,10 +42,7 @@ def acted(features: dict[str, Any], steps: int, log_dir: Path, **keywords: Any) 
 def test_the_keys_of_a_schedule(tmp_path: Path, keeper: Keeper, options: dict[str, Any], iterations: list[int]) -> None:
     features = stats(**options)
     assert acted(features, 10, tmp_path / "alone") == {"activation_max": iterations}
-    config = {"s": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": features}}
-    net = te.Linear(32, 32)
-    with InspectSession(config, model=net, log_dir=tmp_path / "session", sinks=[keeper]) as session:
-        train(net, 10, session)
+    in_session(features, tmp_path / "session", 10, sinks=[keeper])
     assert sorted(keeper.values("max")) == iterations
 
 
