@@ -93,14 +93,3 @@ def nvfp4(tensor: Any, data: Any, scales: npt.NDArray[Any], columnwise: bool) ->
     factors = E4M3[of_blocks] * amax * np.float32(1 / (6 * 448))
     product = E2M1[codes] * stretched(factors, 1, 16, codes.shape)
     return product.T if columnwise else product.reshape(*data.shape[:-1], columns)
-
-
-def compacted(tensor: Any, *, columnwise: bool) -> npt.NDArray[Any] | None:
-    """The scales as they would be in memory without the swizzle, padded still; None where there are none."""
-    scales = getattr(tensor, "_columnwise_scale_inv" if columnwise else "_rowwise_scale_inv", None)
-    if scales is None:
-        return None
-    stored = array(scales)
-    if columnwise and type(tensor).__name__.startswith("MXFP8"):
-        return compact(stored.reshape(stored.shape[::-1]), *stored.shape[::-1], swizzled=True).T.copy()
-    return compact(stored, *stored.shape, swizzled=True)
