@@ -2,7 +2,7 @@
 
     python -m tests.dumps.producing 10.0 FOLDER
 
-writes for each tensor NAME.safetensors, for each direction NAME.rowwise.npy (its numbers by tests/dumps/independent.py),
+writes for each tensor NAME.safetensors, for each direction NAME.rowwise.npy with its numbers by tests/dumps/independent,
 and facts.json with what the tensors were like in memory.
 """
 
