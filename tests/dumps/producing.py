@@ -2,8 +2,8 @@
 
     python -m tests.dumps.producing 10.0 FOLDER
 
-writes for each tensor NAME.safetensors, for each direction NAME.rowwise.npy with its numbers by tests/dumps/independent,
-and facts.json with what the tensors were like in memory.
+writes for each tensor NAME.safetensors; for each direction NAME.rowwise.npy with its numbers, read by
+:mod:`tests.dumps.independent`; and facts.json with what the tensors were like in memory.
 """
 
 from __future__ import annotations

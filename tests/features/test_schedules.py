@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Keeper
-from tests.features.plain import OURS, THEIRS, in_session, linear, plain, train
+from tests.features.plain import in_session, linear, plain, train
 
 
 def stats(**options: Any) -> dict[str, dict[str, Any]]:
@@ -44,30 +44,6 @@ def test_the_keys_of_a_schedule(tmp_path: Path, keeper: Keeper, options: dict[st
     assert acted(features, 10, tmp_path / "alone") == {"activation_max": iterations}
     in_session(features, tmp_path / "session", 10, sinks=[keeper])
     assert sorted(keeper.values("max")) == iterations
-
-
-def test_a_custom_feature_is_not_dragged_along(tmp_path: Path) -> None:
-    inspected: list[int] = []
-
-    class EveryFifth:
-        def inspect_tensor_enabled(
-            self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-        ) -> tuple[bool, int | None]:
-            return iteration % 5 == 0, iteration - iteration % 5 + 5
-
-        def inspect_tensor(self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int) -> None:
-            inspected.append(iteration)
-
-    features = {"EveryFifth": {"enabled": True, "tensors": ["activation"]}, **stats(freq=2), "DumpTensors": DUMP}
-    result = acted(features, 11, tmp_path, classes=[EveryFifth], folders=[OURS, THEIRS])
-    assert inspected == [0, 5, 10]
-    assert result == {"activation_max": [0, 2, 4, 6, 8, 10]}
-    dumps = sorted(path.parent.name for path in tmp_path.rglob("*.safetensors"))
-    assert dumps == ["iter_000000", "iter_000003", "iter_000006", "iter_000009"]
-
-
-DUMP = {"enabled": True, "tensors": ["activation"], "high_precision_tensor": True, "freq": 3}
-"""Of Transformer Engine's own feature."""
 
 
 def test_keys_beside_the_struct_hold_for_its_entries(tmp_path: Path) -> None:

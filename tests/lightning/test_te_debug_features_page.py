@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -18,7 +17,7 @@ import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from te_precision_callbacks import PrecisionDebugCallback
-from tests.conftest import Keeper
+from tests.conftest import Keeper, statistics
 from tests.lightning.models import loader, logged_lines, trainer
 from tests.te_debug_features import FAKE_QUANT, LOG_FP8_TENSOR_STATS, LOG_TENSOR_STATS, PER_TENSOR_SCALING
 
@@ -118,82 +117,18 @@ def test_fake_quant(tmp_path: Path) -> None:
     assert formats(callback, "fc2")["fprop"] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
 
 
-def test_every_feature_at_once(tmp_path: Path, keeper: Keeper) -> None:
-    """On different layers, with both loggers of a run looked at."""
-    everything = yaml.safe_load(
-        """
-        tensors:
-          enabled: True
-          layers: {layer_types: [layernorm_qkv]}
-          transformer_engine:
-            LogTensorStats:
-              enabled: True
-              tensors: [activation, weight, gradient, output, wgrad, dgrad]
-              stats:
-                - min
-                - max
-                - mean
-                - std
-                - l1_norm
-                - l2_norm
-                - cur_amax
-                - dynamic_range
-                - numel
-                - zeros%
-                - nonfinite_num
-                - exponent_histogram
-                - max_blockwise_dynamic_range: {block_size: 16, dims: 1}
-                - max_blockwise_dynamic_range: {block_size: 16, dims: 2}
-            LogFp8TensorStats:
-              enabled: True
-              tensors: [activation, weight, gradient]
-              stats: [underflows%, overflows%, mse, sqnr_db, scale_inv_min, scale_inv_max, scale_inv_std,
-                      fp8_current_scaling_mse, mxfp8_mse, mxfp8_mse_columnwise, fp8_block_scaling_mse]
-            LogNvfp4TensorStats:
-              enabled: True
-              tensors: [activation, weight, gradient]
-              stats: [underflows%, mse]
-        gemm:
-          enabled: True
-          layers: {layer_types: [proj]}
-          transformer_engine:
-            DisableQuantizationGEMM: {enabled: True, gemms: [wgrad]}
-            PerTensorScaling: {enabled: True, gemms: [fprop], tensors: [activation], margin: 0}
-        fake:
-          enabled: True
-          layers: {layer_types: [fc1]}
-          transformer_engine:
-            FakeQuant: {enabled: True, quant_format: MXFP8E4M3, gemms: [fprop, dgrad, wgrad],
-                        tensors: [activation, weight, gradient]}
-        off:
-          enabled: True
-          layers: {layer_types: [fc2]}
-          transformer_engine:
-            DisableQuantizationLayer: {enabled: True}
-            LogFp8TensorStats: {enabled: True, tensors: [activation], stats: [mse]}
-        """
-    )
-    board = TensorBoardLogger(tmp_path, name="board")
-    callback = PrecisionDebugCallback(everything, log_dir=tmp_path, sinks=[keeper], strict=True)
-    trainer(tmp_path, callbacks=[callback], logger=board).fit(Model(), loader(3, size=16))
-    assert formats(callback, "proj")["fprop"]["activation"] == "FP8 E4M3 (modified)"
-    assert formats(callback, "proj")["wgrad"] == {"gradient": "FP32", "activation": "FP32"}
-    assert formats(callback, "fc1")["dgrad"] == {"gradient": "FP32 (modified)", "weight": "FP32 (modified)"}
-    assert formats(callback, "fc2")["fprop"] == {"activation": "FP32", "weight": "FP32"}
-
-    assert keeper.iterations == [0, 1, 2]
-    last = {(row.layer, row.tensor, row.statistic): row.value for row in keeper.steps[-1]}
-    qkv = "transformer_layer.self_attention.layernorm_qkv"
-    assert len([key for key in last if key[0] == qkv]) == 6 * 13 + 3 * 11 + 3 * 2
-    assert all(np.isfinite(value) for value in last.values())
-    in_high_precision = "transformer_layer.layernorm_mlp.fc2", "activation", "fp8_current_scaling_mse"
-    assert last[in_high_precision] > 0, "what its recipe would give, under the name of that recipe"
-
+def test_a_histogram_is_one_in_tensorboard_and_beside_it_are_the_numbers(tmp_path: Path, keeper: Keeper) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    board = TensorBoardLogger(tmp_path, name="board")
+    config = statistics(layers=["fc1"], stats=["zeros%", "exponent_histogram"])
+    callback = PrecisionDebugCallback(config, log_dir=tmp_path, sinks=[keeper], strict=True)
+    trainer(tmp_path, callbacks=[callback], logger=board).fit(Model(), loader(3, size=16))
     accumulator = EventAccumulator(board.log_dir, size_guidance={"histograms": 0, "scalars": 0})
     accumulator.Reload()
-    histogram = accumulator.Histograms(f"te.{qkv}/activation/exponent_histogram")[-1].histogram_value
-    assert histogram.num == 16 * 32 * (1 - last[qkv, "activation", "zeros%"] / 100)
-    assert not any("exponent_histogram" in name for name in accumulator.Tags()["scalars"])
-    assert f"te.{qkv}/activation/mse" in accumulator.Tags()["scalars"]
+    name = "te.transformer_layer.layernorm_mlp.fc1/activation"
+    events = accumulator.Histograms(f"{name}/exponent_histogram")
+    zeros = keeper.values("zeros%")
+    assert [event.histogram_value.num for event in events] == [16 * 32 * (1 - zeros[step] / 100) for step in range(3)]
+    assert f"{name}/zeros%" in accumulator.Tags()["scalars"]
+    assert not any("exponent_histogram" in tag for tag in accumulator.Tags()["scalars"])
