@@ -1,12 +1,22 @@
-"""In which iterations a feature acts: its own schedule, whatever else watches the same tensor."""
+"""A feature's options: in which iterations it acts, and which hold for a tensor and a GEMM."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.debug.features.api import TEConfigAPIMapper
 
+from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.features import base
+from te_precision_callbacks.features.base import matching_options
+from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.statistics.schedule import Schedule
 from tests.conftest import Keeper
 from tests.features.plain import in_session, linear, plain, train
 
@@ -67,3 +77,96 @@ def test_nothing_is_asked_again_after_the_last_iteration(tmp_path: Path) -> None
             runs.append(net.next_iter_when_debug_should_be_run)
         assert logged.iterations("linear_activation_max") == [0, 4]
     assert runs == [4, 4, 4, 4, None, None, None, None]
+
+
+TENSORS = ["activation", "weight", "gradient"]
+GEMMS = ["fprop", "dgrad", "wgrad"]
+
+
+class Upstream(TEConfigAPIMapper):  # type: ignore[misc]
+    """Transformer Engine's own choice, which knows one set of options."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensors": ["activation", "weight"], "gemms": ["fprop"], "margin": 1},
+        {"tensors_struct": [{"tensor": "weight", "margin": 2}], "gemms": ["fprop", "dgrad"], "margin": 1},
+        {"gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 3}, {"gemm": "dgrad", "tensors": []}]},
+        {
+            "quant_format": "MXFP8E4M3",
+            "gemms_struct": [
+                {"gemm": "fprop", "tensors": ["activation", "weight"]},
+                {
+                    "gemm": "dgrad",
+                    "tensors_struct": [{"tensor": "gradient", "quant_format": "FP8E5M2"}, {"tensor": "weight"}],
+                },
+            ],
+        },
+    ],
+)
+def test_as_upstream_where_upstream_takes_it(options: dict[str, Any]) -> None:
+    config = {"enabled": True, **options}
+    for tensor in TENSORS:
+        for gemm in GEMMS:
+            matches, theirs = Upstream().parse_config_and_api(
+                config, gemm_parsing=True, tensor_parsing=True, tensor_name=tensor, gemm=gemm
+            )
+            assert matching_options(config, tensor=tensor, gemm=gemm) == ([theirs] if matches else [])
+    assert config == {"enabled": True, **options}
+
+
+READ = {
+    "LogTensorStats": {
+        "enabled": True,
+        "freq": 2,
+        "tensors_struct": [{"tensor": "activation", "stats": "max"}, {"tensor": "weight", "stats": "min", "freq": 1}],
+    },
+    "FakeQuant": {"enabled": True, "gemms": "fprop", "tensors": "weight", "quant_format": "FP8E4M3"},
+    "DumpTensors": {"enabled": True, "tensors": "weight", "high_precision_tensor": True, "when": "min > 0"},
+}
+
+
+def test_options_are_read_once_for_an_entry_of_the_config(tmp_path: Path) -> None:
+    """Whatever the layers, tensors and steps: of each feature the options, of each of its tensors the schedule."""
+    with (
+        mock.patch.object(base, "read_options", wraps=base.read_options) as read,
+        mock.patch.object(Schedule, "of", wraps=Schedule.of) as scheduled,
+        plain(READ, tmp_path) as logged,
+    ):
+        nets = torch.nn.Sequential(linear(), te.Linear(32, 32, name="linear_2"))
+        train(nets, 3)
+        assert sorted(call.args[1] for call in read.call_args_list) == sorted(READ)
+        assert scheduled.call_count == 4
+    assert logged.iterations("linear_activation_max") == logged.iterations("linear_2_activation_max") == [0, 2]
+    assert logged.iterations("linear_2_weight_min") == [0, 1, 2]
+
+
+@pytest.fixture
+def weights_minimum() -> Iterator[type]:
+    """Importing a feature of this project registers it in nvidia-dlfw-inspect."""
+    before = Snapshot()
+    from te_precision_callbacks.features.log_tensor_stats import LogTensorStats
+
+    class WeightsMinimum(LogTensorStats):  # type: ignore[misc]
+        """A user's own feature on top of one of this project, under a name that no schema has."""
+
+    yield WeightsMinimum
+    before.restore()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_feature_that_derives_from_one_of_ours_has_its_keys(
+    tmp_path: Path, alone: bool, weights_minimum: type
+) -> None:
+    features = {"WeightsMinimum": {"enabled": True, "tensors": "weight", "stats": "min", "freq": 2}}
+    if alone:
+        with plain(features, tmp_path, classes=[weights_minimum]) as logged:
+            train(linear(), 3)
+        assert logged.iterations("linear_weight_min") == [0, 2]
+        return
+    session = in_session(features, tmp_path, 3, features=[weights_minimum], strict=True)
+    assert [row.statistic for row in session.last_statistics] == ["min"]
+    features["WeightsMinimum"]["frequency"] = 3
+    with pytest.raises(ConfigError, match=r"'WeightsMinimum' has no key 'frequency'.*Did you mean 'freq'"):
+        in_session(features, tmp_path, features=[weights_minimum])

@@ -1,7 +1,10 @@
-"""What thin products tell of a GEMM, against the whole products in float64."""
+"""What thin products tell of a GEMM, against the whole products in float64; and how ranks and the page tell it."""
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
@@ -12,16 +15,21 @@ from te_precision_callbacks.gemm_error.judging import (
     FLOAT32,
     HOPPER_FAST,
     HOPPER_SPLIT,
+    KERNEL_MAXIMA,
+    KERNEL_SUMS,
     GemmCall,
     Judged,
     bound,
     judged,
+    kernel_columns,
     probes,
     product,
     seed_of,
     thin,
 )
-from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of
+from te_precision_callbacks.statistics.table import STATISTICS
+from tests.docs.pages import PAGES
+from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of, quantizer
 from tests.replay.faults import KERNEL
 
 CPU = torch.device("cpu")
@@ -150,3 +158,69 @@ def test_how_many_probes_it_takes() -> None:
 
     assert missed(PROBES) < 1e-5 < missed(PROBES - 2)
     assert bound(PROBES) == pytest.approx(4.6, abs=0.05)
+
+
+# ---------------------------------------------------------------------- columns, merged over ranks
+
+
+def on_rank(rank: int, rows: list[float], error: float) -> tuple[torch.Tensor, torch.Tensor]:
+    ratios = torch.tensor(rows, dtype=torch.float64)
+    first = torch.ones((), dtype=torch.float64)
+    result = Judged(first * error, first, first, ratios.amax(), ratios, torch.zeros(4, dtype=torch.float64), first)
+    return kernel_columns(result, rank)
+
+
+def merged(*ranks: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    sums = torch.stack([sums for sums, _ in ranks]).sum(0)
+    maxima = torch.stack([maxima for _, maxima in ranks]).amax(0)
+    pairs = (*zip(KERNEL_SUMS, sums, strict=True), *zip(KERNEL_MAXIMA, maxima, strict=True))
+    columns = {name: np.array([value.item()]) for name, value in pairs}
+    rows = {name: row for name, row in STATISTICS.items() if row.of.name == "GEMM" and row.value is not None}
+    return {name: float(row.value(columns)[0]) for name, row in rows.items() if row.value is not None}
+
+
+def test_one_bad_device_is_not_averaged_away() -> None:
+    healthy = [on_rank(rank, [0.3, 0.4, 0.2], 1e-6) for rank in range(7)]
+    result = merged(*healthy, on_rank(7, [0.2, 5.0, 1.5], 1e-2))
+    assert result["gemm_kernel_ratio"] == 5
+    assert result["gemm_kernel_ratio_rank"] == 7
+    assert (result["gemm_kernel_rank_first"], result["gemm_kernel_rank_last"]) == (7, 7)
+    assert (result["gemm_kernel_row_first"], result["gemm_kernel_row_last"], result["gemm_kernel_rows"]) == (1, 2, 2)
+    assert (result["gemm_kernel_column_first"], result["gemm_kernel_columns"]) == (-1, 0)
+    assert result["gemm_kernel_error"] == np.sqrt((7e-6 + 1e-2) / 8)
+    both = merged(*healthy, on_rank(7, [0.2, 5.0, 1.5], 1e-2), on_rank(9, [8.0], 1e-2))
+    assert (both["gemm_kernel_ratio_rank"], both["gemm_kernel_rank_first"], both["gemm_kernel_rank_last"]) == (9, 7, 9)
+
+
+def test_nothing_divided_by_nothing() -> None:
+    """A product of zeros that is zero has no error; one that is not has an infinite one, and is a finding."""
+    zero = torch.zeros((), dtype=torch.float64)
+    healthy = Judged(zero, zero, zero, zero, torch.zeros(3), torch.zeros(3), zero + 1)
+    result = merged(kernel_columns(healthy, 0))
+    assert (result["gemm_kernel_error"], result["gemm_gain"], result["gemm_kernel_ratio"]) == (0, 1, 0)
+    result = merged(kernel_columns(healthy._replace(error_square=zero + 1), 0))
+    assert (result["gemm_kernel_error"], result["gemm_gain"]) == (np.inf, np.inf)
+
+
+# ---------------------------------------------------------------------- the page
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "gradient"),
+    [
+        ("E4M3 and E4M3", "current", False),
+        ("E5M2 and E4M3", "current", True),
+        ("NVFP4 without Hadamard", "nvfp4", False),
+    ],
+)
+def test_the_floor_of_a_format(name: str, recipe: str, gradient: bool) -> None:
+    page = PAGES["docs/gemm-error.md"].read_text(encoding="utf-8")
+    stated = re.search(rf"\| {name} \| ([\d.]+) % \|", page)
+    assert stated
+    torch.manual_seed(0)
+    high = [torch.randn(512, 512).to(BF16) for _ in range(2)]
+    makers = [quantizer(recipe, gradient=gradient), quantizer(recipe)]
+    decoded = [factor_of(make(item), columnwise=False).matrix() for make, item in zip(makers, high, strict=True)]
+    exact = high[0].double() @ high[1].double().t()
+    error = (decoded[0] @ decoded[1].t() - exact).norm() / exact.norm()
+    assert 100 * error.item() == pytest.approx(float(stated[1]), abs=0.1)

@@ -66,9 +66,8 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     import mlflow
     import wandb
 
-    report_to = ["tensorboard", "mlflow", "wandb"]
     keywords: dict[str, Any] = {
-        "report_to": report_to,
+        "report_to": ["tensorboard", "mlflow", "wandb"],
         "gradient_accumulation_steps": 2,
         "max_steps": 6,
         "save_strategy": "steps",
@@ -97,7 +96,6 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     for events in (tmp_path / "out").rglob("events.out.tfevents*"):
         for tag, values in board_scalars(events).items():
             metrics.setdefault(tag, {}).update(values)
-    client = mlflow.MlflowClient()
     rows = list(wandb_history(tmp_path).values())
     assert all("train/global_step" in row for row in rows)
     steps_of_rows = [row["train/global_step"] for row in rows]
@@ -106,7 +104,7 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     store = {
         (name, entry.step): entry.value
         for name in {name for name, _ in expected} | {"loss"}
-        for entry in client.get_metric_history(first_run.info.run_id, name.replace("%", "_pct"))
+        for entry in mlflow.MlflowClient().get_metric_history(first_run.info.run_id, name.replace("%", "_pct"))
     }
     for (name, step), value in expected.items():
         assert np.float32(metrics[name][step]) == np.float32(value)
