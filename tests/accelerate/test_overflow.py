@@ -30,8 +30,6 @@ def test_the_weights_are_those_of_the_step_before(
     batches[batch] *= 3e38 / batches[batch].abs().max()
     first_bad = rf"< \[{batch}\] fc2: LayerNormLinear: output has nans"
     with pytest.raises(ActivationOverflowError, match=first_bad) as raised, debugger:
-        assert debugger.session.overflow is not None
-        assert not debugger.session.overflow.loss_scaled
         run(accelerator, debugger, model, optimizer, batches)
     step = f"debug iteration {steps_before}, step {steps_before + 1}"
     assert f"in batch {batch} ({step})" in str(raised.value)
