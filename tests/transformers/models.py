@@ -9,6 +9,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformers
 from torch.utils.data import Dataset
+from transformer_engine.common.recipe import Recipe
 
 from tests.lightning.models import sample
 
@@ -31,18 +32,20 @@ class Vectors(Dataset[dict[str, torch.Tensor]]):
 class Net(torch.nn.Module):
     """Two TE layers. It keeps the indices of the samples of each forward, and fails in those that are named."""
 
-    def __init__(self, fp8: bool = False) -> None:
+    _keys_to_ignore_on_save = None  # the Trainer reads it where a key is missing in a checkpoint
+
+    def __init__(self, recipe: Recipe | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(te.Linear(SIZE, SIZE), te.LayerNormLinear(SIZE, SIZE))
-        self.fp8 = fp8
+        self.recipe = recipe
         self.trained_on: list[list[int]] = []
         self.fail_at: dict[int, BaseException] = {}
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         if not self.training:
             inputs = 100 * inputs
-        with te.autocast(enabled=self.fp8):
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
             output = self.net(inputs)
         if self.training and labels is not None:
             self.trained_on.append(labels.tolist())

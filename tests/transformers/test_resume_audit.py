@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import PrecisionDebugTrainerCallback
 from te_precision_callbacks.diagnosis import diagnose
@@ -24,21 +22,6 @@ from tests.transformers.models import Net, arguments, llama, trainer
 WEIGHTS = "model.safetensors"
 
 pytestmark = pytest.mark.usefixtures("trusted_checkpoints")
-
-
-class InFp8(Net):
-    """Two layers of Transformer Engine under a recipe."""
-
-    _keys_to_ignore_on_save = None  # the Trainer reads it where a key is missing
-
-    def __init__(self, recipe: recipes.Recipe) -> None:
-        super().__init__()
-        self.recipe = recipe
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        with te.autocast(recipe=self.recipe):
-            output = self.net(inputs)
-        return {"loss": output.pow(2).mean(), "logits": output}
 
 
 def train(
@@ -73,8 +56,8 @@ def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     recipe, capability = RECIPES[name]
     with any_capability():
         stand_for(capability)
-        train(tmp_path, InFp8(recipe), 2)
-        callback = resumed(tmp_path, InFp8(recipe), strict=True)
+        train(tmp_path, Net(recipe), 2)
+        callback = resumed(tmp_path, Net(recipe), strict=True)
     assert (tmp_path / "checkpoint-2" / FILE_NAME).exists()
     assert findings(callback.session.resume_report) == []
     assert callback.session.iteration == 4
