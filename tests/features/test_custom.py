@@ -68,38 +68,43 @@ def test_every_call_has_the_right_arguments(
         check(call, [arguments for arguments in calls if arguments["iteration"] == 1])
 
 
+PLACES: dict[str, list[tuple[str | None, str | None]]] = {
+    "fp8_gemm_enabled": [(None, gemm) for gemm in GEMMS],
+    "modify_tensor_enabled": [
+        *(("activation", gemm) for gemm in ("fprop", "wgrad")),
+        *(("weight", gemm) for gemm in ("fprop", "dgrad")),
+        *(("gradient", gemm) for gemm in ("dgrad", "wgrad")),
+        *zip(TENSORS[3:], ["fprop", "wgrad", "dgrad"], strict=True),
+    ],
+    "modify_tensor": [("activation", "fprop"), ("dgrad", "dgrad")],
+    "inspect_tensor_enabled": [(tensor, None) for tensor in TENSORS],
+    "inspect_tensor": [(tensor, None) for tensor in TENSORS],
+}
+"""Call -> the tensors and GEMMs of an iteration."""
+
+
 def check(call: str, calls: list[dict[str, Any]]) -> None:
     """The arguments of one call in one iteration."""
     places = [(arguments.get("tensor_name"), arguments.get("gemm")) for arguments in calls]
+    if call in PLACES:
+        assert set(places) == set(PLACES[call])
+        assert len(places) == len(PLACES[call]) or call == "fp8_gemm_enabled"  # asked of each operand
     for arguments in calls:
-        tensor = arguments.get("tensor", None)
-        if "tensor" in arguments:
-            assert tuple(tensor.shape) == SHAPES.get(arguments["tensor_name"], (16, 32))
-            assert tensor.dtype == torch.float32
         assert arguments.get("tp_group") is None
-    if call == "fp8_gemm_enabled":
-        assert {gemm for _, gemm in places} == set(GEMMS)
-    elif call == "modify_tensor_enabled":
-        assert set(places) == {
-            *((tensor, gemm) for tensor, gemm in zip(TENSORS[3:], ["fprop", "wgrad", "dgrad"], strict=True)),
-            *(("activation", gemm) for gemm in ("fprop", "wgrad")),
-            *(("weight", gemm) for gemm in ("fprop", "dgrad")),
-            *(("gradient", gemm) for gemm in ("dgrad", "wgrad")),
-        }
-        assert len(places) == 9
-    elif call == "modify_tensor":
-        assert places == [("activation", "fprop"), ("dgrad", "dgrad")]
+        if "tensor" in arguments:
+            assert tuple(arguments["tensor"].shape) == SHAPES.get(arguments["tensor_name"], (16, 32))
+            assert arguments["tensor"].dtype == torch.float32
+    if call == "modify_tensor":
         assert [type(arguments["default_quantizer"]) for arguments in calls] == [Float8Quantizer, type(None)]
         assert [arguments["out"] for arguments in calls] == [None, None]
     elif call in ("inspect_tensor_enabled", "inspect_tensor"):
-        assert sorted(tensor for tensor, _ in places) == sorted(TENSORS)
         for arguments in calls:
             quantized = arguments["tensor_name"] in TENSORS[:3]
             assert arguments["config"]["tensor"] == arguments["tensor_name"]
+            assert type(arguments.get("tensor", torch.ones(()))) in (torch.Tensor, torch.nn.Parameter)
             if "quantizer" in arguments:
                 assert isinstance(arguments["quantizer"], Float8Quantizer if quantized else type(None))
                 assert isinstance(arguments["rowwise_quantized_tensor"], Float8Tensor if quantized else type(None))
-            assert type(arguments.get("tensor", torch.ones(()))) in (torch.Tensor, torch.nn.Parameter)
     elif call == "inspect_tensor_postquantize":
         # What is quantized or modified, for each GEMM: wgrad is neither.
         rowwise = [arguments.get("rowwise") for arguments in calls]

@@ -50,14 +50,6 @@ class Printed(Custom, transformers.PrinterCallback):
     """What is printed."""
 
 
-class StopsAt(transformers.TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step
-
-
 @pytest.mark.slow
 def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     offline_trackers: Path, tmp_path: Path
@@ -69,7 +61,6 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     keywords: dict[str, Any] = {
         "report_to": ["tensorboard", "mlflow", "wandb"],
         "gradient_accumulation_steps": 2,
-        "max_steps": 6,
         "save_strategy": "steps",
         "save_steps": 3,
         "logging_steps": 2,
@@ -81,7 +72,7 @@ def test_every_integration_has_the_numbers_of_the_log_at_the_trainers_steps(
     expected: dict[tuple[str, int], float] = {}
     for part, last in (("first", 3), ("second", 6)):
         callback = PrecisionDebugTrainerCallback(CONFIG, log_dir=tmp_path / part)
-        made = trainer(arguments(tmp_path / "out", **keywords), printed, StopsAt(last), callback)
+        made = trainer(arguments(tmp_path / "out", max_steps=last, **keywords), printed, callback)
         made.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3") if part == "second" else None)
         of_the_trainer |= {entry["step"]: entry["loss"] for entry in made.state.log_history if "loss" in entry}
         for (name, iteration), value in logged_lines(tmp_path / part).items():
